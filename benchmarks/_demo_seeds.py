@@ -127,7 +127,7 @@ def shuffled_rewards(out: Path, trained: dict[str, Any]) -> dict[str, Any]:
     """Train with the rewards of each group in a random order, from the start of `trained`."""
     seed = trained["seed"]
     start = out / trained["run"] / "checkpoints" / "step-000000" / "model"
-    model = [f"model.path={start.resolve()}", "model.init=null", "model.train_tokenizer=null", "warm_start.steps=0"]
+    model = [f"model.path={start.resolve()}", "model.init=null", "model.tokenizer=null", "warm_start.steps=0"]
     shuffled = ["algorithm.advantage=controls.py:shuffled_grpo", f"name=shuffled-{seed}"]
     polyturn("train", CONFIG, *common(out, seed, AS_SHIPPED), *model, *shuffled)
     return {"seed": seed, "after": reports(out / f"shuffled-{seed}")["after"]}

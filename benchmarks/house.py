@@ -223,7 +223,7 @@ num_threads: 1
 model:
   init: {model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
          head_dim: 8, intermediate_size: 32, max_position_embeddings: 1024, tie_word_embeddings: true}
-  train_tokenizer: {corpus: "plugins.py:corpus", vocab_size: 300}
+  tokenizer: {corpus: "plugins.py:corpus", vocab_size: 300}
 data: {train: {files: tasks.jsonl}, shuffle: false}
 rollout:
   parser: "plugins.py:Reader"

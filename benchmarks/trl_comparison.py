@@ -55,7 +55,7 @@ def config_of(*, model: Path, steps: int, size: str | None = None) -> dict[str, 
         shape = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES[size]}
         source: dict[str, Any] = {
             "init": {**shape, "max_position_embeddings": 2048, "tie_word_embeddings": True},
-            "train_tokenizer": {"corpus": f"{PLUGINS}:corpus", "vocab_size": 300},
+            "tokenizer": {"corpus": f"{PLUGINS}:corpus", "vocab_size": 300},
             "chat_template": str(model / "chat_template.jinja"),
         }
     else:

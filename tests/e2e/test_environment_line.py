@@ -30,7 +30,7 @@ num_threads: 1
 model:
   init: {{model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
          head_dim: 8, intermediate_size: 32, max_position_embeddings: 2048, tie_word_embeddings: true}}
-  train_tokenizer: {{corpus: "plugins.py:corpus", vocab_size: 300}}
+  tokenizer: {{corpus: "plugins.py:corpus", vocab_size: 300}}
 rollout: {{limits: {{max_turns: 3, max_tokens_per_turn: 6, max_context: 2048}}}}
 engine: {{num_slots: 16}}
 train: {{steps: 2, groups_per_step: 2, group_size: 2, optim: {{lr: 1.0e-3}}}}

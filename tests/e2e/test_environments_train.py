@@ -38,7 +38,7 @@ def train(tmp_path: Path, env: object, *, max_turns: int = 2, **data: object) ->
                 **{"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
                 **{"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 2048},
             },
-            "train_tokenizer": {"corpus": "corpus.py:corpus", "vocab_size": 300},
+            "tokenizer": {"corpus": "corpus.py:corpus", "vocab_size": 300},
         },
         "env": env,
         "rollout": {

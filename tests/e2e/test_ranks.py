@@ -40,7 +40,7 @@ def from_a_folder(config):
     place, _ = open_place(config, [])
     tokenizer = build.build_codec(place).tokenizer
     folder = save_model(build.build_model(place, tokenizer), config.parent / "model", tokenizer=tokenizer)
-    return [f"model.path={folder}", "model.init=null", "model.train_tokenizer=null"]
+    return [f"model.path={folder}", "model.init=null", "model.tokenizer=null"]
 
 
 @pytest.mark.timeout(240)

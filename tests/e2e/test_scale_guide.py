@@ -21,7 +21,7 @@ STAND_INS = [
     "model.path=null",
     "model.init={model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,"
     " head_dim: 8, intermediate_size: 32, max_position_embeddings: 2048, tie_word_embeddings: true}",
-    "model.train_tokenizer={corpus: 'stand_ins.py:corpus', vocab_size: 300}",
+    "model.tokenizer={corpus: 'stand_ins.py:corpus', vocab_size: 300}",
     "data.train.files=tasks.jsonl",
     "evaluation.data.files=tasks.jsonl",
 ]

@@ -246,7 +246,7 @@ def test_a_migrated_demo_keeps_its_paths_wherever_it_is_written(tmp_path: Path):
     model, sft = native["model"], native["warm_start"]
     for value in (
         model["chat_template"],
-        model["train_tokenizer"]["corpus"].partition(":")[0],
+        model["tokenizer"]["corpus"].partition(":")[0],
         sft["conversations"].partition(":")[0],
         native["rollout"]["tools"]["file"],
         native["reward"]["function"]["name"].partition(":")[0],

@@ -120,9 +120,9 @@ class _Reader:
         """Return the section `model`: of a name, a folder, a section, or a model of transformers."""
         named = _tokenizer_name(tokenizer)
         of_tokenizer = {} if tokenizer is None else {"tokenizer": named or self.label(tokenizer, name=_kind(tokenizer))}
-        nothing = {"init": None, "train_tokenizer": None, "tokenizer": None}
+        nothing = {"init": None, "tokenizer": None}
         if model is None:
-            return {"model": {**of_tokenizer, "train_tokenizer": None}} if of_tokenizer else {}
+            return {"model": of_tokenizer} if of_tokenizer else {}
         if isinstance(model, Mapping):
             return {"model": {**self.plain(model), **of_tokenizer}}
         if isinstance(model, str | Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyturn.build.config_source import ConfigSource, folder_or_name
+from polyturn.config.models import TrainTokenizerConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label, target
 from polyturn.core.registry import import_attr
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec:
-    """Load the tokenizer, or train the one that `model.train_tokenizer` describes; set the chat template."""
+    """Load the tokenizer, or train the one that `model.tokenizer` describes; set the chat template."""
     model = place.config.model
     template = None
     if model.chat_template is not None and ("{%" in model.chat_template or "{{" in model.chat_template):
@@ -39,9 +40,9 @@ def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec
     source = model.tokenizer or model.path
     if checkpoint is not None:
         codec = load_codec(str(checkpoint), chat_template=template, template_kwargs=kwargs)
-    elif model.train_tokenizer is not None:
-        texts = import_attr(model.train_tokenizer.corpus, base=place.base)()
-        trained = train_tokenizer(texts, vocab_size=model.train_tokenizer.vocab_size, chat_template=template)
+    elif isinstance(source, TrainTokenizerConfig):
+        texts = import_attr(source.corpus, base=place.base)()
+        trained = train_tokenizer(texts, vocab_size=source.vocab_size, chat_template=template)
         codec = Codec(trained, template_kwargs=kwargs)
     elif source is not None and is_label(source):
         codec = Codec(target(source), chat_template=template, template_kwargs=kwargs)

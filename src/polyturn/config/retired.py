@@ -68,6 +68,12 @@ RETIRED: Mapping[str, Successor] = {
     "train.distributed.strategy": Successor(
         "write train.backend: torch, which is FSDP2 over several ranks, or megatron (docs/guides/megatron.md)", was="fsdp"
     ),
+    "optim.warmup_ratio": Successor(
+        "write it as warmup_steps, where a number below 1 is a share", "optim.warmup_steps", 0.0
+    ),
+    "optim.total_steps": Successor("write schedule: {name: cosine, total_steps: …}", "optim.schedule.total_steps"),
+    "optim.min_lr_ratio": Successor("write schedule: {name: cosine, min_lr_ratio: …}", "optim.schedule.min_lr_ratio", 0.0),
+    "model.train_tokenizer": Successor("write model.tokenizer: {corpus: …, vocab_size: …}", "model.tokenizer"),
     "policies.<name>.train": Successor(
         "a run trains one policy, the one of the section model; let that one play several parts "
         "(seats: [policy, policy], model: policy), or train the other in a run of its own",

@@ -28,24 +28,25 @@ def lr_factor(step: int, settings: OptimSettings) -> float:
     """Return what the learning rate is multiplied by at step `step`, counted from 0."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant" or settings.total_steps is None:
+    schedule = settings.schedule
+    if schedule.name == "constant" or schedule.total_steps is None:
         return 1.0
-    share = min(1.0, (step - settings.warmup_steps) / (settings.total_steps - settings.warmup_steps))
-    fallen = 1.0 - share if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
-    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * fallen
+    share = min(1.0, (step - settings.warmup_steps) / (schedule.total_steps - settings.warmup_steps))
+    fallen = 1.0 - share if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    return schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * fallen
 
 
 class Optimizer:
     """AdamW over a model's trainable parameters."""
 
     def __init__(self, model: nn.Module, settings: OptimSettings) -> None:
-        if settings.schedule != "constant" and (
-            settings.total_steps is None or settings.total_steps <= settings.warmup_steps
-        ):
+        warmup, schedule = settings.warmup_steps, settings.schedule
+        if schedule.name != "constant" and (schedule.total_steps is None or schedule.total_steps <= warmup):
             raise ConfigError(
-                f"a {settings.schedule} schedule needs total_steps above warmup_steps ({settings.warmup_steps}), "
-                f"not {settings.total_steps}"
+                f"a {schedule.name} schedule needs total_steps above warmup_steps ({warmup}), not {schedule.total_steps}"
             )
+        if 0 < warmup < 1:
+            raise ConfigError(f"warmup_steps is {warmup}, a share of a run's steps; say of how many: settings.over(steps)")
         self.settings = settings
         self.step_count = 0
         """Steps taken or skipped so far; the schedule's clock."""

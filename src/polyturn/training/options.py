@@ -1,6 +1,6 @@
 """What can be chosen about training: the optimizer, the critic, the adapter, the supervised start.
 
-    train: {optim: {lr: 1.0e-6, warmup_ratio: 0.03, schedule: cosine}}      OptimSettings
+    train: {optim: {lr: 1.0e-6, warmup_steps: 0.03, schedule: cosine}}      OptimSettings
     algorithm: {critic: {warmup: 10, optim: {lr: 1.0e-5}}}                  CriticSettings
     model: {lora: {rank: 16}}                                               LoraSettings
     warm_start: {conversations: demos.jsonl, steps: 50}                     SftOptions
@@ -16,11 +16,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError
 
-Schedule = Literal["constant", "linear", "cosine"]
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """What the learning rate does after the warm-up: it stays, or it falls."""
+
+    PART: ClassVar[str] = "linear, cosine"
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """constant, or the shape of a fall to `min_lr_ratio` at `total_steps`."""
+    total_steps: Annotated[int, Field(ge=1)] | None = None
+    """Where the fall ends; null takes the steps of the run."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The learning rate at its end, as a share of `lr`."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"the schedule is {self.name!r}; it must be 'constant', 'linear' or 'cosine'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +55,18 @@ class OptimSettings:
     """Of Adam: added to the root of the mean square."""
     weight_decay: float = 0.0
     """Decoupled from the gradient, as in AdamW; not applied to norms, biases and other vectors."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps in which the learning rate rises linearly; the first one already has lr / warmup_steps."""
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The warm-up as a share of the steps; used where `warmup_steps` is 0."""
-    schedule: Schedule = "constant"
-    """What follows the warm-up: constant, or a fall to `min_lr_ratio` at `total_steps`."""
-    total_steps: Annotated[int, Field(ge=1)] | None = None
-    """Where the schedule ends; null takes the steps of the run."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The learning rate at the end of the schedule, as a share of `lr`."""
+    warmup_steps: Annotated[int | float, Field(ge=0)] = 0
+    """Steps in which the learning rate rises linearly; the first one already has lr / warmup_steps. Below 1, a share of the
+    steps of the schedule."""
+    schedule: Annotated[ScheduleOptions, BeforeValidator(_named)] = ScheduleOptions()
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients of a larger norm are scaled down to it; null never scales."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
     """Steps in a row that are skipped and counted because loss or gradient is not finite; one more ends the run."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"the schedule is {self.schedule!r}; it must be 'constant', 'linear' or 'cosine'")
+        if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
+            raise ConfigError(f"warmup_steps is {self.warmup_steps}; it must be whole, or a share of the steps below 1")
         if self.max_skipped < 0:
             raise ConfigError(f"max_skipped is {self.max_skipped}; it must be 0 (the first bad step ends the run) or more")
         if not self.lr >= 0:
@@ -62,9 +76,10 @@ class OptimSettings:
 
     def over(self, steps: int) -> OptimSettings:
         """Return the settings of a run of so many steps, its warm-up and the end of its schedule in steps."""
-        total = self.total_steps or steps
-        warmup = self.warmup_steps or int(self.warmup_ratio * total)
-        return dataclasses.replace(self, warmup_steps=warmup, total_steps=max(total, warmup + 1))
+        total = self.schedule.total_steps or steps
+        warmup = int(self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps)
+        schedule = dataclasses.replace(self.schedule, total_steps=max(total, warmup + 1))
+        return dataclasses.replace(self, warmup_steps=warmup, schedule=schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

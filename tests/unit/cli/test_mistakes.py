@@ -25,7 +25,6 @@ call = functools.partial(call_command, main)
         ("algorithm.advantage=turn.py:nothing", "there is no file"),
         ("reward.function=gsm9k", "reward: there is no 'gsm9k'. Did you mean 'gsm8k'"),
         ("rollout.parser=hermess", "rollout.parser: there is no 'hermess'. Did you mean 'hermes'?"),
-        ("model.tokenizer=gpt2", "model.tokenizer and model.train_tokenizer are two tokenizers; set one of them to null"),
         (
             "warm_start={steps: 3, conversations: shwn.jsonl}",
             "warm_start.conversations is 'shwn.jsonl', and there is no such",
@@ -111,7 +110,7 @@ def test_a_section_that_is_set_to_null_is_told_what_to_do(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model=Qwen/x", "it must be a section, with keys of its own (path, revision, init, tokenizer, train_tokenizer, "),
+        ("model=Qwen/x", "it must be a section, with keys of its own (path, revision, init, tokenizer, chat_template, "),
         ("data.train=rows.jsonl", "with keys of its own (files, dataset, subset, split, "),
         ("tracking=wandb", "it must be a list, such as [wandb]"),
         ("rollout.interactions={name: a}", "is {'name': 'a'} (from the override 'rollout.interactions={name: a}')"),

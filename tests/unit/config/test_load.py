@@ -16,12 +16,14 @@ from polyturn.algorithms.estimator_options import GaeOptions
 from polyturn.algorithms.loss_options import ClipOptions
 from polyturn.algorithms.options import KlOptions
 from polyturn.config.load import load_config, schema_table, write_resolved
-from polyturn.config.models import RunConfig
+from polyturn.config.models import RunConfig, TrainTokenizerConfig
 from polyturn.config.retired import successor
 from polyturn.core.errors import ConfigError
 from polyturn.data.options import MixOptions
 from polyturn.engines.options import ServerOptions
 from polyturn.infra.yaml_file import read_yaml
+from polyturn.tokens.options import ParserOptions
+from polyturn.training.options import ScheduleOptions
 
 
 class Base(BaseModel):
@@ -436,7 +438,13 @@ def test_the_configuration_of_an_older_run_loads_though_it_has_the_keys_of_every
 
 
 EARLIER = {
-    "model": {"path": "tiny"},
+    "model": {
+        "init": {"model_type": "qwen3"},
+        "tokenizer": None,
+        "train_tokenizer": {"corpus": "a.py:f", "vocab_size": 400},
+    },
+    "warm_start": {"optim": {"schedule": "cosine", "warmup_steps": 0, "warmup_ratio": 0.1, "min_lr_ratio": 0.2}},
+    "rollout": {"parser": "hermes", "reasoning_parser": None, "calls_in_reasoning": True},
     "algorithm": {
         "advantage": "gae",
         "advantage_kwargs": {"whiten_batch": True},
@@ -467,6 +475,10 @@ def test_the_configuration_of_an_older_run_loads_though_it_has_keys_that_are_ret
     assert config.algorithm.advantage == GaeOptions(name="gae", gamma=0.9, whiten_batch=True)
     assert config.algorithm.loss == ClipOptions(name="gspo", clip_low=0.1), "which never read clip_dual"
     assert config.algorithm.kl == KlOptions(coef=0.1) and config.train.distributed.ranks == 2
+    assert config.model.tokenizer == TrainTokenizerConfig(corpus="a.py:f", vocab_size=400)
+    assert config.rollout.parser == ParserOptions(name="hermes", calls_in_reasoning=True)
+    optim, schedule = config.warm_start.optim, ScheduleOptions(name="cosine", min_lr_ratio=0.2)
+    assert (optim.lr, optim.warmup_steps, optim.schedule) == (1e-4, 0.1, schedule)
     assert config.data.sampler == MixOptions(weights={"a": 2.0}, by_success=0.5)
     assert "algorithm.gamma" in caplog.text and "algorithm.advantage.gamma" in caplog.text
 
@@ -521,7 +533,7 @@ def test_a_configuration_is_read_and_checked_without_torch_and_transformers() ->
 import sys
 from pathlib import Path
 from polyturn.config.load import load_config
-from polyturn.config.models import RunConfig
+from polyturn.config.models import RunConfig, TrainTokenizerConfig
 load_config(RunConfig, None, ["model.path=x", "train.optim.lr=1e-3",
     "algorithm.loss={correction: {cap: 3}}", "model.lora.rank=4"])
 print(sorted({"torch", "transformers"} & set(sys.modules)))

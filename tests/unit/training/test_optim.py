@@ -8,6 +8,7 @@ import torch
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import reduce
 from polyturn.training.optim import Optimizer, OptimSettings, lr_factor
+from polyturn.training.options import ScheduleOptions
 
 torch.set_num_threads(1)
 
@@ -19,17 +20,20 @@ class Net(torch.nn.Module):
         self.norm = torch.nn.Parameter(torch.ones(2))
 
 
+COSINE = ScheduleOptions(name="cosine")
+
+
 def set_grad(net: Net, value: float) -> None:
     for p in net.parameters():
         p.grad = torch.full_like(p, value)
 
 
 def test_the_schedule_warms_up_and_falls():
-    cosine = OptimSettings(warmup_steps=2, schedule="cosine", total_steps=6, min_lr_ratio=0.1)
+    cosine = OptimSettings(warmup_steps=2, schedule=ScheduleOptions(name="cosine", total_steps=6, min_lr_ratio=0.1))
     assert [lr_factor(s, cosine) for s in range(7)] == pytest.approx(
         [0.5, 1.0, 1.0, 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, 0.55, 0.1 + 0.9 * (1 - math.cos(math.pi / 4)) / 2, 0.1]
     )
-    linear = OptimSettings(warmup_steps=0, schedule="linear", total_steps=4)
+    linear = OptimSettings(warmup_steps=0, schedule=ScheduleOptions(name="linear", total_steps=4))
     assert [lr_factor(s, linear) for s in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     assert [lr_factor(s, OptimSettings(warmup_steps=4)) for s in (0, 3, 4, 99)] == [0.25, 1.0, 1.0, 1.0]
 
@@ -123,7 +127,7 @@ def test_a_state_loads_into_other_settings_and_not_into_other_parameters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "exponential"}, "'exponential'; it must be 'constant'"),
+        ({"warmup_steps": 2.5}, "warmup_steps is 2.5; it must be whole, or a share"),
         ({"lr": -1.0}, "lr is -1.0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
     ],
@@ -131,12 +135,16 @@ def test_a_state_loads_into_other_settings_and_not_into_other_parameters():
 def test_settings_that_cannot_work_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         OptimSettings(**options)
+    with pytest.raises(ConfigError, match="'exponential'; it must be 'constant'"):
+        ScheduleOptions(name="exponential")  # type: ignore[arg-type]
 
 
 def test_a_schedule_needs_an_end_above_its_warm_up_and_takes_that_of_the_run():
     with pytest.raises(ConfigError, match="needs total_steps above warmup_steps"):
-        Optimizer(Net(), OptimSettings(schedule="cosine"))
-    found = OptimSettings(schedule="cosine", warmup_ratio=0.1).over(50)
-    assert (found.warmup_steps, found.total_steps) == (5, 50)
-    assert OptimSettings(warmup_steps=9).over(3).total_steps == 10
-    assert OptimSettings(total_steps=80, warmup_ratio=0.1).over(50).warmup_steps == 8
+        Optimizer(Net(), OptimSettings(schedule=COSINE))
+    with pytest.raises(ConfigError, match=r"warmup_steps is 0.1, a share of a run's steps"):
+        Optimizer(Net(), OptimSettings(warmup_steps=0.1))
+    found = OptimSettings(schedule=COSINE, warmup_steps=0.1).over(50)
+    assert (found.warmup_steps, found.schedule.total_steps) == (5, 50)
+    assert OptimSettings(warmup_steps=9).over(3).schedule.total_steps == 10
+    assert OptimSettings(schedule=ScheduleOptions(total_steps=80), warmup_steps=0.1).over(50).warmup_steps == 8

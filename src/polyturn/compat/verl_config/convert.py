@@ -165,8 +165,10 @@ def warmup(s: Source) -> None:
     steps, ratio = s.number(key, -1), s.number(f"{key}_ratio", 0.0)
     if steps >= 0:
         s.put("train.optim.warmup_steps", steps, by=key)
+    elif ratio >= 1:
+        s.refuse(f"{key}_ratio", "a share of the run's steps is below 1")
     elif ratio > 0:
-        s.put("train.optim.warmup_ratio", ratio, by=f"{key}_ratio")
+        s.put("train.optim.warmup_steps", ratio, by=f"{key}_ratio")
 
 
 def temperature(s: Source) -> None:

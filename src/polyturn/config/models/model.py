@@ -7,7 +7,7 @@ A model comes from a folder or the hub (`path`) or has random weights (`init`): 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,8 @@ from polyturn.training.options import LoraSettings
 
 class TrainTokenizerConfig(Section):
     """A byte-level BPE tokenizer trained when the run starts, for models that have none yet."""
+
+    PART: ClassVar[str] = "one that is trained"
 
     corpus: str
     """`file.py:function` that returns the texts to train on."""
@@ -33,9 +35,8 @@ class AnyModelConfig(Section):
     """Branch, tag or commit of `path` on the hub."""
     init: dict[str, Any] | None = None
     """Architecture of a model with random weights: `model_type` and that type's config keys."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; defaults to `path`."""
-    train_tokenizer: TrainTokenizerConfig | None = None
+    tokenizer: str | TrainTokenizerConfig | None = None
+    """Folder or hub id of the tokenizer, or what one is trained on when the run starts; defaults to `path`."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own, or the file that holds it."""
     template_kwargs: dict[str, Any] = {}
@@ -51,10 +52,10 @@ class AnyModelConfig(Section):
             raise ValueError(
                 "set exactly one of model.path (weights from a folder or hub id) and model.init (random weights)"
             )
-        if self.init is not None and not (self.tokenizer or self.train_tokenizer):
-            raise ValueError("a model from model.init needs model.tokenizer or model.train_tokenizer")
-        if self.tokenizer is not None and self.train_tokenizer is not None:
-            raise ValueError("model.tokenizer and model.train_tokenizer are two tokenizers; set one of them to null")
+        if self.init is not None and not self.tokenizer:
+            raise ValueError(
+                "a model from model.init needs model.tokenizer: a folder, a hub id, or a corpus to train one on"
+            )
         return self
 
 

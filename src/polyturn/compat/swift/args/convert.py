@@ -257,6 +257,14 @@ def betas(s: Source) -> None:
     s.put("train.optim.betas", [s.number("adam_beta1", 0.9), s.number("adam_beta2", 0.95)], by="adam_beta2")
 
 
+def warmup(s: Source) -> None:
+    """Set the warm-up in steps, or as a share of the run's steps."""
+    steps, ratio = s.number("warmup_steps", 0), s.number("warmup_ratio", 0.0)
+    if ratio >= 1 and not steps:
+        s.refuse("warmup_ratio", "a share of the run's steps is below 1")
+    s.put("train.optim.warmup_steps", steps or ratio, by="warmup_steps" if steps else "warmup_ratio")
+
+
 def clip(s: Source) -> None:
     """Set the range of the ratio."""
     low = s.number("epsilon", 0.2)
@@ -300,7 +308,7 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
         model, plugins, async_engine, engine_size, system, columns, dataset, val_dataset, rewards, scheduler, lengths,
-        batches, steps, every, folder, betas, clip, advantage, kl_in_reward, resample, loss_type, correction, lora,
+        batches, steps, every, folder, betas, warmup, clip, advantage, kl_in_reward, resample, loss_type, correction, lora,
         ref_model, teacher,
     )
 }  # fmt: skip
