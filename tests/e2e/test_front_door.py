@@ -109,12 +109,12 @@ def test_a_run_goes_on_with_its_objects(tmp_path: Path) -> None:
 
 def test_the_command_line_names_the_objects_that_it_cannot_resume_with(tmp_path: Path) -> None:
     run = polyturn.train(**given(tmp_path, name="mine", steps=1))
-    label = run.config["reward"]["function"]
+    label = run.config["reward"]["function"]["name"]
     stored = str(run.folder / "config.yaml")
     del run  # an object has its label as long as a run keeps it
     called = call_command(main, "train", stored, "--resume")
     assert called.code == 2
-    assert f"reward.function is {label!r}" in called.err
+    assert f"reward.function.name is {label!r}" in called.err
     assert "polyturn.train(…, resume=True)" in called.err
 
 

@@ -97,7 +97,7 @@ def test_a_scheduler_is_a_class_of_ones_own(tmp_path: Path):
 async def test_the_rewards_are_what_the_config_says(tmp_path: Path):
     where = place(
         tmp_path,
-        "reward.function={name: 'plugins.py:fixed', kwargs: {value: 0.5}}",
+        "reward.function={name: 'plugins.py:fixed', value: 0.5}",
         "reward.routes={tiny: tools}",
         "reward.overlong={buffer: 10, max_tokens: 20}",
         "reward.rate={max_concurrent: 1, tokens_per_minute: 6000000}",

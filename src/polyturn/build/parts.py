@@ -19,6 +19,7 @@ from polyturn.config.models import (
     RolloutConfig,
 )
 from polyturn.config.models.rollout import LIMITS
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.generation import Sampling, SamplingParams
 from polyturn.core.live import is_label
@@ -290,8 +291,8 @@ def build_rewarder(
     )
 
 
-def _reward_ref(named: str | RewardFunctionConfig) -> RewardRef:
-    return RewardRef(target=named) if isinstance(named, str) else RewardRef(target=named.name, kwargs=named.kwargs)
+def _reward_ref(named: RewardFunctionConfig) -> RewardRef:
+    return RewardRef(target=named.name, kwargs=arguments_of(named))
 
 
 def _overlong(config: Overlong, limits: Limits) -> Overlong | None:

@@ -74,8 +74,8 @@ def policy_options(
         ),
         "layout": LayoutSettings(
             max_tokens_per_batch=spec.max_tokens_per_batch,
-            packed=train.layout == "packed" or (train.layout == "auto" and torch.cuda.is_available()),
-            shared_prefix=train.shared_prefix == "auto",
+            packed=train.layout.name == "packed" or (train.layout.name == "auto" and torch.cuda.is_available()),
+            shared_prefix=train.layout.shared_prefix == "auto",
         ),
         "media": media,
         "replays_routes": algorithm.routing.replay != "off",

@@ -89,7 +89,7 @@ def _plugins(source: ConfigSource) -> str:
     if rollout.scheduler is not None:
         found.append(f"scheduler {rollout.scheduler} {rollout.scheduler_kwargs or ''}".rstrip())
     if config.reward.function is not None:
-        found.append(f"reward {config.reward.function}")
+        found.append(f"reward {config.reward.function.name}")
     return ", ".join(found) or "none: the model answers once"
 
 

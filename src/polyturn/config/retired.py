@@ -74,6 +74,11 @@ RETIRED: Mapping[str, Successor] = {
     "optim.total_steps": Successor("write schedule: {name: cosine, total_steps: …}", "optim.schedule.total_steps"),
     "optim.min_lr_ratio": Successor("write schedule: {name: cosine, min_lr_ratio: …}", "optim.schedule.min_lr_ratio", 0.0),
     "model.train_tokenizer": Successor("write model.tokenizer: {corpus: …, vocab_size: …}", "model.tokenizer"),
+    "train.shared_prefix": Successor("write train.layout: {shared_prefix: …}", "train.layout.shared_prefix", "auto"),
+    "reward.function.kwargs": Successor(f"{BESIDE}: reward.function: {{name: …, bonus: …}}", "reward.function"),
+    "reward.routes.<name>.kwargs": Successor(f"{BESIDE}: {{name: …, bonus: …}}", "reward.routes.<name>"),
+    "reward.batch_size": Successor("write reward.batch: {size: …}", "reward.batch.size", 64),
+    "reward.batch_wait_s": Successor("write reward.batch: {wait_s: …}", "reward.batch.wait_s", 0.05),
     "policies.<name>.train": Successor(
         "a run trains one policy, the one of the section model; let that one play several parts "
         "(seats: [policy, policy], model: policy), or train the other in a run of its own",

@@ -58,7 +58,9 @@ def as_of_now(model: type, values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         del value_at(now, path[:-1])[path[-1]]
         if not retired.is_default(value):
-            place = (*path[: -len(retired.key.split("."))], *retired.to.split("."))
+            start = len(path) - len(retired.key.split("."))
+            to = enumerate(retired.to.split("."), start)
+            place = (*path[:start], *(path[at] if step == "<name>" else step for at, step in to))
             merge(now, nested(place, value))
     read: dict[str, Any] = without_other_kinds(model, now, of_run=True)
     return read

@@ -97,13 +97,13 @@ class RewardFunction:
             if supplied := sorted(k for k in supplies or {} if k in self._kwargs and k not in (kwargs or {})):
                 raise ConfigError(
                     f"reward {name!r}: its parameter {supplied[0]!r} is an object of this process, and reward.num_processes "
-                    f"({num_processes}) calls it in another; set that to null, or the parameter in its kwargs"
+                    f"({num_processes}) calls it in another; set that to null, or give the parameter in the configuration"
                 )
             self._called = Processes(source, base=base, num=num_processes, timeout_s=self._options.timeout_s)
         self._batch: Batch[dict[str, Any]] | None = None
         if self._accepted is not None and "solution_strs" in self._accepted:
-            size, wait_s = self._options.batch_size, self._options.batch_wait_s
-            self._batch = Batch(self._call_many, size=size, wait_s=wait_s, running=running)
+            batch = self._options.batch
+            self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s, running=running)
 
     def require(self) -> None:
         """Check that the function can work at all.

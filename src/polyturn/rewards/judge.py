@@ -1,9 +1,9 @@
 """A judge: a model that reads a whole conversation and says, by a rubric, how good it was.
 
     reward:
-      function: {name: judge, kwargs: {base_url: "http://127.0.0.1:8000/v1", model: judge, rubric: "…", low: 0, high: 10}}
+      function: {name: judge, base_url: "http://127.0.0.1:8000/v1", model: judge, rubric: "…", low: 0, high: 10}
 
-    reward: {function: {name: judge, kwargs: {policy: critic, rubric: "…"}}}      a further policy of the run
+    reward: {function: {name: judge, policy: critic, rubric: "…"}}      a further policy of the run
 
     {"score": 7, "reason": "…"}  or  7      ->  7.0, recorded with its reason
     "I would say seven", 11 of 10, NaN      ->  asked again, then a RewardError; never 0.0

@@ -1,6 +1,6 @@
 """What can be chosen about reward functions: deadlines, what they read, how often they are called, where programs run.
 
-reward: {timeout_s: 120, rate: {calls_per_minute: 300}, batch_size: 32}
+reward: {timeout_s: 120, rate: {calls_per_minute: 300}, batch: {size: 32}}
 """
 
 from __future__ import annotations
@@ -57,6 +57,18 @@ class SandboxOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """How many trajectories a function of `solution_strs` is called with."""
+
+    PART: ClassVar[str] = "a function of solution_strs"
+
+    size: Annotated[int, Field(ge=1)] | None = 64
+    """Trajectories in one call; null is no bound."""
+    wait_s: Annotated[float, Field(ge=0)] | None = 0.05
+    """How long a call waits for more of them; null until every episode that runs has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
     """How the reward functions of a run are called."""
 
@@ -67,10 +79,7 @@ class CallOptions:
     """What a function of `solution_str` reads: the last message without reasoning and calls, the last turn as it was
     written, or every turn as it was written. Never what a tool or an interaction said."""
     rate: CallRate = CallRate()
-    batch_size: Annotated[int, Field(ge=1)] | None = 64
-    """Trajectories in one call of a function of `solution_strs`; null is no bound."""
-    batch_wait_s: Annotated[float, Field(ge=0)] | None = 0.05
-    """How long such a call waits for more of them; null until every episode that runs has ended."""
+    batch: BatchOptions = BatchOptions()
     num_processes: Annotated[int, Field(ge=1)] | None = None
     """Processes that call each plain function of `solution_str` or `solution_strs` that is named by its file or module, in
     their main thread, where time-outs that are built on signals work; null calls them in threads of this process."""

@@ -130,6 +130,8 @@ class LoraSettings:
 class RoutingOptions:
     """The routers of a mixture of experts."""
 
+    PART: ClassVar[str] = "a mixture of experts"
+
     replay: Literal["auto", "on", "off"] = "auto"
     """Whether tokens go to the experts in training that they went to when they were sampled, while the weights of these
     experts are computed anew (R3, arXiv 2510.11370). auto does so for every model with experts whose engine says where

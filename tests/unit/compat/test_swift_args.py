@@ -92,7 +92,7 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
             {
                 "rollout.scheduler": "gym_scheduler",
                 "rollout.scheduler_kwargs": {"gym_env": "lake"},
-                "reward.function.kwargs.use_gym_env": True,
+                "reward.function.use_gym_env": True,
             },
         ),
         (
@@ -172,9 +172,9 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
         (
             {"reward_funcs": ["accuracy", "cosine"], "reward_weights": [1, 0.5], "cosine_max_len": 100},
             {
-                "reward.function.kwargs.names": ["accuracy", "cosine"],
-                "reward.function.kwargs.weights": [1.0, 0.5],
-                "reward.function.kwargs.options.cosine_max_len": 100,
+                "reward.function.names": ["accuracy", "cosine"],
+                "reward.function.weights": [1.0, 0.5],
+                "reward.function.options.cosine_max_len": 100,
             },
         ),
         (

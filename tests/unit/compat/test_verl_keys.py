@@ -544,7 +544,7 @@ def test_a_custom_reward_gets_its_arguments_and_reads_what_the_model_wrote():
     reward = translated(
         "custom_reward_function.path=r.py", "custom_reward_function.name=mine", "+custom_reward_function.reward_kwargs={a:1}"
     ).native["reward"]
-    assert reward["function"] == {"name": "r.py:mine", "kwargs": {"a": 1}} and reward["text"] == "turns"
+    assert reward["function"] == {"name": "r.py:mine", "a": 1} and reward["text"] == "turns"
     assert reward["num_processes"] == 4, "signals work where it is called, as in verl"
     assert translated().native["reward"]["text"] == "turns", "the shipped functions read the same"
 
@@ -566,8 +566,8 @@ def test_the_managers_that_do_more_than_call_a_function():
         "+reward_model.reward_kwargs={max_resp_len: 200, overlong_buffer_cfg: {enable: True, len: 50, penalty_factor: 0.5}}",
     )
     assert dapo.native["reward"]["overlong"] == {"buffer": 50, "penalty": 0.5, "max_tokens": 200}
-    batch = translated("reward_model.reward_manager=batch").native["reward"]
-    assert batch["batch_size"] is None and batch["batch_wait_s"] is None, "it waits for every episode that runs"
+    batch = translated("reward_model.reward_manager=batch").native["reward"]["batch"]
+    assert batch["size"] is None and batch["wait_s"] is None, "it waits for every episode that runs"
     limited = translated("reward_model.reward_manager=rate_limited", "+reward_model.max_rpm=60", "+reward_model.timeout=5")
     assert limited.native["reward"]["rate"]["calls_per_minute"] == 60 and limited.native["reward"]["timeout_s"] == 5
 

@@ -70,7 +70,7 @@ async def test_a_manager_scores_a_trajectory_and_reports_beside_it(file: Path) -
 
     def call() -> dict[str, Any]:
         of = {"manager": "talkative", "function": f"{file}:judge", "tokenizer": str(file.parent / "model")}
-        return score(trajectory, **of, kwargs={"per_char": 0.5}, function_kwargs={"bonus": 4.0})
+        return score(trajectory, **of, manager_kwargs={"per_char": 0.5}, function_kwargs={"bonus": 4.0})
 
     assert await asyncio.to_thread(call) == {"score": 5.0, "truth": trajectory.task.ground_truth}
 
@@ -81,7 +81,7 @@ def test_a_config_names_a_manager_that_its_functions_file_registers(file: Path) 
     native = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native
     function = native["reward"]["function"]
     assert function["name"] == "polyturn.compat.verl.managed_reward:score"
-    assert function["kwargs"]["function"] == f"{file}:judge" and function["kwargs"]["kwargs"] == {"per_char": 2}
+    assert function["function"] == f"{file}:judge" and function["manager_kwargs"] == {"per_char": 2}
 
 
 def test_a_manager_that_nothing_registers_is_refused(file: Path) -> None:

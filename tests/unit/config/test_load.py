@@ -17,6 +17,7 @@ from polyturn.algorithms.loss_options import ClipOptions
 from polyturn.algorithms.options import KlOptions
 from polyturn.config.load import load_config, schema_table, write_resolved
 from polyturn.config.models import RunConfig, TrainTokenizerConfig
+from polyturn.config.parts import arguments_of
 from polyturn.config.retired import successor
 from polyturn.core.errors import ConfigError
 from polyturn.data.options import MixOptions
@@ -444,6 +445,12 @@ EARLIER = {
         "train_tokenizer": {"corpus": "a.py:f", "vocab_size": 400},
     },
     "warm_start": {"optim": {"schedule": "cosine", "warmup_steps": 0, "warmup_ratio": 0.1, "min_lr_ratio": 0.2}},
+    "reward": {
+        "function": "a.py:f",
+        "routes": {"own/*": {"name": "b.py:f", "kwargs": {"bonus": 0.5}}},
+        "batch_size": 8,
+        "batch_wait_s": 0.05,
+    },
     "rollout": {"parser": "hermes", "reasoning_parser": None, "calls_in_reasoning": True},
     "algorithm": {
         "advantage": "gae",
@@ -476,6 +483,7 @@ def test_the_configuration_of_an_older_run_loads_though_it_has_keys_that_are_ret
     assert config.algorithm.loss == ClipOptions(name="gspo", clip_low=0.1), "which never read clip_dual"
     assert config.algorithm.kl == KlOptions(coef=0.1) and config.train.distributed.ranks == 2
     assert config.model.tokenizer == TrainTokenizerConfig(corpus="a.py:f", vocab_size=400)
+    assert arguments_of(config.reward.routes["own/*"]) == {"bonus": 0.5} and config.reward.batch.size == 8
     assert config.rollout.parser == ParserOptions(name="hermes", calls_in_reasoning=True)
     optim, schedule = config.warm_start.optim, ScheduleOptions(name="cosine", min_lr_ratio=0.2)
     assert (optim.lr, optim.warmup_steps, optim.schedule) == (1e-4, 0.1, schedule)

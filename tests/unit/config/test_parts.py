@@ -66,6 +66,11 @@ def test_a_run_of_ones_own_loss_keeps_the_arguments_that_losses_of_ours_have_too
         ("train.optim.schedule=cosinus", "train.optim.schedule is 'cosinus'"),
         ("algorithm.critic.optim.min_lr_ratio=0.1", "no key any more; write schedule: {name: cosine, min_lr_ratio: …}"),
         ("model.train_tokenizer.corpus=a.py:f", "no key any more; write model.tokenizer: {corpus: …, vocab_size: …}"),
+        (
+            "reward.function={name: 'a.py:f', kwargs: {bonus: 1}}",
+            "no key any more; write them beside the name: reward.function",
+        ),
+        ("train.layout=dense", "train.layout is 'dense'"),
         ("rollout.reasoning_parser=qwen3", "no key any more; write rollout.parser: {reasoning: …}"),
         ("algorithm.clip_low=0.1", r"no key any more; write algorithm.loss: {name: ppo_clip, clip_low: …}"),
     ],

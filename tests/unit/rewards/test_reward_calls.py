@@ -21,7 +21,7 @@ from polyturn.rewards import math
 from polyturn.rewards.calls import Batch
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import extra_info
-from polyturn.rewards.options import CallOptions, CallRate
+from polyturn.rewards.options import BatchOptions, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.rendered_text import written
 from polyturn.rewards.router import RewardRef, RewardRouter
@@ -95,7 +95,7 @@ async def test_a_function_of_many_gets_lists_and_each_trajectory_its_own_score()
         return [{"score": float(s) + offset, "n": i["num_turns"]} for s, i in zip(solution_strs, extra_infos, strict=True)]
 
     router = RewardRouter(
-        function=RewardRef(target=batch, kwargs={"offset": 0.5}), calls=CallOptions(batch_size=4, batch_wait_s=0.02)
+        function=RewardRef(target=batch, kwargs={"offset": 0.5}), calls=CallOptions(batch=BatchOptions(size=4, wait_s=0.02))
     )
     rewards = await asyncio.gather(*(router.score(trajectory(turn(str(i)))) for i in range(6)))
     assert [r.total for r in rewards] == [i + 0.5 for i in range(6)]
@@ -110,7 +110,7 @@ async def test_without_a_wait_one_call_gets_every_episode_that_runs_however_late
         calls.append(sorted(solution_strs))
         return [1.0 for _ in solution_strs]
 
-    options = CallOptions(batch_size=None, batch_wait_s=None)
+    options = CallOptions(batch=BatchOptions(size=None, wait_s=None))
     router = RewardRouter({"many": batch, "others": lambda solution_strs: batch(solution_strs)}, calls=options)
 
     async def episode(number: int, *, source: str = "many", fails: bool = False) -> None:
@@ -128,7 +128,7 @@ async def test_without_a_wait_one_call_gets_every_episode_that_runs_however_late
 async def test_an_episode_that_is_cancelled_is_waited_for_no_longer() -> None:
     router = RewardRouter(
         function=lambda solution_strs: [1.0 for _ in solution_strs],
-        calls=CallOptions(batch_size=None, batch_wait_s=None),
+        calls=CallOptions(batch=BatchOptions(size=None, wait_s=None)),
     )
 
     async def episode(seconds: float) -> float:

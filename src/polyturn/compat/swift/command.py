@@ -22,6 +22,7 @@ from polyturn.compat.verl_config.compose import Composed
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.config.load import Loaded, load_values
 from polyturn.config.models import RunConfig
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.plugins import load_plugins
 
@@ -104,7 +105,7 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     assert loss_scale.loss_scale_map is not None
     load_plugins(config.plugins, base=base)
     function = config.reward.function
-    named: Mapping[str, Any] = {} if function is None or isinstance(function, str) else function.kwargs
+    named: Mapping[str, Any] = {} if function is None else arguments_of(function)
     for name in named.get("names", ()):
         orms.find(name)
     options = json.dumps(dict(named.get("options") or {}), sort_keys=True, default=str)

@@ -1,7 +1,7 @@
 """A reward manager of a project's own, as a reward function: a finished trajectory is shown to it as a batch of one row.
 
     reward_manager: collabllm, custom_reward_function.path: reward_function.py, which registers it
-      ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", kwargs: {manager: collabllm, …}}
+      ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", manager: collabllm, …}
 
 A manager sees the columns that verl's trainer shows it: the row's, what the episode scored, and what an agent loop returned
 in `extra_fields`. One trajectory at a time, so none waits for the others; what a manager compares across a batch it cannot
@@ -30,7 +30,7 @@ def score(
     manager: str,
     function: str,
     tokenizer: str,
-    kwargs: Mapping[str, Any] | None = None,
+    manager_kwargs: Mapping[str, Any] | None = None,
     function_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what a manager gives to a trajectory, and what it reports of it.
@@ -40,10 +40,10 @@ def score(
         manager: The name under which it is registered.
         function: The reward function that it is given, `file.py:name`; importing it registers the manager.
         tokenizer: The folder or the name of the model.
-        kwargs: Arguments of the manager.
+        manager_kwargs: Arguments of the manager.
         function_kwargs: Arguments that the function always gets.
     """
-    made = _manager(json.dumps([manager, function, tokenizer, dict(kwargs or {}), dict(function_kwargs or {})]))
+    made = _manager(json.dumps([manager, function, tokenizer, dict(manager_kwargs or {}), dict(function_kwargs or {})]))
     found = made(as_batch(trajectory), return_dict=True)
     reported = found.get("reward_extra_info") or {}
     return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}

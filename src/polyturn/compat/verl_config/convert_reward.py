@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import did_you_mean
 
@@ -35,8 +36,16 @@ def reward_function(s: Source) -> None:
     s.put("reward.num_processes", 4, by=key)  # verl calls it in the main thread of a process, so it may use signals
     if where.endswith(".py"):
         s.paths.append(("reward", "function", "name"))
-    if kwargs := s.get("custom_reward_function.reward_kwargs"):
-        s.put("reward.function.kwargs", dict(kwargs), by="custom_reward_function.reward_kwargs")
+    _arguments(s, s.get("custom_reward_function.reward_kwargs", {}), by="custom_reward_function.reward_kwargs")
+
+
+def _arguments(s: Source, given: Mapping[str, Any], *, by: str) -> None:
+    """Set what the function is called with beside the trajectory."""
+    for name, value in given.items():
+        if name == "name":
+            s.refuse(by, "an argument called `name` cannot stand beside the function's; call it something else")
+        else:
+            s.put(f"reward.function.{name}", value, by=by)
 
 
 def _managed(s: Source, function: str) -> None:
@@ -46,11 +55,11 @@ def _managed(s: Source, function: str) -> None:
         "manager": s.get(MANAGER),
         "function": f"{file.absolute()}:{function.rpartition(':')[2]}",
         "tokenizer": str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model,
-        "kwargs": s.get("reward_model.reward_kwargs", {}),
+        "manager_kwargs": s.get("reward_model.reward_kwargs", {}),
         "function_kwargs": s.get("custom_reward_function.reward_kwargs", {}),
     }
     s.put("reward.function.name", "polyturn.compat.verl.managed_reward:score", by=MANAGER)
-    s.put("reward.function.kwargs", own, by=MANAGER)
+    _arguments(s, own, by=MANAGER)
     s.put("reward.timeout_s", MANAGER_S, by=MANAGER)
 
 
@@ -70,8 +79,8 @@ def reward_manager(s: Source) -> None:
         s.put("reward.overlong.penalty", overlong.get("penalty_factor", 0.0), by=key)
         s.put("reward.overlong.max_tokens", longest, by=key)
     if name == "batch":
-        s.put("reward.batch_size", None, by=key)
-        s.put("reward.batch_wait_s", None, by=key)
+        s.put("reward.batch.size", None, by=key)
+        s.put("reward.batch.wait_s", None, by=key)
     if name.endswith("limited"):
         s.put("reward.rate.max_concurrent", s.get("reward_model.max_concurrent", 1), by=key)
         s.put("reward.rate.calls_per_minute", s.get("reward_model.max_rpm"), by=key)

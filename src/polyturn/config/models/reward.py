@@ -8,29 +8,26 @@ Built-in functions score well-known data sources without a route.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from polyturn.config.models.base import Section
+from polyturn.config.parts import BY_NAME, OwnPart
 from polyturn.rewards.options import CallOptions, SandboxOptions
 from polyturn.rewards.overlong import Overlong
 
 
-class RewardFunctionConfig(Section):
-    """A reward function with arguments of its own."""
+class RewardFunctionConfig(OwnPart):
+    """A reward function. Further keys are passed to every call, by name."""
 
-    name: str
-    """A registered name, `file.py:function` or `package.module:function`."""
-    kwargs: dict[str, Any] = {}
-    """Passed to every call, by name."""
+    PART: ClassVar[str] = "any reward function"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(CallOptions):
     """How scores become a trajectory's reward."""
 
-    function: str | RewardFunctionConfig | None = None
+    function: Annotated[RewardFunctionConfig, BY_NAME] | None = None
     """Scores every task that no route below names; the built-in routes are then unused."""
-    routes: dict[str, str | RewardFunctionConfig] = field(default_factory=dict)
+    routes: dict[str, Annotated[RewardFunctionConfig, BY_NAME]] = field(default_factory=dict)
     """data_source, exact or as a glob, to a reward function. The built-in routes are always there."""
     overlong: Overlong = field(default_factory=Overlong)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from polyturn.batching.options import LayoutOptions
 from polyturn.config.models.base import Section
+from polyturn.config.parts import BY_NAME
 from polyturn.training.options import OptimSettings
 
 BACKEND = "torch"
@@ -56,10 +58,7 @@ class TrainConfig(Section):
     """Optimizer updates per step, each on its share of the step's trajectories."""
     max_tokens_per_batch: int = Field(4096, ge=16)
     """Tokens in one forward and backward, padding included."""
-    layout: Literal["auto", "rows", "packed"] = "auto"
-    """How samples lie in a micro-batch: padded rows of like length, or end to end without padding; auto packs on a GPU."""
-    shared_prefix: Literal["auto", "off"] = "auto"
-    """Compute what samples of a micro-batch begin with in common only once, where that saves enough (auto)."""
+    layout: Annotated[LayoutOptions, BY_NAME] = LayoutOptions()
     max_staleness: int = Field(0, ge=0)
     """How many policy versions a token may be behind when it is trained on; 0 is synchronous training."""
     oversample: float = Field(0.0, ge=0, le=8)

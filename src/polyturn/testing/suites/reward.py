@@ -17,7 +17,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.trajectory import Trajectory, Turn
-from polyturn.rewards.options import CallOptions
+from polyturn.rewards.options import BatchOptions, CallOptions
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.testing.episodes import task
 from polyturn.testing.suites.common import DEADLINE_S, Findings
@@ -53,7 +53,7 @@ async def check_reward(
         ContractError: it breaks its contract; the message lists how.
         ConfigError: it has no form that a run takes.
     """
-    options = CallOptions(timeout_s=DEADLINE_S, batch_wait_s=0.001)
+    options = CallOptions(timeout_s=DEADLINE_S, batch=BatchOptions(wait_s=0.001))
     router = RewardRouter(function=RewardRef(target=function, kwargs=kwargs or {}), calls=options)
     row = task(ground_truth=ground_truth, data_source=data_source, extra=dict(extra_info or {}))
     scores = expected if isinstance(expected, Mapping) else dict.fromkeys(expected)

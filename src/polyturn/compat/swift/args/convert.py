@@ -125,7 +125,7 @@ def rewards(s: Source) -> None:
         kwargs["weights"] = [float(w) for w in as_list(weights)]
     if options := {name: s.found[name] for name in REWARD_OPTIONS if s.get(name) is not None}:
         kwargs["options"] = options
-    s.put("reward.function", {"name": "polyturn.compat.swift.reward_adapter:score", "kwargs": kwargs}, by="reward_funcs")
+    s.put("reward.function", {"name": "polyturn.compat.swift.reward_adapter:score", **kwargs}, by="reward_funcs")
 
 
 def scheduler(s: Source) -> None:

@@ -1,0 +1,22 @@
+"""What can be chosen about micro-batches.
+
+train: {layout: packed}
+train: {layout: {name: rows, shared_prefix: off}}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """How samples lie in a micro-batch."""
+
+    PART: ClassVar[str] = "any layout"
+
+    name: Literal["auto", "rows", "packed"] = "auto"
+    """Padded rows of like length, or end to end without padding; auto packs on a GPU."""
+    shared_prefix: Literal["auto", "off"] = "auto"
+    """Compute what samples of a micro-batch begin with in common only once, where that saves enough (auto)."""
