@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from polyturn.config.models import RunConfig
+from polyturn.config.retired import RETIRED
 from polyturn.config.schema import schema_table
 from polyturn.core.errors import ConfigError, did_you_mean
 
@@ -76,7 +77,10 @@ def _keys() -> Mapping[str, tuple[str, ...]]:
     return {name: tuple(dict.fromkeys(keys)) for name, keys in (of_parts | found).items()}
 
 
-OWN = ("model", "tasks", "eval_tasks", "tools", "interaction", "reward", "scheduler", "engine", "config", "resume", "ray")
+OWN = (
+    *("model", "tokenizer", "tasks", "eval_tasks", "tools", "interaction", "reward", "scheduler", "engine"),
+    *("config", "resume", "ray"),
+)
 """Keywords of the functions themselves, for the nearest one to a misspelt keyword."""
 
 
@@ -86,6 +90,8 @@ def path_of(name: str) -> list[str]:
     keys = _keys().get(name, ())
     if not keys and name in ELSEWHERE:
         raise ConfigError(f"there is no keyword {name!r}; here it is {ELSEWHERE[name]}")
+    if not keys and (retired := [then.says for key, then in RETIRED.items() if key.rpartition(".")[2] == name]):
+        raise ConfigError(f"there is no keyword {name!r} any more; {retired[0]}")
     if not keys:
         known = [*OWN, *_keys()]
         near = did_you_mean(name, known) if get_close_matches(name, known) else ""

@@ -124,7 +124,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another trainer's argument": ({"reward_funcs": [undescribed]}, ["no keyword 'reward_funcs'; here it is reward=right"]),
     "another trainer's setting": ({"num_generations": 8}, ["here it is group_size=8"]),
     "another trainer's adapters": ({"peft_config": 3}, ["here it is **{'model.lora.rank': 16}"]),
-    "a keyword like no other": ({"zzz": 3}, ["no keyword 'zzz'. A keyword is one of model, tasks"]),
+    "a keyword like no other": ({"zzz": 3}, ["no keyword 'zzz'. A keyword is one of model, tokenizer, tasks"]),
     "an object with methods for a tool": ({"tools": [Game()]}, ["is a Game; give its methods: tools=[it.guess]"]),
     "a set": ({"tasks": {"a", "b"}}, ["tasks is a set", "tasks=sorted(tasks)"]),
     "conversations for rows": (
@@ -138,6 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["may be any of rollout.limits.timeout_s, engine.timeout_s", "**{'rollout.limits.timeout_s': …}"],
     ),
     "the last name of a key deep down": ({"max_cooldown_s": 3}, ["no keyword 'max_cooldown_s'"]),
+    "a retired key": ({"min_lr_ratio": 0.1}, ["no keyword 'min_lr_ratio' any more; write schedule: {name: cosine"]),
     "a value of another kind": ({"steps": "many"}, ["train.steps is 'many'"]),
     "a whole key that is none": ({"rollout.limits.max_turn": 3}, ["rollout.limits.max_turn", "Did you mean"]),
 }
