@@ -32,10 +32,10 @@ from typing import Any
 from polyturn.compat.finder import digest
 from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl_config.command import HydraArguments, config_path, parse_arguments
-from polyturn.compat.verl_config.compose import OF_VERL, compose_name
+from polyturn.compat.verl_config.compose import OF_VERL, Unresolved, compose_name
 from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.paths import absolute
-from polyturn.compat.verl_config.table import table
+from polyturn.compat.verl_config.table import NULL, kind_of, table
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values, read_yaml
 from polyturn.config.models import RunConfig
@@ -100,8 +100,11 @@ def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")])
 
 
-def tree_keys(package: Path) -> dict[str, list[str]]:
-    """Return the keys of the trees of a wheel or a checkout, `ppo_trainer` composed and the generated ones as they are."""
+def tree_values(package: Path) -> dict[str, set[str]]:
+    """Return the keys of the trees of a wheel or a checkout, `ppo_trainer` composed and the generated ones as they are.
+
+    Each with the kinds of its values: null, bool, number, or other.
+    """
     with tempfile.TemporaryDirectory() as where:
         if package.is_dir():
             shutil.copytree(package / OF_VERL, Path(where) / OF_VERL)
@@ -112,16 +115,22 @@ def tree_keys(package: Path) -> dict[str, list[str]]:
         }
         with contextlib.chdir(where):
             trees["ppo_trainer"] = compose_name("ppo_trainer", folder=None).values
-    return {name: sorted({".".join(path) for path, _ in leaves(tree)}) for name, tree in sorted(trees.items())}
+    found: dict[str, set[str]] = {}
+    for path, value in (leaf for tree in trees.values() for leaf in leaves(tree)):
+        text = isinstance(value, str) and (isinstance(value, Unresolved) or "${" in value or value == "null")
+        found.setdefault(".".join(path), set()).add(NULL if text else kind_of(value))
+    return found
 
 
 def names(folder: Path) -> dict[str, list[str]]:
-    """Return each key of the wheels with its releases: {"data.seed": ["0.6.1", …]}."""
+    """Return each key of the wheels with its releases and the kinds of its values: {"data.seed": ["0.6.1", …, "null"]}."""
     found: dict[str, list[str]] = {}
+    kinds: dict[str, set[str]] = {}
     for release, wheel in wheels(folder):
-        for key in sorted({key for keys in tree_keys(wheel).values() for key in keys}):
+        for key, of_release in tree_values(wheel).items():
             found.setdefault(key, []).append(release)
-    return found
+            kinds.setdefault(key, set()).update(of_release)
+    return {key: [*releases, *sorted(kinds[key])] for key, releases in found.items()}
 
 
 def modules(folder: Path) -> dict[str, set[str]]:
@@ -146,8 +155,8 @@ def unpack(wheel: Path, where: Path) -> None:
 
 def known_keys(package: Path) -> dict[str, int]:
     """Return how many keys there are in the trees of a wheel or a checkout, and how many of them the table knows."""
-    every = {key for keys in tree_keys(package).values() for key in keys}
-    return {"known": sum(table().covers(key) for key in every), "of": len(every)}
+    every = tree_values(package)
+    return {"known": sum(map(table().covers, every)), "of": len(every)}
 
 
 # --- scripts --------------------------------------------------------------------------------------------------------------
@@ -164,6 +173,8 @@ def launch(checkout: Path) -> dict[str, Any]:
         ):
             for name in names:
                 _copy(checkout / name, place / name)
+            for file in ("train.parquet", "test.parquet"):
+                (place / file).touch()
         for name, place in (("inside", inside), ("outside", outside)):
             verdicts = {str(s.relative_to(place)): verdict(s, place) for s in launch_scripts(place)}
             found[name] = {kind: sum(v[0] == kind for v in verdicts.values()) for kind in ("accepted", "refused", "other")}

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from polyturn.compat.verl_config.paths import absolute, moved
 from polyturn.compat.verl_config.translate import Translation
+from polyturn.core.errors import ConfigError
 
 LONG = "x" * 5000 + ".yaml"
 """The name of a file that cannot be."""
@@ -21,6 +24,11 @@ def test_a_path_is_looked_for_beside_the_config_too(tmp_path: Path) -> None:
     assert native == {"rollout": {"tools": {"file": str((tmp_path / "tools.yaml").resolve())}}}
 
 
-def test_a_name_that_no_file_can_have_is_left_to_who_opens_it(tmp_path: Path) -> None:
-    assert absolute(tools(LONG), folder=tmp_path) == {"rollout": {"tools": {"file": str(Path(LONG).absolute())}}}
+@pytest.mark.parametrize("name", ["missing.yaml", "~/missing.yaml", LONG])
+def test_a_path_that_leads_nowhere_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^rollout\.tools\.file is '.*no such file in .* or {tmp_path}; check the path$"):
+        absolute(tools(name), folder=tmp_path)
+
+
+def test_a_name_that_no_file_can_have_is_not_moved(tmp_path: Path) -> None:
     assert moved([LONG], start=tmp_path, end=tmp_path / "runs") == [LONG]

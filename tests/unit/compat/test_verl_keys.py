@@ -80,7 +80,6 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ROLLOUT}.full_determinism=True", "engine.deterministic", True),
     (f"{ROLLOUT}.val_kwargs.top_k=5", "evaluation.sets.validation.sampling.top_k", 5),
     (f"{ROLLOUT}.val_kwargs.top_p=0.8", "evaluation.sets.validation.sampling.top_p", 0.8),
-    (f"{ROLLOUT}.val_kwargs.temperature=0.6", "evaluation.sets.validation.sampling.temperature", 0),
     (f"{ROLLOUT}.val_kwargs.n=4", "evaluation.sets.validation.samples", 4),
     (f"{ROLLOUT}.val_kwargs.do_sample=False", "evaluation.sets.validation.sampling.temperature", 0),
     # data
@@ -112,7 +111,7 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", "algorithm.aggregate", "seq-mean-token-sum"),
     (f"{ACTOR}.entropy_coeff=0.01", "algorithm.entropy_coef", 0.01),
     (f"{ACTOR}.use_kl_loss=True", "algorithm.kl.coef", 0.001),
-    (f"{ACTOR}.kl_loss_coef=0.01", "algorithm.kl.coef", 0.0),
+    (f"{ACTOR}.use_kl_loss=", "algorithm.kl.coef", 0.0),
     (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl.estimator", "k2"),
     (f"{ACTOR}.kl_loss_type=low_var_kl+", "algorithm.kl.estimator", "k3+"),
     (f"{ACTOR}.loss_scale_factor=3000", "algorithm.aggregate.norm_length", 3000),
@@ -291,7 +290,41 @@ REJECTED = [
     ("algorithm.rollout_correction.loss_type=reinforce", "gpg is the plain policy gradient"),
     ("trainer.val_only=True", "polyturn eval"),
     ("trainer.resume_mode=resume_path", "default_local_dir"),
+    ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
+    ("trainer.v1.sampler.sync_refill_failed_groups=True", "is left out and counted"),
+    (f"{ACTOR}.checkpoint.save_contents=[modle]", "'modle' is not known here. Did you mean 'model'"),
+    ("hydra.job.chdir=True", "stays in its working directory"),
+    ("hydra.job.env_set.A=1", "in the shell"),
+    ("hydra.mode=MULTIRUN", "a command is one run"),
+    ("hydra.rnu.dir=x", "Did you mean 'hydra.run.dir'"),
+    ("actor_rollout_ref.rollout=null", "empties a whole section"),
+    ("data=[]", "empties a whole section"),
+    (f"{ACTOR}.entropy_coeff=null", "no release of verl has null there"),
+    ("reward.reward_manager.name=null", "no release of verl has null there"),
+    (f"{ACTOR}.optim.lr=fast", "it must be a number"),
+    (f"{ROLLOUT}.n=True", "it must be a number"),
+    (f"{ROLLOUT}.do_sample=wrong", "it must be true or false"),
+    (f"{ROLLOUT}.prompt_length=3.5", "it must be a whole number, 1 or more"),
+    ("data.train_max_samples=-7", "it must be a whole number, -1 or more"),
+    ("data.train_files=[]", "it names no file"),
+    ("data.tokenizer=[a]", "it must be a text"),
+    ("custom_reward_function.path=reward", "a file of Python"),
+    (f"{ACTOR}.kl_loss_type=low_var", "no such estimator of the KL. Did you mean 'low_var_kl'"),
 ]
+
+UNREAD = [
+    "algorithm.lam=0.9",
+    f"{ACTOR}.kl_loss_coef=0.01",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=9",
+    f"{ACTOR}.tau_pos=2",
+    f"{TURNS}.max_user_turns=3",
+    f"{ROLLOUT}.val_kwargs.temperature=0.6",
+    "actor_rollout_ref.model.target_modules=[q_proj]",
+    "critic.optim.lr=1",
+    "custom_reward_function.name=mine",
+    "reward_model.max_rpm=3",
+]
+"""What only speaks with another key."""
 
 
 @pytest.mark.parametrize(("override", "key", "value"), MAPPED)
@@ -339,6 +372,24 @@ def test_a_key_is_refused_in_one_sentence(override: str, says: str):
 def test_an_unknown_key_is_an_error_with_the_nearest_known_one(key: str, nearest: str):
     with pytest.raises(ConfigError, match=f"unknown key '{key}', set to 3.*Did you mean '{nearest}'"):
         translated(f"+{key}=3")
+
+
+@pytest.mark.parametrize("override", UNREAD)
+def test_what_nothing_reads_is_told(override: str):
+    line = f"{override.partition('=')[0]}: ignored: nothing that this config asks for reads it"
+    assert line in translated(f"++{override}").notices()
+
+
+def test_a_notice_names_the_keys_that_were_written():
+    said = translated(f"{ACTOR}.fsdp_config.param_offload=True", "hydra.run.dir=out").notices()
+    assert [line.partition(":")[0] for line in said] == [f"{ACTOR}.fsdp_config.param_offload", "hydra.run.dir"]
+
+
+def test_a_loss_of_ones_own_gets_the_bounds_that_were_written():
+    chosen = f"{ACTOR}.policy_loss.loss_mode=mine.py:loss"
+    assert translated(chosen).native["algorithm"]["loss"] == {"name": "mine.py:loss"}
+    written = translated(chosen, f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_c=4.0").native["algorithm"]["loss"]
+    assert written == {"name": "mine.py:loss", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 4.0}
 
 
 def test_all_problems_are_told_at_once():
@@ -427,10 +478,8 @@ def test_the_base_makes_a_native_configuration():
 
 
 def test_a_native_value_that_cannot_be_names_the_verl_key():
-    made = translated(f"{ROLLOUT}.n=many")
-    with pytest.raises(
-        ConfigError, match=r"rollout\.n .*override.* is 'many', as train\.group_size; it must be a valid integer"
-    ):
+    made = translated(f"{ROLLOUT}.n=2.5")
+    with pytest.raises(ConfigError, match=r"rollout\.n .*override.* is 2\.5, as train\.group_size; it must be a valid int"):
         load_values(RunConfig, made.native, origin=made.origin)
     with pytest.raises(ConfigError, match=r"data.train_batch_size is 'many' .*it must be a number"):
         translated("data.train_batch_size=many")
@@ -522,7 +571,7 @@ def test_the_engine_that_stands_in_for_another_is_said():
     assert any("embedded engine" in line for line in translated(f"{ROLLOUT}.name=vllm").notices())
 
 
-@pytest.mark.parametrize(("named", "parser"), [("chatml", "auto"), ("null", "auto"), ("gpt-oss", "gpt-oss"), ("glm", "glm")])
+@pytest.mark.parametrize(("named", "parser"), [("chatml", "auto"), ("gpt-oss", "gpt-oss"), ("glm", "glm")])
 def test_the_parser_is_found_from_the_model_unless_it_is_named(named: str, parser: str):
     assert translated(f"{TURNS}.format={named}").native["rollout"]["parser"] == parser
 
@@ -687,8 +736,8 @@ def test_a_correction_in_bypass_mode_is_refused():
             r"data\.train_batch_size \(from the override .*\) is -3, as train\.groups_per_step; it must",
         ),
         (
-            "actor_rollout_ref.actor.optim.lr=fast",
-            r"actor_rollout_ref\.actor\.optim\.lr \(.*\) is 'fast', as train\.optim\.lr; it must",
+            "actor_rollout_ref.actor.optim.lr=-1",
+            r"actor_rollout_ref\.actor\.optim\.lr \(.*\) is -1, as train\.optim\.lr; it must",
         ),
     ],
 )

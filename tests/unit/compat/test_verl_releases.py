@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import random
@@ -10,14 +11,17 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyturn.compat.verl_config.command import parse_arguments
-from polyturn.compat.verl_config.compose import BASE, OF_VERL, compose_file, compose_name
+from polyturn.compat.verl_config.compose import BASE, OF_VERL, Composed, compose_file, compose_name
 from polyturn.compat.verl_config.overrides import BACKENDS, leaves
-from polyturn.compat.verl_config.table import is_of_verl, release_keys, table
+from polyturn.compat.verl_config.table import is_of_verl, release_keys, table, wrong_kind
 from polyturn.compat.verl_config.translate import translate
+from polyturn.config.load import load_values
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -118,6 +122,39 @@ def test_no_key_that_was_misspelt_in_the_tree_of_a_release_is_silent(
     assert len(wrong) == 20 and len(strange) > 5
     told_of = f"{told.value}{caplog.text}"
     assert [path for path in strange if not any(name in told_of for name in wrong.keys() & set(path))] == []
+
+
+def outcome(tree: Composed, key: str, value: Any) -> str:
+    """Return refused, told or changed; silent where a value that somebody writes has no effect and no notice."""
+    *above, last = key.split(".")
+    values = copy.deepcopy(tree.values)
+    at = values
+    for part in above:
+        at = at.setdefault(part, {})
+    at[last] = value
+    try:
+        made = translate(Composed(values=values, origin={**tree.origin, key: f"from the override {key}"}))
+        load_values(RunConfig, made.native, origin=made.origin)
+    except ConfigError:
+        return "refused"
+    told = any(key in notice.partition(": ")[0].split(", ") for notice in made.notices())
+    return "told" if told else "silent" if made.native == translate(tree).native else "changed"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_wrong_value_is_silent(release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Over keys whose values travel: words, lists and mappings in place of what they hold, and null where none is."""
+    monkeypatch.chdir(tmp_path)
+    tree = compose_name("ppo_trainer", folder=None, overrides=["actor_rollout_ref.model.path=m", "data.train_files=t"])
+    rows = {key: table().find(key) for key in keys_of(release)}
+    through = ("data.max_prompt_length", "data.max_response_length")  # the tree refers to them, and was resolved before
+    travels = [k for k, row in rows.items() if row is not None and (row.to or row.means) and k not in through]
+    chance = random.Random(RELEASES.index(release))
+    wrong = [(key, chance.choice(["wrong", ["wrong"], {"wrong": 1}, -7.5])) for key in chance.sample(travels, 30)]
+    wrong += [(k, None) for k in chance.sample([k for k in travels if wrong_kind(k, None)], 6)]
+    outcomes = {f"{key}={value}": outcome(tree, key, value) for key, value in wrong}
+    assert [one for one, found in outcomes.items() if found == "silent"] == []
+    assert sum(found == "refused" for found in outcomes.values()) > 12
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -45,7 +45,7 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
         sequence_T: Tensor | None = None,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
-        dual_clip: float | None = None,
+        dual_clip: float | None = 3.0,
         **options: Any,
     ) -> losses.TokenLoss:
         clips = {"clip_ratio": clip_low, "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": dual_clip}

@@ -23,6 +23,8 @@ from polyturn.compat.verl_config.convert_reward import reward_function, reward_m
 from polyturn.compat.verl_config.convert_run import backend, every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import is_of_verl
+from polyturn.config.models import AlgorithmConfig
+from polyturn.config.schema import child, meant, takes_more
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.core.task import NATIVE_AGENTS
 from polyturn.tokens.parsers import parsers
@@ -45,10 +47,10 @@ def model_path(s: Source) -> None:
         ("data.tokenizer", "model.tokenizer"),
         ("actor_rollout_ref.model.tokenizer_path", "model.tokenizer"),
     ):
-        if (value := s.get(key)) is not None:
-            path = Path(str(value)).expanduser()
-            is_folder = path.is_dir() or str(value).startswith(("~", "/", "."))
-            (s.put_path if is_folder else s.put)(native, str(path) if is_folder else str(value), by=key)
+        if value := s.text(key, ""):
+            path = Path(value).expanduser()
+            is_folder = path.is_dir() or value.startswith(("~", "/", "."))
+            (s.put_path if is_folder else s.put)(native, str(path) if is_folder else value, by=key)
 
 
 def path(s: Source) -> None:
@@ -57,14 +59,14 @@ def path(s: Source) -> None:
         (f"{MULTI_TURN}.tool_config_path", "rollout.tools.file"),
         (f"{MULTI_TURN}.interaction_config_path", "rollout.interactions"),
     ):
-        if value := s.get(key):
+        if value := s.text(key, ""):
             s.put_path(native, str(Path(value).expanduser()), by=key)
 
 
 def function_tools(s: Source) -> None:
     """Name every tool of a Python file."""
     key = f"{MULTI_TURN}.function_tool_path"
-    if value := s.get(key):
+    if value := s.text(key, ""):
         s.put_path("rollout.tools.functions", [str(Path(value).expanduser())], by=key)
 
 
@@ -78,11 +80,12 @@ def files(s: Source) -> None:
         ("data.train_files", "data.train_max_samples", "data.train"),
         ("data.val_files", "data.val_max_samples", "evaluation.data"),
     ):
-        value = s.get(key)
+        value, limit = s.get(key), s.whole(most, -1, least=-1)
         if not value:
+            if key in s.written:
+                s.refuse(key, "it names no file")
             continue
         names = [str(Path(str(n)).expanduser()) for n in ([value] if isinstance(value, str) else list(value))]
-        limit = s.number(most, -1)
         if where is not None:
             file = str(where).removeprefix("pkg://")
             kwargs = {
@@ -90,7 +93,7 @@ def files(s: Source) -> None:
                 "files": [_absolute(n) for n in names],
                 "split": "train" if native == "data.train" else "validation",
                 "config": {**s.sections("data")["data"], "return_raw_chat": True},
-                "model": _absolute(str(s.get("data.tokenizer", s.get("actor_rollout_ref.model.path", "")))),
+                "model": _absolute(s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", ""))),
                 "template": s.get("actor_rollout_ref.model.custom_chat_template"),
                 "max_samples": limit,
             }
@@ -127,7 +130,7 @@ def sampler(s: Source) -> None:
 def minibatches(s: Source) -> None:
     """Cut a step into updates of `ppo_mini_batch_size` tasks."""
     key = f"{ACTOR}.ppo_mini_batch_size"
-    tasks, size = s.number("data.train_batch_size", 1024), s.number(key, 256)
+    tasks, size = s.number("data.train_batch_size", 1024), s.whole(key, 256)
     if size < 1 or (size > tasks and key in s.written):
         s.refuse(key, f"it must be from 1 to data.train_batch_size, which is {tasks}")
     else:
@@ -137,19 +140,27 @@ def minibatches(s: Source) -> None:
 def max_tokens_per_batch(s: Source) -> None:
     """Bound a micro-batch; at least one trajectory of full length fits."""
     longest = _max_context(s)
-    dynamic = bool(s.get(f"{ACTOR}.use_dynamic_bsz"))
+    dynamic = s.switch(f"{ACTOR}.use_dynamic_bsz")
     key = f"{ACTOR}.ppo_max_token_len_per_gpu"
-    s.put("train.max_tokens_per_batch", max(s.number(key, 16384) if dynamic else 4096, longest), by=key)
+    s.put("train.max_tokens_per_batch", max(s.whole(key, 16384, least=1) if dynamic else 4096, longest), by=key)
 
 
 def clip(s: Source) -> None:
-    """Set both bounds of the ratio; `clip_ratio` is meant where only it was written."""
-    both = f"{ACTOR}.clip_ratio"
+    """Set the bounds of the ratio; `clip_ratio` is meant where only it was written.
+
+    A loss of somebody's own, which may read none, gets those that were written; verl's have defaults of their own.
+    """
+    both, last = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c"
+    name = s.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    is_ours = name == "vanilla" or not takes_more(meant(child(AlgorithmConfig, "loss"), {"name": name}))
     for side in ("low", "high"):
         key = f"{both}_{side}"
         is_meant = key in s.written or both not in s.written
-        value = s.get(key if is_meant else both, s.get(both, 0.2))
-        s.put(f"algorithm.loss.clip_{side}", value, by=key if is_meant else both)
+        key, value = key if is_meant else both, s.number(key if is_meant else both, s.number(both, 0.2))
+        if is_ours or key in s.written:
+            s.put(f"algorithm.loss.clip_{side}", value, by=key)
+    if (dual := s.get(last)) is not None and (is_ours or last in s.written):
+        s.put("algorithm.loss.dual_clip", dual, by=last)
 
 
 def grad_clip(s: Source) -> None:
@@ -162,38 +173,38 @@ def grad_clip(s: Source) -> None:
 def warmup(s: Source) -> None:
     """Set the warm-up in steps, or as a share of the run's steps."""
     key = f"{ACTOR}.optim.lr_warmup_steps"
-    steps, ratio = s.number(key, -1), s.number(f"{key}_ratio", 0.0)
+    steps, ratio = s.whole(key, -1, least=-1), s.number(f"{key}_ratio", 0.0)
     if steps >= 0:
         s.put("train.optim.warmup_steps", steps, by=key)
     elif ratio >= 1:
         s.refuse(f"{key}_ratio", "a share of the run's steps is below 1")
-    elif ratio > 0:
+    elif ratio:
         s.put("train.optim.warmup_steps", ratio, by=f"{key}_ratio")
 
 
 def temperature(s: Source) -> None:
     """Set how completions are sampled."""
     key = f"{ROLLOUT}.temperature"
-    samples = s.get(f"{ROLLOUT}.do_sample", True)
-    s.put("rollout.sampling.temperature", s.get(key, 1.0) if samples else 0.0, by=key)
+    samples = s.switch(f"{ROLLOUT}.do_sample", default=True)
+    s.put("rollout.sampling.temperature", s.number(key, 1.0) if samples else 0.0, by=key)
 
 
 def top_k(s: Source) -> None:
     """Set the number of candidates; every spelling of "no limit" is -1."""
-    value = s.number(f"{ROLLOUT}.top_k", -1)
+    value = s.whole(f"{ROLLOUT}.top_k", -1, least=-1)
     s.put("rollout.sampling.top_k", value if value > 0 else -1, by=f"{ROLLOUT}.top_k")
 
 
 def validation(s: Source) -> None:
     """Describe the one way in which verl validates."""
     at = f"{ROLLOUT}.val_kwargs"
-    k = s.number(f"{at}.top_k", -1)
+    k = s.whole(f"{at}.top_k", -1, least=-1)
     sampling = {
-        "temperature": s.get(f"{at}.temperature", 0) if s.get(f"{at}.do_sample") else 0,
-        "top_p": s.get(f"{at}.top_p", 1.0),
+        "temperature": s.number(f"{at}.temperature", 0) if s.switch(f"{at}.do_sample") else 0,
+        "top_p": s.number(f"{at}.top_p", 1.0),
         "top_k": k if k > 0 else -1,
     }
-    s.put("evaluation.sets", {"validation": {"sampling": sampling, "samples": s.get(f"{at}.n", 1)}}, by=at)
+    s.put("evaluation.sets", {"validation": {"sampling": sampling, "samples": s.whole(f"{at}.n", 1, least=1)}}, by=at)
     s.put("compat.validation_metrics", True, by=at)
 
 
@@ -203,6 +214,9 @@ def limits(s: Source) -> None:
     s.put("rollout.limits.max_tokens", _response(s) * _num_conversations(s), by=f"{ROLLOUT}.response_length")
     s.put("rollout.limits.max_tokens_per_turn", _response(s), by=f"{ROLLOUT}.response_length")
     s.put("rollout.limits.max_context", _max_context(s), by=f"{ROLLOUT}.max_model_len")
+    for key, length in (("data.max_prompt_length", _prompt(s)), ("data.max_response_length", _response(s))):
+        if s.found.get(key) == length:
+            s.read.add(key)
 
 
 def turns(s: Source) -> None:
@@ -211,7 +225,7 @@ def turns(s: Source) -> None:
         k for k in ("tool_config_path", "function_tool_path", "interaction_config_path") if s.get(f"{MULTI_TURN}.{k}")
     ]
     key = f"{MULTI_TURN}.enable"
-    if not s.get(key):
+    if not s.switch(key):
         if partners and key in s.written:
             s.refuse(key, f"and {MULTI_TURN}.{partners[0]} is set; set enable to True, or remove that key with ~")
         if not partners and s.get(f"{ROLLOUT}.agent.agent_loop_config_path") is None:
@@ -220,7 +234,7 @@ def turns(s: Source) -> None:
     third = max(1, _max_context(s) // 3)
     for who, native in (("assistant", "max_turns"), ("user", "max_user_turns")):
         cap = f"{MULTI_TURN}.max_{who}_turns"
-        s.put(f"rollout.limits.{native}", s.number(cap, third) * _num_conversations(s), by=cap)
+        s.put(f"rollout.limits.{native}", s.whole(cap, third, least=1) * _num_conversations(s), by=cap)
 
 
 def futures(s: Source) -> None:
@@ -262,7 +276,7 @@ def tool_response(s: Source) -> None:
 def engine(s: Source) -> None:
     """Sample where the named engine is, if it is installed beside polyturn; else with the embedded one, and say so."""
     key = "actor_rollout_ref.rollout.name"
-    name = str(s.get(key, "embedded"))
+    name = s.text(key, "embedded")
     kinds = {"sglang": "sglang", "sglang_async": "sglang", "vllm": "vllm", "hf": "embedded"}
     if name not in kinds:
         what = "there is no TensorRT-LLM engine; use sglang or vllm" if name == "trtllm" else "there is no such engine."
@@ -289,7 +303,7 @@ def parser(s: Source) -> None:
     """Choose what reads tool calls."""
     key = f"{MULTI_TURN}.format"
     names = {"chatml": "auto", "kimi": "kimi_k2", "minimax": "minimax-m2"}
-    name = str(s.get(key, "auto"))
+    name = s.text(key, "auto")
     found = names.get(name, name)
     known = [*parsers, "auto"]
     if found in known:
@@ -302,7 +316,7 @@ def advantage(s: Source) -> None:
     """Choose the estimator by its name."""
     key = "algorithm.adv_estimator"
     names = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
-    name = str(s.get(key, "grpo"))
+    name = s.text(key, "grpo")
     found = names.get(name, name)
     if found in advantages or ":" in found:
         _put_function(s, "algorithm.advantage.name", found, by=key)
@@ -315,7 +329,7 @@ def advantage(s: Source) -> None:
 def policy_loss(s: Source) -> None:
     """Choose the policy loss by its name; the section's other keys are its options."""
     key = f"{ACTOR}.policy_loss.loss_mode"
-    name = str(s.get(key, "vanilla"))
+    name = s.text(key, "vanilla")
     if name == "vanilla":
         section = key.removesuffix("loss_mode")
         for option in sorted(k for k in s.written if k.startswith(section) and not is_of_verl(k)):
@@ -350,20 +364,20 @@ def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:
 
 def _num_conversations(s: Source) -> int:
     """Return how many conversations an episode holds: one, and those that an agent loop forks from it."""
-    return 1 + int(s.number(FUTURES, 0))
+    return 1 + s.whole(FUTURES, 0, least=0)
 
 
 def _prompt(s: Source) -> int:
-    return int(s.number(f"{ROLLOUT}.prompt_length", 512))
+    return s.whole(f"{ROLLOUT}.prompt_length", 512, least=1)
 
 
 def _response(s: Source) -> int:
-    return int(s.number(f"{ROLLOUT}.response_length", 512))
+    return s.whole(f"{ROLLOUT}.response_length", 512, least=1)
 
 
 def _max_context(s: Source) -> int:
     both = _prompt(s) + _response(s)
-    return min(int(s.number(f"{ROLLOUT}.max_model_len", both)), both)
+    return min(s.whole(f"{ROLLOUT}.max_model_len", both, least=1), both)
 
 
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {

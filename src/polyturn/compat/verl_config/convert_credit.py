@@ -40,24 +40,24 @@ def critic(s: Source) -> None:
     s.put("algorithm.critic.optim.lr", s.number("critic.optim.lr", 1e-5), by="critic.optim.lr")
     s.put("algorithm.critic.clip", s.number("critic.cliprange_value", 0.5) or None, by="critic.cliprange_value")
     s.put("algorithm.critic.optim.max_grad_norm", s.number("critic.grad_clip", 1.0), by="critic.grad_clip")
-    s.put("algorithm.critic.warmup", int(s.number("trainer.critic_warmup", 0)), by="trainer.critic_warmup")
+    s.put("algorithm.critic.warmup", s.whole("trainer.critic_warmup", 0, least=0), by="trainer.critic_warmup")
 
 
 def kl_in_reward(s: Source) -> None:
     """Set the KL penalty of the rewards, beside the KL term of the loss where there is one."""
     switch = "algorithm.use_kl_in_reward"
-    if not s.get(switch):
+    if not s.switch(switch):
         return
     term = s.native.get("algorithm", {}).pop("kl", None)
     s.put("algorithm.kl.place", "reward", by=switch)
     key = "algorithm.kl_penalty"
-    name = str(s.get(key, "kl")).removesuffix("+")
+    name = s.text(key, "kl").removesuffix("+")
     if name in _KL:
         s.put("algorithm.kl.estimator", _KL[name], by=key)
     else:
         s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(name, _KL)}")
     s.put("algorithm.kl.coef", s.number(f"{CONTROL}.kl_coef", 0.001), by=f"{CONTROL}.kl_coef")
-    kind = str(s.get(f"{CONTROL}.type", "fixed"))
+    kind = s.text(f"{CONTROL}.type", "fixed")
     if kind == "adaptive":
         s.put("algorithm.kl.target", s.number(f"{CONTROL}.target_kl", 0.1), by=f"{CONTROL}.target_kl")
         s.put("algorithm.kl.horizon", s.number(f"{CONTROL}.horizon", 10_000), by=f"{CONTROL}.horizon")

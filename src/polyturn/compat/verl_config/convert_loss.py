@@ -26,23 +26,23 @@ def kl(s: Source) -> None:
     key = f"{ACTOR}.kl_loss_type"
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
     estimators |= {f"{name}+": f"{native}+" for name, native in estimators.items() if native != "k2"}
-    uses = bool(s.get(f"{ACTOR}.use_kl_loss"))
+    uses = s.switch(f"{ACTOR}.use_kl_loss")
     if not uses and s.get("algorithm.use_kl_in_reward"):
         return  # the section says what the rewards have
-    s.put("algorithm.kl.coef", s.get(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
+    s.put("algorithm.kl.coef", s.number(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
     name = s.get(key, "low_var_kl")
     if name in estimators:
         s.put("algorithm.kl.estimator", estimators[name], by=key)
-    elif uses:
+    else:
         s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(str(name), estimators)}")
 
 
 def lora(s: Source) -> None:
     """Set the adapter."""
-    rank = int(s.number(f"{MODEL}.lora_rank", 0))
-    adapter = s.get(f"{MODEL}.lora_adapter_path")
+    rank = s.whole(f"{MODEL}.lora_rank", 0, least=0)
+    adapter = s.text(f"{MODEL}.lora_adapter_path", "")
     if not rank:
-        if adapter is not None:
+        if adapter:
             s.refuse(f"{MODEL}.lora_adapter_path", "an adapter is read into one of lora_rank; set it too")
         return
     s.put("model.lora.rank", rank, by=f"{MODEL}.lora_rank")
@@ -50,8 +50,8 @@ def lora(s: Source) -> None:
     for name in ("target_modules", "exclude_modules"):
         if (value := s.get(f"{MODEL}.{name}")) is not None:
             s.put(f"model.lora.{name}", value if isinstance(value, str) else list(value), by=f"{MODEL}.{name}")
-    if adapter is not None:
-        s.put_path("model.lora.adapter", str(Path(str(adapter)).expanduser()), by=f"{MODEL}.lora_adapter_path")
+    if adapter:
+        s.put_path("model.lora.adapter", str(Path(adapter).expanduser()), by=f"{MODEL}.lora_adapter_path")
 
 
 def correction(s: Source) -> None:
@@ -61,7 +61,7 @@ def correction(s: Source) -> None:
     found: dict[str, Any] = {}
     if weight not in _NOTHING:
         found |= _weight(s, f"{CORRECTION}.rollout_is", str(weight), s.get(f"{CORRECTION}.rollout_is_threshold", 2.0))
-        found["normalize"] = bool(s.get(f"{CORRECTION}.rollout_is_batch_normalize", False))
+        found["normalize"] = s.switch(f"{CORRECTION}.rollout_is_batch_normalize")
     if reject not in _NOTHING:
         found["reject"] = _rejections(s, str(reject))
     if veto not in _NOTHING:
@@ -123,7 +123,7 @@ def _rejections(s: Source, names: str) -> dict[str, Any]:
 def _of_first_release(s: Source) -> dict[str, Any]:
     """Return the correction that algorithm.rollout_is… describes."""
     upper = float(s.number("algorithm.rollout_is_threshold", 2.0))
-    level = str(s.get("algorithm.rollout_is_level", "token"))
+    level = s.text("algorithm.rollout_is_level", "token")
     veto = s.get("algorithm.rollout_is_veto_threshold")
     found: dict[str, Any] = {"weight": level, "cap": upper}
     if s.get("algorithm.rollout_is_mode", "truncate") == "mask":

@@ -27,6 +27,8 @@ def reward_function(s: Source) -> None:
     s.put("reward.text", "turns", by=key)
     if (where := s.get(key)) is None:
         return
+    if not str(where).startswith("pkg://") and not str(where).endswith(".py"):
+        s.refuse(key, "it must be a file of Python, or pkg://MODULE")
     where = str(where).removeprefix("pkg://")
     name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
     if s.get(MANAGER, "naive") not in MANAGERS:
@@ -50,7 +52,7 @@ def _arguments(s: Source, given: Mapping[str, Any], *, by: str) -> None:
 
 def _managed(s: Source, function: str) -> None:
     """Score with a manager that the function's file registers; it calls the function as it likes."""
-    file, model = Path(function.rpartition(":")[0]), str(s.get("data.tokenizer", s.get("actor_rollout_ref.model.path", "")))
+    file, model = Path(function.rpartition(":")[0]), s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", ""))
     own = {
         "manager": s.get(MANAGER),
         "function": f"{file.absolute()}:{function.rpartition(':')[2]}",
@@ -65,7 +67,7 @@ def _managed(s: Source, function: str) -> None:
 
 def reward_manager(s: Source) -> None:
     """Set what a manager adds to the function: a penalty for length, or limits of its calls."""
-    key, name = MANAGER, str(s.get(MANAGER, "naive"))
+    key, name = MANAGER, s.text(MANAGER, "naive")
     if name not in MANAGERS:
         _check_registered(s, name)
         return

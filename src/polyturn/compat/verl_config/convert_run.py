@@ -48,15 +48,16 @@ def backend(s: Source) -> None:
 def run_folder(s: Source) -> None:
     """Set the folder of the run."""
     key = "trainer.default_local_dir"
-    folder = Path(str(s.get(key, "checkpoints/verl_examples/gsm8k"))).expanduser()
+    folder = Path(s.text(key, "checkpoints/verl_examples/gsm8k")).expanduser()
     s.put("out", str(folder.parent), by=key)
     s.put("name", folder.name, by=key)
+    s.read |= {k for k in ("trainer.project_name", "trainer.experiment_name") if str(s.found.get(k)) in folder.parts}
 
 
 def every(s: Source) -> None:
     """Set how often a run saves and validates."""
     for key, native in (("trainer.save_freq", "train.checkpoint_every"), ("trainer.test_freq", "evaluation.every")):
-        s.put(native, max(0, s.number(key, -1)), by=key)
+        s.put(native, max(0, s.whole(key, -1, least=-1)), by=key)
 
 
 def trackers(s: Source) -> None:

@@ -65,9 +65,17 @@ class Override:
         return cls(text=text, key=key, value=value, removes=removes)
 
     def find_group(self, folders: Sequence[Path]) -> None:
-        """Find out whether it chooses a file of a group."""
+        """Find out whether it chooses a file of a group.
+
+        Raises:
+            ConfigError: it sets a section to nothing.
+        """
         is_folder = not isinstance(self.value, Mapping) and any(os.path.isdir(f / self.key) for f in folders)
         self.is_group = "@" in self.key or "/" in self.key or is_folder
+        is_section = self.is_group or (table().find(self.key) is None and table().goes_deeper(self.key))
+        is_empty = not self.value and not isinstance(self.value, Mapping) and not self.removes
+        if is_section and is_empty and not self.key.startswith("hydra/"):
+            raise ConfigError(f"the override {self.text!r:.200} empties a whole section; set its keys, or leave it out")
 
     def apply(self, tree: DictConfig, origin: dict[str, str]) -> None:
         """Change the tree, and note in `origin` what was written."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from polyturn.compat.verl_config.translate import Translation
+from polyturn.core.errors import ConfigError
 
 
 def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]:
@@ -17,15 +19,21 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
     Args:
         translation: The translation, whose paths start from the working directory.
         folder: The config's folder, tried where a path is not in the working directory.
+
+    Raises:
+        ConfigError: a path leads nowhere.
     """
 
-    def place(path: str) -> str:
+    def place(path: str, key: str) -> str:
         near = Path(path)
         in_folder = None if folder is None else folder / near
         # os.path.exists is also false of what can be no file's name, where a Path would raise
-        if not os.path.exists(near) and in_folder is not None and os.path.exists(in_folder):
+        if os.path.exists(near) or glob.has_magic(path):
+            return str(near.absolute())
+        if in_folder is not None and os.path.exists(in_folder):
             return str(in_folder.resolve())
-        return str(near.absolute())
+        places = " or ".join(str(one) for one in (Path.cwd(), folder) if one is not None)
+        raise ConfigError(f"{key} is {path!r:.200}, and there is no such file in {places}; check the path")
 
     return _changed(translation, place)
 
@@ -39,7 +47,7 @@ def relative_to(translation: Translation, folder: Path, *, config: Path) -> dict
         config: The folder of the config that was translated; paths in its section `polyturn` start from there.
     """
 
-    def place(path: str) -> str:
+    def place(path: str, _: str) -> str:
         if Path(path).is_absolute():
             return path
         found = config / path if not Path(path).exists() and (config / path).exists() else Path(path)
@@ -69,14 +77,16 @@ def moved(values: Any, *, start: Path, end: Path) -> Any:
     return os.path.relpath(path.absolute(), end.absolute()) + (f":{name}" if colon else "")
 
 
-def _changed(translation: Translation, place: Callable[[str], str]) -> dict[str, Any]:
-    def change(value: Any) -> Any:
+def _changed(translation: Translation, place: Callable[[str, str], str]) -> dict[str, Any]:
+    """Return the native configuration with every path, and the key that it was made of, given to `place`."""
+
+    def change(value: Any, key: str) -> Any:
         if isinstance(value, list):
-            return [change(v) for v in value]
+            return [change(v, key) for v in value]
         if not isinstance(value, str):
             return value
         file, colon, name = value.partition(".py:")
-        return f"{place(f'{file}.py')}:{name}" if colon else place(value)
+        return f"{place(f'{file}.py', key)}:{name}" if colon else place(value, key)
 
     native = copy.deepcopy(translation.native)
     for path in translation.paths:
@@ -84,5 +94,5 @@ def _changed(translation: Translation, place: Callable[[str], str]) -> dict[str,
         for part in path[:-1]:
             at = at[part]
         if path[-1] in at:
-            at[path[-1]] = change(at[path[-1]])
+            at[path[-1]] = change(at[path[-1]], translation.origin.get(path, ".".join(path)))
     return native

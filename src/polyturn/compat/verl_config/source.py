@@ -20,6 +20,8 @@ class Source:
     """Every key of the tree, other spellings resolved."""
     written: set[str] = field(default_factory=set)
     """Those that a file or an override wrote."""
+    read: set[str] = field(default_factory=set)
+    """Those that decided something, or were looked at for it."""
     native: dict[str, Any] = field(default_factory=dict)
     origin: dict[tuple[str | int, ...], str] = field(default_factory=dict)
     """Native key to the verl key that decided it."""
@@ -31,6 +33,7 @@ class Source:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; the default where there is none, or null."""
+        self.read.add(key)
         value = self.found.get(key)
         return default if value is None else value
 
@@ -58,6 +61,29 @@ class Source:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "it must be a number")
+            return default
+        return value
+
+    def whole(self, key: str, default: int, *, least: int | None = None) -> int:
+        """Return a value that must be a whole number, of at least `least`; something else is refused."""
+        value = self.number(key, default)
+        if value != int(value) or (least is not None and value < least):
+            self.refuse(key, "it must be a whole number" + ("" if least is None else f", {least} or more"))
+            return default
+        return int(value)
+
+    def switch(self, key: str, *, default: bool = False) -> bool:
+        """Return a value that must be true or false, or empty, which is false; something else is refused."""
+        value = self.get(key, default) or False
+        if not isinstance(value, bool):
+            self.refuse(key, "it must be true or false")
+        return bool(value)
+
+    def text(self, key: str, default: str) -> str:
+        """Return a value that must be a text; something else is refused."""
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            self.refuse(key, "it must be a text")
             return default
         return value
 

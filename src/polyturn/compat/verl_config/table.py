@@ -22,6 +22,9 @@ from polyturn.core.errors import did_you_mean
 KEYS = Path(__file__).parent / "keys.yaml"
 NAMES = Path(__file__).parent / "names.txt"
 """Every key of verl's releases, made by benchmarks/verl_releases.py from their packages."""
+NULL, BOOL, NUMBER, OTHER = "null", "bool", "number", "other"
+"""The kinds of values, which stand behind the releases of a key: those that it has in their trees."""
+_IS_NO = {BOOL: "it must be true or false", NUMBER: "it must be a number"}
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
@@ -116,6 +119,24 @@ def release_keys() -> Mapping[str, frozenset[str]]:
     """Return every key of the trees of verl's releases, with the releases that have it."""
     lines = (line.split() for line in NAMES.read_text(encoding="utf-8").splitlines())
     return {key: frozenset(releases) for key, *releases in lines}
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a value."""
+    if value is None:
+        return NULL
+    return BOOL if isinstance(value, bool) else NUMBER if isinstance(value, int | float) else OTHER
+
+
+def wrong_kind(key: str, value: Any) -> str | None:
+    """Return why a value is of no kind that the key can have: null where no release has it, or a word for a number."""
+    kinds = release_keys().get(key, frozenset([NULL, OTHER])) & {NULL, BOOL, NUMBER, OTHER}
+    if value is None:
+        return None if NULL in kinds else "no release of verl has null there; give it a value, or leave the key out"
+    meant = kinds - {NULL}
+    if value == "" and BOOL in meant:
+        return None  # a variable that a script never set, which verl reads as false
+    return _IS_NO.get(next(iter(meant))) if len(meant) == 1 and kind_of(value) not in meant else None
 
 
 def is_of_verl(key: str) -> bool:

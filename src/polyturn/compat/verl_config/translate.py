@@ -16,10 +16,13 @@ from polyturn.compat.verl_config.compose import Composed, Unresolved
 from polyturn.compat.verl_config.convert import CONVERTERS
 from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.source import Source
-from polyturn.compat.verl_config.table import KeyRule, Table, is_of_verl, release_keys, table
+from polyturn.compat.verl_config.table import KeyRule, Table, is_of_verl, release_keys, table, wrong_kind
 from polyturn.config.models import AlgorithmConfig
 from polyturn.config.schema import child, keys_of, meant, takes_more
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
+
+
+UNREAD = "nothing that this config asks for reads it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,8 @@ class KeyStatus:
     """The reason, or the note of the table."""
     where: str = ""
     """The file or override that wrote the key; empty for the shipped base."""
+    written: tuple[str, ...] = ()
+    """The keys that somebody wrote: the key, or those of the section that it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,7 @@ class Translation:
         said: dict[str, list[str]] = {}
         for fate in self.fates:
             if fate.where and fate.notice:
-                said.setdefault(f"{'ignored: ' if fate.kind == 'ignored' else ''}{fate.notice}", []).append(fate.key)
+                said.setdefault(f"{'ignored: ' if fate.kind == 'ignored' else ''}{fate.notice}", []).extend(fate.written)
         return [f"{', '.join(keys)}: {reason}" for reason, keys in said.items()]
 
 
@@ -83,9 +88,11 @@ def translate(
     wanted: dict[str, None] = {}
     for key, value in source.found.items():
         row = known.find(key)
-        if row is None or row.native or row.means is not None:
+        if row is None or row.native:
             continue
         why = _refusal(key, value, row)
+        if why is None and (row.to or row.means is not None) and tree.is_written(key):
+            why = wrong_kind(key, value)
         if why is not None:
             refused.append((key, why))
         elif row.convert is not None:
@@ -214,11 +221,12 @@ def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
             and not any(v for path, v in leaves(value) if path[-1:] != ("_target_",))
         )
         return None if is_nothing else row.rejected
-    for refused, why in (row.rejected_values or {}).items():
-        if _same(value, refused) or (refused == "*" and not any(_same(value, v) for v in row.values or {})):
-            return why
-    if row.values is not None and value is not None and not any(_same(value, v) for v in row.values):
-        return f"that value is not known here.{did_you_mean(str(value), map(str, row.values))}"
+    for one in value if isinstance(value, list) and not row.to else [value]:
+        for refused, why in (row.rejected_values or {}).items():
+            if _same(one, refused) or (refused == "*" and not any(_same(one, v) for v in row.values or {})):
+                return why
+        if row.values is not None and one is not None and not any(_same(one, v) for v in row.values):
+            return f"{_show(one)} is not known here.{did_you_mean(str(one), map(str, row.values))}"
     return None
 
 
@@ -233,9 +241,13 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
             continue
         where = tree.where(key) if tree.is_written(key) else ""
         notice = source.notes.get(key) or row.ignored or (row.notice if value is not None else None) or ""
+        if row.convert is not None and value is not None and not notice and key not in source.read:
+            notice = UNREAD
         nothing = "it asks for nothing" if row.rejected is not None else ""
         target = known.find(row.means) if row.means is not None else None
         kind = "native" if row.native else "mapped" if row.to or target is not None else "ignored"
+        kind = "ignored" if notice == UNREAD else kind
+        below = (".".join((key, *path)) for path, _ in leaves(value) if path) if kind == "ignored" else ()
         yield KeyStatus(
             key=key,
             value=value,
@@ -244,6 +256,7 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
             notice=notice,
             says=notice or row.note or nothing,
             where=where.strip(" ()"),
+            written=tuple(k for k in below if tree.is_written(k)) or (key,),
         )
 
 
