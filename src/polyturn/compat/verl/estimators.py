@@ -66,11 +66,9 @@ def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Compare each score with the mean of the others of its group (Ahmadian et al. 2024)."""
-    scores_B = token_level_rewards.sum(-1)
-    out_B = scores_B.clone()
-    for rows in _groups(index):
-        if (n := len(rows)) > 1:
-            out_B[rows] = (scores_B[rows] - scores_B[rows].mean()) * n / (n - 1)
+    out_B = token_level_rewards.sum(-1)
+    for rows in _groups(index, least=2):
+        out_B[rows] = (out_B[rows] - out_B[rows].mean()) * len(rows) / (len(rows) - 1)
     return _spread(out_B, response_mask)
 
 
@@ -78,12 +76,9 @@ def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Subtract the group's mean weighted by length (Hao et al. 2025)."""
-    scores_B, lengths_B = token_level_rewards.sum(-1), response_mask.sum(-1).to(token_level_rewards.dtype)
-    out_B = scores_B.clone()
-    for rows in _groups(index):
-        if len(rows) > 1:
-            total = lengths_B[rows].sum().clamp(min=1)
-            out_B[rows] = scores_B[rows] - (scores_B[rows] * lengths_B[rows]).sum() / total
+    out_B, lengths_B = token_level_rewards.sum(-1), response_mask.sum(-1).to(token_level_rewards.dtype)
+    for rows in _groups(index, least=2):
+        out_B[rows] -= (out_B[rows] * lengths_B[rows]).sum() / lengths_B[rows].sum().clamp(min=1)
     return _spread(out_B, response_mask)
 
 
@@ -100,23 +95,14 @@ def compute_gpg_outcome_advantage(
     """Centre scores in their group and scale by the share of rows that scored at all (Chu et al. 2025)."""
     scores_B = token_level_rewards.sum(-1)
     scale = len(scores_B) / scores_B.count_nonzero().clamp(min=1)
-    out_B = torch.zeros_like(scores_B)
-    for rows in _groups(index):
-        mean = scores_B[rows].mean() if len(rows) > 1 else 0.0
-        out_B[rows] = scale * (scores_B[rows] - mean) / f_norm
-    return _spread(out_B, response_mask)
+    return _spread(scale * _centred(scores_B, index) / f_norm, response_mask)
 
 
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Centre scores in their group, then normalise over all tokens of the batch (Hu et al. 2025)."""
-    scores_B = token_level_rewards.sum(-1)
-    out_B = scores_B.clone()
-    for rows in _groups(index):
-        if len(rows) > 1:
-            out_B[rows] = scores_B[rows] - scores_B[rows].mean()
-    centred, _ = _spread(out_B, response_mask)
+    centred, _ = _spread(_centred(token_level_rewards.sum(-1), index), response_mask)
     whitened = masked_whiten(centred, response_mask) * response_mask
     return whitened, whitened
 
@@ -159,11 +145,20 @@ def compute_gae_advantage_return(
     return masked_whiten(found, response_mask), found + values
 
 
-def _groups(index: Any) -> list[list[int]]:
+def _centred(scores_B: Tensor, index: Any) -> Tensor:
+    """Return [B] each score less the mean of its group; that of a group of one as it is."""
+    out_B = scores_B.clone()
+    for rows in _groups(index, least=2):
+        out_B[rows] -= scores_B[rows].mean()
+    return out_B
+
+
+def _groups(index: Any, *, least: int = 1) -> list[list[int]]:
+    """Return the rows of each group of at least so many."""
     rows: dict[Any, list[int]] = defaultdict(list)
     for row, group in enumerate(index.tolist() if isinstance(index, Tensor | np.ndarray) else index):
         rows[group].append(row)
-    return list(rows.values())
+    return [group for group in rows.values() if len(group) >= least]
 
 
 def _spread(out_B: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:

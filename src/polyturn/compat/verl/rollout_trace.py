@@ -17,7 +17,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from polyturn.core.errors import ConfigError, one_line
 
@@ -27,8 +27,8 @@ _attributes: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.Cont
 _is_on: contextvars.ContextVar[bool] = contextvars.ContextVar("is_on", default=True)
 
 
-class TraceBackend(Protocol):
-    """Where operations are recorded."""
+class TraceBackend:
+    """Where operations are recorded; this one writes a DEBUG line per operation."""
 
     def record(
         self,
@@ -40,21 +40,6 @@ class TraceBackend(Protocol):
         attributes: Mapping[str, Any],
     ) -> None:
         """Keep one operation."""
-        ...
-
-
-class _Log:
-    """Writes a DEBUG line per operation."""
-
-    def record(
-        self,
-        name: str,
-        inputs: Mapping[str, Any],
-        outputs: Any,
-        error: BaseException | None,
-        seconds: float,
-        attributes: Mapping[str, Any],
-    ) -> None:
         end = f"raised {one_line(error)}" if error is not None else f"returned {outputs!r:.200}"
         logger.debug("%s %s %s in %.3f s", dict(attributes), name, end, seconds)
 
@@ -100,7 +85,7 @@ class RolloutTraceConfig:
                     f"the trace backend {backend!r} is not here; use 'log', or an object with `record` (a run keeps every "
                     "trajectory anyway: see store.folder)"
                 )
-            config.client = _Log()
+            config.client = TraceBackend()
         else:
             config.client = backend
         config.project_name, config.experiment_name = project_name, experiment_name
@@ -152,52 +137,39 @@ def rollout_trace_attr(
 
 def rollout_trace_op(func: Callable[..., Any]) -> Callable[..., Any]:
     """Record every call of a method or function, plain or async; what it raises is recorded and raised."""
-    name = func.__qualname__
-
-    def note(began: float, args: Any, kwargs: Any, outputs: Any, error: BaseException | None) -> None:
-        client = RolloutTraceConfig.get_client()
-        if client is not None:
-            client.record(
-                name, _inputs(func, args, kwargs), outputs, error, time.perf_counter() - began, _attributes.get() or {}
-            )
-
-    def is_off() -> bool:
-        return RolloutTraceConfig.get_client() is None or not _is_on.get()
-
     if inspect.iscoroutinefunction(func):
 
         @functools.wraps(func)
         async def traced(*args: Any, **kwargs: Any) -> Any:
-            if is_off():
-                return await func(*args, **kwargs)
-            began = time.perf_counter()
-            try:
-                result = await func(*args, **kwargs)
-            except BaseException as problem:
-                note(began, args, kwargs, None, problem)
-                raise
-            note(began, args, kwargs, result, None)
-            return result
+            with _recorded(func, args, kwargs) as outputs:
+                outputs.append(await func(*args, **kwargs))
+            return outputs[0]
 
         return traced
 
     @functools.wraps(func)
     def traced_plain(*args: Any, **kwargs: Any) -> Any:
-        if is_off():
-            return func(*args, **kwargs)
-        began = time.perf_counter()
-        try:
-            result = func(*args, **kwargs)
-        except BaseException as problem:
-            note(began, args, kwargs, None, problem)
-            raise
-        note(began, args, kwargs, result, None)
-        return result
+        with _recorded(func, args, kwargs) as outputs:
+            outputs.append(func(*args, **kwargs))
+        return outputs[0]
 
     return traced_plain
 
 
-def _inputs(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments by name, without `self`."""
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    return {k: v for k, v in bound.arguments.items() if k != "self"}
+@contextlib.contextmanager
+def _recorded(func: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[list[Any]]:
+    """Record the call that the block makes, where a backend listens; the block leaves what it returned in the list."""
+    outputs: list[Any] = []
+    client = RolloutTraceConfig.get_client() if _is_on.get() else None
+    began, error = time.perf_counter(), None
+    try:
+        yield outputs
+    except BaseException as problem:
+        error = problem
+        raise
+    finally:
+        if client is not None:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            inputs = {k: v for k, v in bound.arguments.items() if k != "self"}
+            returned, attributes = outputs[0] if outputs else None, _attributes.get() or {}
+            client.record(func.__qualname__, inputs, returned, error, time.perf_counter() - began, attributes)

@@ -21,7 +21,6 @@ from polyturn.config.models import AlgorithmConfig
 from polyturn.config.schema import child, keys_of, meant, takes_more
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 
-
 UNREAD = "nothing that this config asks for reads it"
 
 
