@@ -54,9 +54,8 @@ with open(os.environ["COMMANDS"], "a") as file:
 FILLED = [
     "actor_rollout_ref.model.path=tiny",
     "critic.model.path=tiny",
-    "data.train_files=train.parquet",
-    "data.val_files=test.parquet",
 ]
+FILES = {"train": "train.parquet", "val": "test.parquet"}
 """What a script leaves to the machine it runs on."""
 
 
@@ -173,7 +172,7 @@ def launch(checkout: Path) -> dict[str, Any]:
         ):
             for name in names:
                 _copy(checkout / name, place / name)
-            for file in ("train.parquet", "test.parquet"):
+            for file in FILES.values():
                 (place / file).touch()
         for name, place in (("inside", inside), ("outside", outside)):
             verdicts = {str(s.relative_to(place)): verdict(s, place) for s in launch_scripts(place)}
@@ -200,13 +199,17 @@ def verdict(script: Path, checkout: Path) -> tuple[str, str]:
     commands = [c for c in commands_of(script, checkout) if c[1:3] == ["-m", "verl.trainer.main_ppo"]]
     if not commands:
         return "other", "it starts other programs"
-    try:
-        with contextlib.chdir(checkout):
-            for command in commands:
-                accept(parse_arguments([*command[3:], *FILLED]))
-    except PolyturnError as refusal:
-        return "refused", str(refusal)
-    return "accepted", ""
+    files = [f"data.{part}_files={checkout / file}" for part, file in FILES.items()]
+    why = ""
+    for folder in (checkout, script.parent):  # some are started from the checkout, some from their own folder
+        try:
+            with contextlib.chdir(folder):
+                for command in commands:
+                    accept(parse_arguments([*command[3:], *FILLED, *files]))
+            return "accepted", ""
+        except PolyturnError as refusal:
+            why = why or str(refusal)
+    return "refused", why
 
 
 def accept(asked: HydraArguments) -> None:

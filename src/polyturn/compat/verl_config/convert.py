@@ -82,7 +82,7 @@ def files(s: Source) -> None:
     ):
         value, limit = s.get(key), s.whole(most, -1, least=-1)
         if not value:
-            if key in s.written:
+            if key in s.written and value is not None:
                 s.refuse(key, "it names no file")
             continue
         names = [str(Path(str(n)).expanduser()) for n in ([value] if isinstance(value, str) else list(value))]

@@ -29,7 +29,7 @@ def discount(s: Source) -> None:
 def critic(s: Source) -> None:
     """Set the critic of gae."""
     if s.get("algorithm.adv_estimator") != "gae":
-        if s.number("trainer.critic_warmup", 0) > 0:
+        if s.whole("trainer.critic_warmup", 0, least=0) > 0:
             s.notes["trainer.critic_warmup"] = (
                 "there is no critic to warm up without gae, so the policy learns from step 1 on"
             )

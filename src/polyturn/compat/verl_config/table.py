@@ -49,6 +49,8 @@ class KeyRule:
     note: str | None = None
     notice: str | None = None
     """A note that the terminal shows too."""
+    may_be_null: bool = False
+    """Whether null asks for something that no release's tree asks for."""
     native: bool = False
     """The section holds native keys."""
 

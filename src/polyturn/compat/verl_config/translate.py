@@ -91,7 +91,7 @@ def translate(
             continue
         why = _refusal(key, value, row)
         if why is None and (row.to or row.means is not None) and tree.is_written(key):
-            why = wrong_kind(key, value)
+            why = None if value is None and row.may_be_null else wrong_kind(key, value)
         if why is not None:
             refused.append((key, why))
         elif row.convert is not None:
@@ -225,7 +225,8 @@ def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
             if _same(one, refused) or (refused == "*" and not any(_same(one, v) for v in row.values or {})):
                 return why
         if row.values is not None and one is not None and not any(_same(one, v) for v in row.values):
-            return f"{_show(one)} is not known here.{did_you_mean(str(one), map(str, row.values))}"
+            what = "that value" if one is value else _show(one)
+            return f"{what} is not known here.{did_you_mean(str(one), map(str, row.values))}"
     return None
 
 
