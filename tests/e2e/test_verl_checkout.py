@@ -2,7 +2,7 @@
 
 POLYTURN_VERL_CHECKOUT names the checkout, its recipes included (`benchmarks/verl_tests.py --cache DIR` makes DIR/checkouts/
 0.7.1 and its like). Each program runs in it by `polyturn run-as verl -- bash SCRIPT`, with sizes that fit a processor. The
-model is tiny and random.
+model is tiny and random; where it is to call a tool, the run begins with supervised steps that teach it one call.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import write_brief_model
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer, write_brief_model
 
 CHECKOUT = Path(os.environ.get("POLYTURN_VERL_CHECKOUT", "/nowhere"))
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not (CHECKOUT / "verl").is_dir(), reason="POLYTURN_VERL_CHECKOUT names no checkout of verl"),
 ]
 NUM_STEPS = 2
@@ -78,7 +80,7 @@ def run_as(home: Path, *command: object, overrides: Sequence[str] = (), at: str 
         "OMP_NUM_THREADS": "1",
     }
     line = [sys.executable, "-m", "polyturn", "run-as", "verl", *sets, "--", *map(str, command)]
-    ended = subprocess.run(line, capture_output=True, text=True, env=variables, cwd=CHECKOUT / at, timeout=600, check=False)
+    ended = subprocess.run(line, capture_output=True, text=True, env=variables, cwd=CHECKOUT / at, timeout=900, check=False)
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
     return ended.stdout + ended.stderr
 
@@ -103,6 +105,25 @@ def prepared(home: Path, kind: str, name: str) -> Path:
     return folder
 
 
+def taught(home: Path, rows: Path, name: str, arguments: dict[str, Any]) -> list[str]:
+    """Return the overrides with which a run begins by learning one call of a tool, and an answer behind its result."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(home / "learner")
+    tiny_model(tokenizer, hidden=64, layers=2, max_positions=8192).save_pretrained(home / "learner")
+    call = {"id": "0", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "?", "tool_call_id": "0"},
+        {"role": "assistant", "content": "#### 3"},
+    ]
+    demos = [{"messages": [*row["prompt"], *said]} for row in pq.read_table(rows).to_pylist()]
+    (home / "demos.jsonl").write_text("".join(json.dumps(demo) + "\n" for demo in demos))
+    start = {"conversations": home / "demos.jsonl", "steps": 120, "batch_size": 2, "optim.lr": 3e-3}
+    sizes = ["data.max_prompt_length=3000", "data.max_response_length=600"]
+    sizes.append(f"actor_rollout_ref.model.path={home / 'learner'}")
+    return [*(f"+polyturn.warm_start.{key}={value}" for key, value in start.items()), *sizes]
+
+
 # --- examples -------------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +133,15 @@ def test_the_script_with_an_interaction(home: Path):
     told = [m.text for t in found for turn in t.turns for m in turn.observation if m.role == "user"]
     assert told and all(text.startswith("Your response is incorrect!") for text in told)
     assert max(len(t.turn_scores) for t in found) > 1
+
+
+def test_the_script_with_a_tool(home: Path):
+    rows = prepared(home, "tool", "gsm8k") / "train.parquet"
+    lesson = taught(home, rows, "calc_gsm8k_reward", {"answer": "3"})
+    found = trained(home, "examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn.sh", *lesson)
+    results = [result for t in found for turn in t.turns for result in turn.tool_results]
+    scored = [str(result.content) for result in results if result.error is None]
+    assert any(text.startswith("Current parsed answer='3'") for text in scored), results[:3]
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------------
