@@ -100,7 +100,7 @@ def test_the_reference_may_be_another_model(tmp_path):
     ("overrides", "message"),
     [
         (["algorithm.loss=gspoo"], "Did you mean 'gspo'"),
-        (["algorithm.loss=sapo", "algorithm.loss={tau_neg: 0}"], "both must be above 0"),
+        (["algorithm.loss=sapo", "algorithm.loss={tau_neg: 0}"], "tau_neg is 0"),
         (["algorithm.loss=none"], "there is nothing to learn from"),
         (["algorithm.kl.target=0.1"], "its coef is 0"),
         (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k4"], "'k4'"),

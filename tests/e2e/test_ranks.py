@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tm
     finally:
         run.kill()
     said = run.out + run.err
-    assert "rank 1 was killed by SIGKILL" in said and "The last lines of its log" in said and "--resume" in said
+    assert "rank 1 was killed by SIGKILL" in said and "The last lines of its log" in said and "Resume the run" in said
     last = max(int(p.name.removeprefix("step-")) for p in checkpoints.glob("step-*"))
     done = call_command(main, "train", config, "--resume", f"train.steps={last + 1}")
     assert done.code == 0, done.err
