@@ -109,7 +109,7 @@ def test_dropout_of_an_adapter_is_not_split_within_layers(tmp_path):
     assert done.code == 2 and "model.lora.dropout is 0.1" in done.err and "set dropout to 0" in done.err
 
 
-def test_megatron_keys_are_refused_in_one_sentence(tmp_path):
+def test_the_retired_strategy_names_the_backend_in_its_place(tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIGS["laptop"])
     done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", "train.distributed.strategy=megatron")
-    assert done.code == 2 and "Megatron is not built" in done.err
+    assert done.code == 2 and "write train.backend" in done.err
