@@ -31,6 +31,7 @@ FEATURES = {
     "serve": "serving rollouts and models over HTTP",
     "view": "the viewer, SQL conditions on recorded trajectories",
     "ray": "a cluster with Ray",
+    "megatron": "the Megatron backend: pipeline and expert parallelism",
     "mcp": "tools of MCP servers",
     "a2a": "agents that speak A2A",
     "search": "building indexes of passages",
