@@ -44,7 +44,7 @@ def test_an_estimator_gets_its_own_options(tmp_path: Path) -> None:
         (["algorithm.advantage={norm_by_sdt: false}"], r"Did you mean 'algorithm\.advantage\.norm_by_std'"),
         (["algorithm.advantage=gdpo", "algorithm.kl={place: reward, coef: 0.1}"], r"kl\.place to loss"),
         (["algorithm.advantage=grpo_passk", "algorithm.advantage={k: 3}"], r"k is 3 in groups of 3 .*from 1 to 2"),
-        (["algorithm.advantage=grpo_passk", "algorithm.advantage={k: 0}"], r"k is 0 in groups of 3"),
+        (["algorithm.advantage=grpo_passk", "algorithm.advantage={k: 4}"], r"k is 4 in groups of 3"),
     ],
 )
 def test_what_cannot_work_is_said(tmp_path: Path, overrides: list[str], words: str) -> None:

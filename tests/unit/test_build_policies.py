@@ -170,7 +170,7 @@ def test_policies_that_cannot_be_made_are_refused_by_name(
                 ]
             }
         },
-        {"reward": {"function": {"name": "judge", "kwargs": {"policy": "opponnt"}}}},
+        {"reward": {"function": {"name": "judge", "policy": "opponnt"}}},
     ],
 )
 def test_a_name_that_no_policy_has_is_told_with_the_nearest_one(

@@ -231,7 +231,9 @@ def test_a_port_in_use_is_passed_over():
             assert isinstance(other, socket.socket) and other.getsockname()[1] != port
 
 
-def test_swift_arguments():
+def test_swift_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").touch()
     written = "--model M --multi_turn_scheduler again --max_turns 3 --external_plugins my.py --use_async_engine true"
     loaded, options = read_swift([*written.split(), "--port", "9", "--api_key", "secret"])
     assert (loaded.config.rollout.scheduler, loaded.config.rollout.limits.max_turns) == ("again", 3)
