@@ -63,8 +63,10 @@ def show(
     for name, one in parts.place.config.policies.items():
         out.text(f"policy         {name}: {_who(one)}; context of {parts.policies.by_name[name].max_context} tokens")
     out.text(f"tasks          {len(tasks.train)} to train on; evaluation sets: {sets}\n")
-    for name, value in estimates(parts, num_prompt_tokens=len(ids)).items():
-        out.text(f"{name:<34}{value}")
+    found = estimates(parts, num_prompt_tokens=len(ids))
+    width = max(map(len, found)) + 2
+    for name, value in found.items():
+        out.text(f"{name:<{width}}{value}")
 
 
 def _who(one: PolicyConfig) -> str:

@@ -133,6 +133,7 @@ def test_dry_run_shows_the_first_task_with_its_tokens_and_the_cost_and_writes_no
         "time of a step, at most",
     ):
         assert words in called.out
+    assert re.search(r"tokens +\d+ MiB\n", called.out), "the longest name stands apart from its value"
     assert not re.search(r"(\d+ ){20}", called.out), "ids are shown when they are asked for"
     assert re.search(r"(\d+ ){20}", call("train", config, "--dry-run", "--ids").out)
     assert "clip_low" not in called.out and "null" not in called.out, "a default is no news"
