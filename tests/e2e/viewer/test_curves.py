@@ -22,6 +22,7 @@ def write_long_run(folder: Path) -> None:
     folder.mkdir()
     lines = [
         {"step": s, "reward/mean": 9.0 if s == 3333 else s / STEPS, "loss/grad_norm": 10.0 ** -(s % 7), "time/step_s": 2.0}
+        | {"policy/approx_kl": 0.0}
         | ({"eval/greedy/success": s / STEPS} if s % 100 == 0 else {})
         for s in range(1, STEPS + 1)
     ]
@@ -80,6 +81,11 @@ def test_the_axis_may_be_time_and_the_scale_logarithmic_and_both_are_in_the_addr
     page.get_by_label("Over").select_option("time")
     until(page, "document.querySelector('.plot').plot.data[0].at(-1) === 10000")
     assert "log=1" in page.url and "axis=time" in page.url
+
+
+def test_a_metric_that_is_always_zero_has_an_axis_from_zero_to_one(page, drawn):
+    drawn("metric=policy/approx_kl")
+    assert page.evaluate("(({ min, max }) => [min, max])(document.querySelector('.plot').plot.scales.y)") == [0, 1]
 
 
 def test_smoothing_leaves_what_was_measured_and_marks_what_stands_apart(page, drawn):

@@ -44,6 +44,10 @@ export function banded(curves) {
   return [line(`mean of ${drawn.length} runs`, (all) => all.reduce((a, b) => a + b, 0) / all.length), line("lowest", (all) => Math.min(...all), { isFaint: true }), line("highest", (all) => Math.max(...all), { isFaint: true })];
 }
 
+const fromZero = (u, low, high) => [Math.min(low, 0), Math.max(high, 0) * 1.05];
+// Of nothing but zeros uPlot shows 0 to 100, as if a share were in percent.
+const around = (u, low, high) => (low === 0 && high === 0 ? [0, 1] : low === null ? [null, null] : uPlot.rangeNum(low, high, 0.1, true));
+
 // curves: [{name, color, x, y, isFaint, isSparse, isFilled}]. What was measured is always drawn, behind what is smoothed (`isFaint`); points that
 // stand apart (evaluations) are marked, because the line between them was not measured. `range` is the part of the axis that is shown,
 // `onZoom(low, high)` is told what was dragged over, and nothing after a double click.
@@ -66,7 +70,7 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
       return { stroke, fill: c.isFilled ? paled(stroke) : undefined, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
     })],
     bands: band && drawn.length > Math.max(...band) ? [{ series: band.map((i) => i + 1), fill: paled(ink(palette(0))) }] : [],
-    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: isLog ? 3 : 1, ...(curves.some((c) => c.isFilled) ? { range: (u, low, high) => [Math.min(low, 0), Math.max(high, 0) * 1.05] } : {}) } },
+    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: isLog ? 3 : 1, ...(isLog ? {} : { range: curves.some((c) => c.isFilled) ? fromZero : around }) } },
     axes: [{ ...ticks, size: 28, space: 60, incrs: axis === "time" ? undefined : WHOLE }, { ...ticks, size: 54, space: 32 }],
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { onZoom(); return null; } }, points: { size: 6 } },
     hooks: {
