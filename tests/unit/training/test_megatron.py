@@ -83,7 +83,7 @@ def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
 def test_so_it_is_on_gpus_with_nothing_answered_for_them(tmp_path, count):
     """Without `support.megatron_cpu`; sums of float32 come out otherwise in other kernels."""
     if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs, which nobody has lent yet")
+        pytest.skip(f"needs {count} GPUs")
     for name, ranks in run_ranks(count, tmp_path / "found.json", "cuda").items():
         wrong = {what: value for what, value in ranks[0].items() if "largest" not in what and not value <= 100 * CLOSE}
         assert wrong == {}, name
