@@ -25,12 +25,8 @@ def train(
     tools: Any = None,
     interaction: Any = None,
     reward: Any = None,
-    scheduler: Any = None,
-    engine: Any = None,
-    tokenizer: Any = None,
     eval_tasks: Any = None,
     config: Any = None,
-    ray: str | None = None,
     resume: bool | Literal["auto"] = False,
     **overrides: Any,
 ) -> Run:
@@ -50,24 +46,24 @@ def train(
         interaction: Who answers where no tool does: a subclass of `polyturn.BaseInteraction` or an object of one, or
             several by name. A single one answers every task that names nobody.
         reward: What a trajectory is worth: a function of the trajectory, or of (data_source, solution_str, ground_truth).
-        scheduler: A subclass of `polyturn.MultiTurnScheduler`, an object of one, or the name of one.
-        engine: "embedded" (the default), "vllm" or "sglang", or the section `engine` as a dict.
-        tokenizer: A tokenizer of transformers, its folder or its name; the model's own by default.
         eval_tasks: Tasks to evaluate on before and after, given as `tasks` are.
         config: A YAML file, or the same as a dict; everything above and below goes before it.
-        ray: The address of a Ray cluster, or "auto".
         resume: Go on from the newest checkpoint of the run of this name; "auto": where there is one.
         overrides: Further keys of the configuration: a whole section (`train={"steps": 100}`), the last part of a key
             (`steps=100`, `lr=1e-5`, `max_turns=4`, `temperature=0.8`, `name="mine"`), or a whole key
             (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may stand where YAML has an import path.
+            Of these, `scheduler` is a subclass of `polyturn.MultiTurnScheduler`, an object of one, or the name of one;
+            `engine` is "embedded" (the default), "vllm" or "sglang", or the section `engine` as a dict; `tokenizer` is a
+            tokenizer of transformers, its folder or its name, the model's own by default; and `ray` is the address of a
+            Ray cluster, or "auto".
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
-    given = locals()
     from polyturn.api.given import GivenArguments
 
-    return _train(GivenArguments.of(given), resume=resume)
+    own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
+    return _train(GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config), resume=resume)
 
 
 def evaluate(
@@ -77,9 +73,6 @@ def evaluate(
     tools: Any = None,
     interaction: Any = None,
     reward: Any = None,
-    scheduler: Any = None,
-    engine: Any = None,
-    tokenizer: Any = None,
     config: Any = None,
     **overrides: Any,
 ) -> Run:
@@ -90,20 +83,19 @@ def evaluate(
     Args:
         model: As for `train`; the folder of a run means its newest checkpoint.
         tasks: What to evaluate on; `evaluation.data` of the configuration by default.
-        tools, interaction, reward, scheduler, engine, tokenizer, config, overrides: As for `train`.
+        tools, interaction, reward, config, overrides: As for `train`.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
-    given = locals()
     from polyturn.api import evaluating
     from polyturn.api.event_loop import run_beside
     from polyturn.api.given import GivenArguments, read
     from polyturn.api.run import Run
 
-    given |= {"model": evaluating.weights_of(model), "tasks": None, "eval_tasks": tasks}
+    own = {"model": evaluating.weights_of(model), "tools": tools, "interaction": interaction, "reward": reward}
     with _shown():
-        source, resolved = read(GivenArguments.of(given))
+        source, resolved = read(GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None))
         folder, found = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
     return Run(folder, reports=found, resources=source)
 
@@ -115,9 +107,6 @@ def rollout(
     tools: Any = None,
     interaction: Any = None,
     reward: Any = None,
-    scheduler: Any = None,
-    engine: Any = None,
-    tokenizer: Any = None,
     config: Any = None,
     num_tasks: int | None = None,
     group_size: int = 1,
@@ -128,22 +117,22 @@ def rollout(
         for trajectory in polyturn.rollout(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price]).trajectories: …
 
     Args:
-        model, tasks, tools, interaction, reward, scheduler, engine, tokenizer, config, overrides: As for `train`.
+        model, tasks, tools, interaction, reward, config, overrides: As for `train`.
         num_tasks: How many of the tasks; None is all of them.
         group_size: How many episodes of each task.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
-    given = locals()
     from polyturn.api import rolling
     from polyturn.api.event_loop import run_beside
     from polyturn.api.given import GivenArguments, read
     from polyturn.api.run import Run
 
-    given |= {"overrides": {"group_size": group_size, **overrides}}
+    own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
+    overrides = {"group_size": group_size, **overrides}
     with _shown():
-        source, resolved = read(GivenArguments.of(given))
+        source, resolved = read(GivenArguments.of(overrides, **own, config=config, eval_tasks=None, ray=None))
         folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks))
     return Run(folder, resources=source)
 
@@ -169,10 +158,7 @@ def steps(config: Any = None, *, resume: bool | Literal["auto"] = False, **given
     from polyturn.api.given import GivenArguments, read
     from polyturn.api.stepping import Steps
 
-    own = {
-        name: given.pop(name) for name in list(given) if name in GivenArguments.__dataclass_fields__ and name != "overrides"
-    }
-    told = GivenArguments(**own, config=config, overrides=given)
+    told = GivenArguments.of(given, config=config)
     source, resolved = read(told)
 
     def work(hooks: Any) -> Run:

@@ -52,9 +52,11 @@ class GivenArguments:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> GivenArguments:
-        """Return what a function was called with, by the names of its parameters."""
-        return cls(**{name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments})
+    def of(cls, keywords: Mapping[str, Any], **own: Any) -> GivenArguments:
+        """Return what a function was called with: its own parameters, and further keywords, of which some are ours too."""
+        ours = {name: value for name, value in keywords.items() if name in cls.__dataclass_fields__ and name != "overrides"}
+        ours = {name: value for name, value in ours.items() if name not in own}
+        return cls(**own, **ours, overrides={name: value for name, value in keywords.items() if name not in ours})
 
 
 def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
