@@ -13,14 +13,7 @@ from polyturn.build.config_source import ConfigSource, model_folder
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
-from polyturn.build.parts import (
-    Parts,
-    build_interactions,
-    build_parts,
-    build_rewarder,
-    build_scheduler,
-    build_tools,
-)
+from polyturn.build.parts import Parts, build_parts, build_rewarder, build_scheduler, build_tools
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.build.ranks import check_ranks, follow_leader, lead
 from polyturn.build.tasks import (
@@ -49,7 +42,6 @@ __all__ = [
     "build_engine",
     "build_estimator",
     "build_eval_sets",
-    "build_interactions",
     "build_media",
     "build_model",
     "build_parts",

@@ -7,14 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.parts import (
-    build_interactions,
-    build_rewarder,
-    build_scheduler,
-    build_tools,
-    build_watchdog,
-    check_plugins,
-)
+from polyturn.build.parts import build_context, build_plugins, build_tools, check_plugins
 from polyturn.build.policies import build_policies
 from polyturn.build.tasks import check_use
 from polyturn.core.errors import ConfigError
@@ -45,35 +38,29 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[Rol
     Raises:
         ConfigError: something in the configuration cannot work.
     """
-    config = place.config
     check_plugins(place)
-    limits = config.rollout.limits
+    limits = place.config.rollout.limits
     if limits.max_tokens is not None:
         logger.info("rollout.limits.max_tokens is not applied: only the server counts its tokens")
     codec = text_codec()
     tools = build_tools(place, codec=codec)
     policies = build_policies(place)
-    scheduler = build_scheduler(place, policies)
+    plugins = build_plugins(place, policies)
     engine = ChatEngine(dataclasses.replace(endpoint, max_tokens=limits.max_tokens_per_turn))
-    context = RolloutContext(
+    context = build_context(
+        place,
+        plugins,
+        policies,
         engine=engine,
         codec=codec,
         parser=build_parser(codec, ParserOptions(name="hermes"), needs_calls=bool(tools.tools))
         if tools.tools
         else HermesParser(),
         tools=tools,
-        also=tuple(one.engine for one in policies.by_name.values()),
-        interactions=build_interactions(place, policies),
-        rewarder=build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
-        scheduler=scheduler,
         limits=dataclasses.replace(
             limits, max_tokens_per_turn=None, max_tokens=None, max_context=None, context_policy=ContextPolicy.STOP
         ),
         sampling=SamplingParams(max_tokens=NO_LIMIT),
-        interaction_timeout_s=config.rollout.interaction_timeout_s,
-        require_interaction_name=config.compat.require_interaction_name,
-        scheduler_timeout_s=config.rollout.scheduler_timeout_s,
-        watchdog=build_watchdog(config.rollout),
         sanity_mode="off",
         escape_prompts="all",
     )

@@ -42,14 +42,13 @@ def build_engine(
     config = place.config
     build = find_engine(place)
     routes = route_shape(place, model)
-    sampling = config.rollout.sampling
     made = build(
         EngineSetup(
             options=config.engine,
             model=model,
             media=media,
             max_context=max_context,
-            sampling=SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
+            sampling=SamplingParams.of(config.rollout.sampling),
             trains_meanwhile=config.train.max_staleness > 0,
             base=place.base,
             model_folder=lambda: (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyturn.build.config_source import ConfigSource, folder_or_name
-from polyturn.config.models import TrainTokenizerConfig
+from polyturn.config.models import RunConfig, TrainTokenizerConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label, target
 from polyturn.core.registry import import_attr
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+def set_up_torch(config: RunConfig) -> None:
+    """Give torch the threads and the seed of a run."""
+    import torch
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.manual_seed(config.seed)
 
 
 def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec:
@@ -88,6 +97,15 @@ def build_model(
     elif adapter.adapter is not None:
         lora.load_adapter(built, place.base / adapter.adapter)
     return built
+
+
+def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model, moved to the GPU if there is one and the model has weights."""
+    import torch
+
+    if torch.cuda.is_available() and model.device.type != "meta":
+        model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
+    return model
 
 
 def build_outline(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

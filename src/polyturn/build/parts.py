@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,12 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, find_engine, route_shape
 from polyturn.build.environments import build_env_scheduler, build_env_tools
-from polyturn.build.model import build_codec, build_media, build_model, build_outline
+from polyturn.build.model import build_codec, build_media, build_model, build_outline, on_gpu, set_up_torch
 from polyturn.build.policies import FurtherPolicies, build_policies
-from polyturn.config.models import (
-    RewardFunctionConfig,
-    RolloutConfig,
-)
+from polyturn.config.models import RewardFunctionConfig
 from polyturn.config.models.rollout import LIMITS
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
@@ -65,18 +63,27 @@ class Parts:
     """What rollout needs, live: the same for training, evaluation and `polyturn rollout`."""
 
     place: ConfigSource
-    tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
     engine: Engine
     context: RolloutContext
     template: TemplateReport
-    max_context: int
     policies: FurtherPolicies = NO_POLICIES
     """Those that speak and are not trained."""
     team: RankGroup | None = None
     """The ranks that train together; None where this process trains alone."""
     pool: RayPool | None = None
     """The workers of a cluster that run the episodes; None where this process runs them."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """With the template that the run uses."""
+        return self.context.codec.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the longest episode may have."""
+        assert self.context.limits.max_context is not None
+        return self.context.limits.max_context
 
     @property
     def busy_s(self) -> float:
@@ -104,67 +111,46 @@ def build_parts(
     Raises:
         ConfigError, TemplateError: something in the configuration cannot work.
     """
-    import torch
-
-    config = place.config
+    config, rollout = place.config, place.config.rollout
     check_plugins(place)
     if engine is None:
         find_engine(place)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    torch.manual_seed(config.seed)
+    set_up_torch(config)
     codec = build_codec(place, checkpoint=checkpoint)
-    tokenizer = codec.tokenizer
     tools = build_tools(place, codec=codec)
     template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
     template.require()
-    plugins = None if config.policies else _plugins(place, NO_POLICIES)  # a policy may be a copy of the model
+    plugins = None if config.policies else build_plugins(place, NO_POLICIES)  # a policy may be a copy of the model
     if plugins is not None and check is not None:
         check(plugins, tools)
     if config.algorithm.routing != RoutingOptions():  # before weights are loaded: what this model cannot do
-        route_shape(place, build_outline(place, tokenizer))
-    model = build_model(place, tokenizer, checkpoint=checkpoint) if has_weights else build_outline(place, tokenizer)
-    if torch.cuda.is_available() and model.device.type != "meta":
-        model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
-    max_context = max_context_of(config.rollout.limits, model)
+        route_shape(place, build_outline(place, codec.tokenizer))
+    make = functools.partial(build_model, checkpoint=checkpoint) if has_weights else build_outline
+    model = on_gpu(make(place, codec.tokenizer))
+    max_context = max_context_of(rollout.limits, model)
     media = build_media(place, codec, model)
     policies = build_policies(place, model=model, codec=codec)
-    plugins = plugins or _plugins(place, policies)
+    plugins = plugins or build_plugins(place, policies)
     engine = engine or build_engine(
-        place, model, tokenizer=tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
+        place, model, tokenizer=codec.tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
     )
-    context = RolloutContext(
+    context = build_context(
+        place,
+        plugins,
+        policies,
         engine=engine if config.engine.update == "in_flight" else UpdateGate(engine, mode=config.engine.update),
         codec=codec,
         media=media,
-        parser=build_parser(codec, config.rollout.parser, needs_calls=bool(tools.tools), base=place.base),
+        parser=build_parser(codec, rollout.parser, needs_calls=bool(tools.tools), base=place.base),
         tools=tools,
-        also=tuple(one.engine for one in policies.by_name.values()),
-        interactions=plugins.interactions,
-        rewarder=plugins.rewarder,
-        scheduler=plugins.scheduler,
-        limits=dataclasses.replace(config.rollout.limits, max_context=max_context),
-        sampling=sampling_params(config.rollout.sampling, config.rollout.limits),
-        interaction_timeout_s=config.rollout.interaction_timeout_s,
-        require_interaction_name=config.compat.require_interaction_name,
-        renders_history=config.rollout.use_inference_chat_template or template.strategy == "segment",
-        scheduler_timeout_s=config.rollout.scheduler_timeout_s,
-        watchdog=build_watchdog(config.rollout),
-        sanity_mode=config.rollout.tokenization_sanity_check_mode,
-        sanity_every=config.rollout.sanity_every,
-        escape_prompts=config.rollout.escape_prompts,
-        escape_observations=config.rollout.escape_observations,
+        limits=dataclasses.replace(rollout.limits, max_context=max_context),
+        sampling=sampling_params(rollout.sampling, rollout.limits),
+        renders_history=rollout.use_inference_chat_template or template.strategy == "segment",
+        sanity_mode=rollout.tokenization_sanity_check_mode,
+        escape_prompts=rollout.escape_prompts,
+        escape_observations=rollout.escape_observations,
     )
-    return Parts(
-        place=place,
-        tokenizer=tokenizer,
-        model=model,
-        engine=engine,
-        context=context,
-        template=template,
-        max_context=max_context,
-        policies=policies,
-    )
+    return Parts(place=place, model=model, engine=engine, context=context, template=template, policies=policies)
 
 
 class Plugins(NamedTuple):
@@ -175,10 +161,32 @@ class Plugins(NamedTuple):
     rewarder: RewardRouter
 
 
-def _plugins(place: ConfigSource, policies: FurtherPolicies) -> Plugins:
+def build_plugins(place: ConfigSource, policies: FurtherPolicies) -> Plugins:
+    """Make the scheduler, what scores its trajectories, and the interactions.
+
+    Raises:
+        ConfigError: one of them cannot be made.
+    """
     scheduler = build_scheduler(place, policies)
     rewarder = build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward)
-    return Plugins(scheduler=scheduler, interactions=build_interactions(place, policies), rewarder=rewarder)
+    named = place.config.rollout.interactions
+    found = {} if named is None else initialize_interactions_from_config(named, base=place.base, policies=policies.by_name)
+    return Plugins(scheduler=scheduler, interactions=found, rewarder=rewarder)
+
+
+def build_context(place: ConfigSource, plugins: Plugins, policies: FurtherPolicies, **parts: Any) -> RolloutContext:
+    """Return what episodes share: the plug-ins, the deadlines of their calls, and the `parts` that depend on the engine."""
+    rollout = place.config.rollout
+    return RolloutContext(
+        **plugins._asdict(),
+        also=tuple(one.engine for one in policies.by_name.values()),
+        interaction_timeout_s=rollout.interaction_timeout_s,
+        scheduler_timeout_s=rollout.scheduler_timeout_s,
+        require_interaction_name=place.config.compat.require_interaction_name,
+        watchdog=None if rollout.watchdog_s is None else LoopWatchdog(limit_s=rollout.watchdog_s),
+        sanity_every=rollout.sanity_every,
+        **parts,
+    )
 
 
 def check_plugins(place: ConfigSource) -> None:
@@ -205,8 +213,7 @@ def _check_scheduler(place: ConfigSource) -> None:
         found = type(found)
     if not isinstance(found, type):
         return
-    where = f"rollout.scheduler {place.config.rollout.scheduler!r}"
-    check_class(found, SCHEDULER, where=where)
+    check_class(found, SCHEDULER, where=f"rollout.scheduler {place.config.rollout.scheduler!r}")
 
 
 def _scheduler_class(place: ConfigSource) -> Any:
@@ -256,19 +263,6 @@ def _function_tools(place: ConfigSource) -> list[BaseTool]:
             )
         found.append(function)
     return found
-
-
-def build_watchdog(config: RolloutConfig) -> LoopWatchdog | None:
-    """Make what says which plug-in holds the event loop."""
-    return None if config.watchdog_s is None else LoopWatchdog(limit_s=config.watchdog_s)
-
-
-def build_interactions(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> Mapping[str, Any]:
-    """Make the interactions of the file or the list."""
-    source = place.config.rollout.interactions
-    if source is None:
-        return {}
-    return initialize_interactions_from_config(source, base=place.base, policies=policies.by_name)
 
 
 def build_rewarder(
@@ -340,12 +334,7 @@ def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES
 
 def sampling_params(sampling: Sampling, limits: Limits) -> SamplingParams:
     """Return how a run samples one completion."""
-    return SamplingParams(
-        max_tokens=limits.max_tokens_per_turn or 1 << 20,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-    )
+    return SamplingParams.of(sampling, max_tokens=limits.max_tokens_per_turn or 1 << 20)
 
 
 def max_context_of(limits: Limits, model: PreTrainedModel) -> int:

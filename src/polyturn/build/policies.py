@@ -113,17 +113,14 @@ def _policy(
     name: str, one: PolicyConfig, place: ConfigSource, *, engine: Any, codec: Codec, parser: ToolCallParser, max_context: int
 ) -> FrozenPolicy:
     rollout = place.config.rollout
-    sampling = one.sampling or rollout.sampling
     return FrozenPolicy(
         name,
         engine=engine,
         encoder=DeltaEncoder(codec, escape_prompts=rollout.escape_prompts, escape_observations=rollout.escape_observations),
         parser=parser,
-        sampling=SamplingParams(
+        sampling=SamplingParams.of(
+            one.sampling or rollout.sampling,
             max_tokens=one.max_tokens or rollout.limits.max_tokens_per_turn or MAX_TOKENS,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
         ),
         max_context=max_context,
     )

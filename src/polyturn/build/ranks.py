@@ -15,7 +15,7 @@ from polyturn.build.backend import degrees_of
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
 from polyturn.build.loss import build_policy_loss, build_reference, build_teacher, loss_arguments
-from polyturn.build.model import build_codec, build_media, build_model, build_outline
+from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
 from polyturn.build.parts import Parts
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -149,13 +149,8 @@ def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_jo
 
 def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
     """Return what makes the model of a rank that has no other parts, and its processor."""
-    import torch
-
-    config = place.config
-    load_plugins(config.plugins, base=place.base)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    torch.manual_seed(config.seed)
+    load_plugins(place.config.plugins, base=place.base)
+    set_up_torch(place.config)
     codec = build_codec(place)
     return model_maker(place, codec.tokenizer), build_media(place, codec, build_outline(place, codec.tokenizer))
 

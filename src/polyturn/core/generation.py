@@ -66,6 +66,11 @@ class SamplingParams(Sampling):
             raise ConfigError(f"max_tokens is {self.max_tokens}; a completion needs at least 1 token")
         Sampling.__post_init__(self)
 
+    @classmethod
+    def of(cls, sampling: Sampling, *, max_tokens: int = 256) -> SamplingParams:
+        """Return how a completion of at most `max_tokens` is sampled."""
+        return cls(max_tokens=max_tokens, **{f.name: getattr(sampling, f.name) for f in dataclasses.fields(Sampling)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest(Record):
