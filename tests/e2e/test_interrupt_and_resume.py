@@ -26,6 +26,7 @@ from polyturn.store.stored_run import open_store
 from polyturn.training.checkpoint import Checkpoints
 from support.forked import ONE_THREAD, Forked
 from support.runs import call_command, write_tiny_run
+from support.states import tensors_in
 
 call = functools.partial(call_command, main)
 
@@ -82,7 +83,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     checkpoints = Checkpoints(run / "checkpoints")
     latest = checkpoints.latest()
     assert latest is not None
-    return checkpoints.load(latest)["policy"]["model"]
+    return dict(tensors_in(latest / "policy", "model/"))
 
 
 def check_is_like(run: Path, whole: Path) -> None:

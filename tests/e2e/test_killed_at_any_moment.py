@@ -18,6 +18,7 @@ from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
 from support.crash_injection import kill_until_done, ledger_problems
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
+from support.states import tensors_in
 
 call = partial(call_command, main)
 BARE = ["evaluation.data=null", "warm_start.conversations=null"]
@@ -79,14 +80,21 @@ def test_a_deterministic_run_that_goes_on_equals_one_that_never_stopped(tmp_path
     config, run = write_slow_run(tmp_path, max_s=0.02, sources=2 if kind == "mix" else 1), tmp_path / "runs" / "tiny"
     called = call("train", config, *settings)
     assert called.code == 0, called.err
-    whole = Checkpoints(run / "checkpoints").load(run / "checkpoints" / "step-000004")
+    whole = everything_in(run / "checkpoints" / "step-000004")
     as_killed_after(run, 2)
     called = call("train", config, *settings, "--resume")
     assert called.code == 0, called.err
-    again = Checkpoints(run / "checkpoints").load(run / "checkpoints" / "step-000004")
-    for part in ("policy", "update", "sampler", "loop"):
+    again = everything_in(run / "checkpoints" / "step-000004")
+    for part in ("policy", "update", "sampler", "loop", "shards"):
         assert_same(whole[part], again[part], part)
     assert ledger_problems(run, steps=4) == []
+
+
+def everything_in(folder: Path) -> dict[str, object]:
+    """Return the state in a checkpoint, with what lies in its shards."""
+    shards = {path.parent.name: dict(tensors_in(path.parent)) for path in folder.glob("*/.metadata")}
+    assert shards.keys() >= {"policy"}
+    return {**Checkpoints(folder.parent).load(folder), "shards": shards}
 
 
 def assert_same(one: object, other: object, where: str) -> None:

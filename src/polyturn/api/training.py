@@ -302,17 +302,15 @@ def warm_start(parts: build.Parts, observer: RunObserver, signals: Signals, *, f
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
     checkpoints, first = warm_checkpoints(folder), 0
     if (latest := checkpoints.latest()) is not None:
-        saved = checkpoints.load(latest)
-        policy.load_state_dict(saved["policy"])
-        first = int(saved["step"])
+        first = int(checkpoints.load(latest)["step"])
+        policy.load(latest / "policy")
         logger.info("warm start: going on at step %d", first)
     clock = SavingClock(parts.place.config.train.checkpoint_every_s)
 
     def save(step: int) -> None:
-        if isinstance(policy.backend, RankedBackend):
-            policy.backend.gather()
         with clock.saving():
-            checkpoints.save(step, {"policy": policy.state_dict(), "step": step}, export=build.exporter(parts))
+            checkpoints.begin(step, {"policy": policy})
+            checkpoints.save(step, {"step": step}, export=build.stored_exporter(parts))
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         observer.on_sft(step, sft.steps, metrics)

@@ -30,7 +30,14 @@ from polyturn.build.tasks import (
     fitting,
     settle,
 )
-from polyturn.build.training import build_estimator, build_policy, build_trainer, exporter, warm_start_samples
+from polyturn.build.training import (
+    build_estimator,
+    build_policy,
+    build_trainer,
+    exporter,
+    stored_exporter,
+    warm_start_samples,
+)
 
 __all__ = [
     "ConfigSource",
@@ -71,5 +78,6 @@ __all__ = [
     "lead",
     "model_folder",
     "settle",
+    "stored_exporter",
     "warm_start_samples",
 ]

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polyturn.build.credit import build_estimator, build_reward_kl, drops_zero_variance, require_scores
 from polyturn.build.critic import build_critic
@@ -93,8 +93,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
                 keep_every=train.keep_checkpoint_every,
                 former=folder / WARM_START,
             ),
-            export=exporter(parts, adapter_only=True),
-            freeze=functools.partial(_frozen_export, parts),
+            export=stored_exporter(parts),
             journal=flights,
             fingerprint=parts.context.codec.fingerprint,
         ),
@@ -217,19 +216,22 @@ def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]
     )
 
 
-def _frozen_export(parts: Parts, policy: Mapping[str, Any]) -> Callable[[Path], object] | None:
-    """Return what saves the model as the copied state of a policy says, while the model goes on; None for an adapter,
-    which is small."""
-    from polyturn.training.lora import has_lora
+def stored_exporter(parts: Parts) -> Callable[[Path], object]:
+    """Return what saves the model of a checkpoint in the Hugging Face format, of an adapter's model the adapter alone, as
+    the policy's shards beside the folder hold it."""
+    from polyturn.training import hf
+    from polyturn.training.shards import StoredTensors
 
-    if has_lora(parts.model):
-        return None
-    copied: Mapping[str, Any] = policy["model"]
-    firsts: dict[tuple[int, tuple[int, ...]], Any] = {}
-    tensors = {}
-    for name, live in parts.model.state_dict().items():  # tied tensors are written once
-        tensors[name] = firsts.setdefault((live.data_ptr(), tuple(live.shape)), copied[name])
-    return functools.partial(exporter(parts), tensors=tensors)
+    def export(folder: Path) -> None:
+        hf.save_model(
+            parts.model,
+            folder,
+            tokenizer=parts.tokenizer,
+            processor=None if parts.context.media is None else parts.context.media.processor,
+            tensors=StoredTensors(folder.parent / "policy", prefix="model/"),
+        )
+
+    return export
 
 
 def warm_start_samples(parts: Parts) -> list[TrainSample]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ class RayTeam:
     def __init__(self, ranks: Sequence[Member], *, tensor_parallel: int, on_close: Callable[[], object]) -> None:
         self._on_close = on_close
         self._ranks = list(ranks)
+        self._lock = threading.Lock()
         self.num_ranks = len(ranks)
         self.tensor_parallel = tensor_parallel
 
@@ -49,7 +51,8 @@ class RayTeam:
             RankLostError: a rank is gone.
             PolyturnError: what a rank raised.
         """
-        refs = [rank.handle.run.remote(command, share) for rank, share in zip(self._ranks, shares, strict=True)]
+        with self._lock:  # a checkpoint is asked after from another thread, and all ranks must hear the same order
+            refs = [rank.handle.run.remote(command, share) for rank, share in zip(self._ranks, shares, strict=True)]
         waiting = list(refs)
         while waiting:  # in the order in which they end: one that died would be waited for behind one that waits for it
             (done, *_), waiting = ray.wait(waiting, num_returns=1)

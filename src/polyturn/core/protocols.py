@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polyturn.core.arrays import Floats
@@ -196,8 +197,20 @@ class Policy(Protocol):
         """Take one optimizer step from the summed gradient, and clear it."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Begin to write parameters, optimizer and schedule into `folder`, from a copy."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Return whether that is written; raise CheckpointError if it could not be."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue: parameters, optimizer, schedule."""
+        """Return the small rest of what is needed to continue, as plain values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

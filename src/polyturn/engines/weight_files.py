@@ -14,9 +14,10 @@ and mean nothing in another container.
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -73,6 +74,28 @@ class WrittenWeights(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> None:
+    """Write the weights of a checkpoint as they come, each piece into a file of its own, and the index that names these."""
+    from safetensors.torch import save_file
+
+    drafts: list[Path] = []
+    file_of: dict[str, int] = {}
+    size = 0
+    for number, piece in enumerate(pieces):
+        drafts.append(folder / f".piece-{number}")
+        save_file({name: t.detach().cpu().contiguous() for name, t in piece.items()}, drafts[-1], metadata={"format": "pt"})
+        file_of |= dict.fromkeys(piece, number)
+        size += sum(tensor.nbytes for tensor in piece.values())
+    names = [f"model-{i + 1:05d}-of-{len(drafts):05d}.safetensors" for i in range(len(drafts))]
+    if len(drafts) == 1:
+        names = ["model.safetensors"]
+    for draft, name in zip(drafts, names, strict=True):
+        draft.rename(folder / name)
+    if len(drafts) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": {name: names[i] for name, i in file_of.items()}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 class WeightStore(Protocol):

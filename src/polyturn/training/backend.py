@@ -1,7 +1,7 @@
 """Backend: the parameters, gradients and moments of one network, wherever they are.
 
     ModelPolicy, Critic     what is computed over the batch of a whole step: coefficients, marks, the weight of the KL term
-      |  score, forward_backward, optim_step, state_dict, load_state_dict
+      |  score, forward_backward, optim_step, save, load
     ModelBackend            the network of this process: whole (`OneDevice`), or this rank's shards of it (`Sharded`)
     RankedBackend           the same calls, made on every rank of a group, each with a share of the samples
 
@@ -11,8 +11,9 @@ Another way of holding a model (pipelines, experts spread over nodes) is another
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import ArrayLike
@@ -73,12 +74,31 @@ class Backend(Protocol):
         """Take one optimizer step from the summed gradient on all ranks, or on none, and clear it."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state on the CPU where it was asked for, the same for any number of ranks."""
+    def save(self, folder: Path) -> None:
+        """Begin to write this process's part of the state into `folder` by `torch.distributed.checkpoint`, from a copy that
+        no step changes.
+
+        `shards.StoredInShards` does so, and `is_saved` and `load` too, for a backend that says by `state_dict` what there
+        is: a flat dict, name -> live tensor or number, a `DTensor` (or another form that torch's checkpoints know) where
+        ranks hold parts of a tensor. Names begin with `model/`, and then are those of the Hugging Face model, which is what
+        exports, another number of ranks and another backend read; `reference/`, `masters/`, `moments/` follow their form.
+        """
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from what `state_dict` returned; a state without an optimizer is that of a fresh start."""
+    def is_saved(self) -> bool:
+        """Return whether what `save` began is written by all.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, there with any number of ranks; each reads its own part, in place.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another model.
+        """
         ...
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Checkpoints: a folder per step that is either whole or not there, and from which a run goes on.
 
-    checkpoints/step-000040/state.pt      step, policy, optimizer, task order, evaluation state
-                            model/        weights, tokenizer, template in Hugging Face format
+    checkpoints/step-000040/state.pt      step, task order, evaluation state
+                            policy/       parameters and optimizer in shards (`shards`), and critic/ where there is one
+                            model/        weights, tokenizer, template in Hugging Face format, made of the shards
     checkpoints/best        a link-free copy of the name: a text file that says which step was best
 
 A checkpoint is written into a hidden folder and renamed, so that a kill at any moment leaves the last good one intact; the
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -31,8 +32,26 @@ WARM_START = "warm_start"
 """The folder, in a run's, of the checkpoint of a warm start that is under way."""
 _BEST = "best"
 _FORMER, _GONE = ".former-", ".gone-"
+_POLL_S = 0.02
+"""How often it is asked whether shards are written."""
 _MAX_SAVING = 50
 """Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
+
+
+class Stored(Protocol):
+    """A part of a run whose state is written and read in shards, by all of its ranks."""
+
+    def save(self, folder: Path) -> None:
+        """Begin to write it into `folder`, from a copy that no step changes."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Return whether that is done; raise CheckpointError if it could not be."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote."""
+        ...
 
 
 class Checkpoints:
@@ -47,26 +66,47 @@ class Checkpoints:
         self._keep = keep
         self._keep_every = keep_every
         self._former = former
+        self._begun: tuple[int, Mapping[str, Stored]] | None = None
+        """The step of the checkpoint that was begun, and what writes itself for it."""
+
+    def begin(self, step: int, stored: Mapping[str, Stored] | None = None) -> None:
+        """Let what is stored in shards begin to be written for the checkpoint of `step`, each in a folder of its name.
+
+        Raises:
+            CheckpointError: there is no room for it, or a rank is gone.
+        """
+        self._restore()
+        self._begun, draft = (step, dict(stored or {})), self._draft(step)
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            for name, one in self._begun[1].items():
+                one.save(draft / name)
+        except (OSError, CheckpointError) as problem:
+            raise self._failed(step, problem) from problem
 
     def save(self, step: int, state: Mapping[str, Any], *, export: Callable[[Path], object], is_best: bool = False) -> Path:
         """Write the checkpoint of `step` and return its folder; older ones beyond `keep` go, the best one stays.
 
         Args:
             step: The number of optimizer steps taken.
-            state: Everything needed to continue.
-            export: Writes the model in Hugging Face format into the folder that it is given.
+            state: Everything needed to continue beside the shards, whose writing `begin` began and this waits for.
+            export: Writes the model in Hugging Face format into the folder that it is given, once the shards are written.
             is_best: Whether this is the best one so far.
 
         Raises:
             CheckpointError: it cannot be written, for instance on a full disk; the earlier ones are intact.
         """
         final = self.folder / f"step-{step:06d}"
-        draft = self.folder / f".draft-{step:06d}"
+        draft = self._draft(step)
         former = self.folder / f"{_FORMER}{final.name}"
-        self._restore()
+        if self._begun is None or self._begun[0] != step:
+            self.begin(step)
+        assert self._begun is not None
+        stored, self._begun = self._begun[1], None
         try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
+            while not all(one.is_saved() for one in stored.values()):
+                time.sleep(_POLL_S)
             export(draft / MODEL)
             with (draft / STATE).open("wb") as file:
                 torch.save(dict(state), file)
@@ -76,12 +116,7 @@ class Checkpoints:
                 final.rename(former)
             draft.rename(final)
         except (OSError, RuntimeError, SafetensorError) as problem:
-            shutil.rmtree(draft, ignore_errors=True)
-            last = self.latest()
-            raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); "
-                f"the last good one is {last if last else 'none'}"
-            ) from problem
+            raise self._failed(step, problem) from problem
         _discard(former)
         if is_best:
             self.mark_best(step)
@@ -89,6 +124,17 @@ class Checkpoints:
         if self._former is not None:
             shutil.rmtree(self._former, ignore_errors=True)
         return final
+
+    def _draft(self, step: int) -> Path:
+        return self.folder / f".draft-{step:06d}"
+
+    def _failed(self, step: int, problem: Exception) -> CheckpointError:
+        shutil.rmtree(self._draft(step), ignore_errors=True)
+        last = self.latest()
+        return CheckpointError(
+            f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); "
+            f"the last good one is {last if last else 'none'}"
+        )
 
     def mark_best(self, step: int) -> None:
         """Say that the checkpoint of `step` is the best one; it stays, however many follow."""
@@ -179,7 +225,8 @@ class SavingClock:
 
 
 class Saver:
-    """Writes checkpoints in a thread of its own, one after another, from copies that no step changes.
+    """Writes checkpoints beside training, one after another, from copies that no step changes: ranks their shards, and a
+    thread here the rest.
 
     A kill while one is being written leaves the one before it. What went wrong is told to whoever saves or waits next.
     """
@@ -189,7 +236,15 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
-    def save(self, step: int, state: Mapping[str, Any], *, export: Callable[[Path], object], is_best: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        export: Callable[[Path], object],
+        stored: Mapping[str, Stored] | None = None,
+        is_best: bool = False,
+    ) -> None:
         """Begin to write the checkpoint of `step`, once the one before it is written; `state` and `export` share nothing
         with what is trained.
 
@@ -197,6 +252,7 @@ class Saver:
             CheckpointError: the one before it could not be written.
         """
         self.wait()
+        self._checkpoints.begin(step, stored)
 
         def work() -> None:
             try:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,17 +84,25 @@ class Critic:
         """
         return _renamed(self.backend.optim_step())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the parameters and the optimizer."""
-        return self.backend.state_dict()
+    def save(self, folder: Path) -> None:
+        """Begin to write the parameters and the optimizer into `folder`, from a copy."""
+        self.backend.save(folder)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned.
+    def is_saved(self) -> bool:
+        """Return whether what `save` began is written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        return self.backend.is_saved()
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote.
 
         Raises:
             CheckpointError: the state is of another model.
         """
-        self.backend.load_state_dict(state)
+        self.backend.load(folder)
 
 
 def local_critic(model: PreTrainedModel, *, settings: CriticSettings | None = None, **options: Any) -> Critic:

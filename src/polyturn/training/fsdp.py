@@ -15,7 +15,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from polyturn.training.model_backend import Cut
 from polyturn.training.network import Network, PolicyNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
-from polyturn.training.shards import gather_whole, is_split_over_row, local_part, spread_whole
+from polyturn.training.shards import is_split_over_row, local_part
 from polyturn.training.tensor_parallel import split_layers
 
 _FILLER = TrainSample(
@@ -162,14 +161,6 @@ class Sharded:
         finally:
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
-
-    def whole(self, state: Any) -> Any:
-        """Return whole tensors on the CPU on rank 0, and None for each tensor elsewhere."""
-        return gather_whole(state)
-
-    def spread(self, state: Any) -> Any:
-        """Return rank 0's state on every rank."""
-        return spread_whole(state)
 
 
 def in_step(

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,20 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _SEEING
 
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
+from polyturn.engines.weight_files import write_safetensors
+from polyturn.engines.weight_transport import BUCKET_BYTES
 from polyturn.tokens.hub import only_cached
 from polyturn.training import lora
 from polyturn.training.part_loading import weight_files
+
+_FILE_BYTES = 2**30
+"""Of one file of weights; a larger tensor has a file of its own."""
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -234,6 +242,40 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
     return dict(revert_weight_conversion(model, {name: weights[name] for name in first.values()}))
 
 
+def checkpoint_pieces(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], *, limit: int = BUCKET_BYTES
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield weights of `model` as `as_checkpoint` returns them, at most about `limit` bytes at a time.
+
+    What a checkpoint has as several tensors may be one here, or the other way round, within one layer: of a class for which
+    that is so, a layer stays together.
+    """
+    is_converted = bool(get_model_conversion_mapping(model))
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        layer = _LAYER.match(name) if is_converted else None
+        groups.setdefault(layer[0] if layer else name, []).append(name)
+    held: dict[str, torch.Tensor] = {}
+    for names in groups.values():
+        piece = {name: weights[name] for name in names}
+        if held and sum(tensor.nbytes for tensor in (*held.values(), *piece.values())) > limit:
+            yield as_checkpoint(model, held)
+            held = {}
+        held |= piece
+    if held:
+        yield as_checkpoint(model, held)
+
+
+def _save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write what a model's folder holds beside weights."""
+    folder.mkdir(parents=True)
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
 def save_model(
     model: PreTrainedModel,
     folder: Path,
@@ -247,7 +289,7 @@ def save_model(
     model that reads more than text; return `folder`.
 
     A model with an adapter is written merged, as one without; with `adapter_only` its adapter alone, in peft's format.
-    `tensors` are written in place of a model's own, where it has no adapter; those of one storage as one.
+    `tensors` are written in place of what training changes of it, an adapter's alone; they are asked for a few at a time.
     """
     is_adapted = lora.has_lora(model)
     folder = Path(folder)
@@ -255,10 +297,15 @@ def save_model(
     mark = uuid.uuid4().hex[:8]
     fresh, old = folder.with_name(f".{folder.name}.{mark}.new"), folder.with_name(f".{folder.name}.{mark}.old")
     try:
-        if is_adapted:
-            (lora.save_adapter if adapter_only else lora.save_merged)(model, fresh)
+        if is_adapted and (adapter_only or tensors is not None):
+            lora.save_adapter(model, fresh, tensors)
+        elif is_adapted:
+            lora.save_merged(model, fresh)
+        elif tensors is None:
+            model.save_pretrained(fresh)
         else:
-            model.save_pretrained(fresh, state_dict=None if tensors is None else dict(tensors))
+            _save_config(model, fresh)
+            write_safetensors(checkpoint_pieces(model, tensors, limit=_FILE_BYTES), fresh)
         if processor is not None:
             processor.save_pretrained(fresh)
         if tokenizer is not None:

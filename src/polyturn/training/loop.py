@@ -34,7 +34,6 @@ from polyturn.evaluation.report import is_success, report
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver, SavingClock
 from polyturn.training.journal_file import JournalFile
-from polyturn.training.optim import on_cpu
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
 from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, Saving, TrainObserver
@@ -132,6 +131,7 @@ class Trainer:
         self._sampler().load_state_dict(saved["sampler"])
         require_same_identity(saved.get("identity", {}), identity_of(self.settings, self._data.tasks), path=path)
         self.policy.load_state_dict(saved["policy"])
+        self.update.load(path)
         self.update.load_state_dict(saved.get("update", {}))
         self._engine.snapshots.load_state_dict(saved.get("followers", {}))
         self.state = LoopState(**saved["loop"])
@@ -329,15 +329,14 @@ class Trainer:
             logger.error("%s", problem)  # what ended the run is the error to raise
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
-        """Save the run as it is; in a thread where the policy's copy can be exported beside training."""
+        """Save the run as it is; `in_thread` only begins to, and the rest is written beside training."""
         with self._saving_clock.saving():
             self._save_now(is_best=is_best, in_thread=in_thread)
 
     def _save_now(self, *, is_best: bool, in_thread: bool) -> None:
-        policy = on_cpu(self.policy.state_dict())
         state = {
-            "policy": policy,
-            "update": on_cpu(self.update.state_dict()),
+            "policy": self.policy.state_dict(),
+            "update": self.update.state_dict(),
             "loop": asdict(self.state),
             "sampler": self._sampler().state_dict(),
             "pending": self._untrained(),
@@ -346,16 +345,15 @@ class Trainer:
         }
         step = self.state.step
         if followers := self._engine.snapshots.state_dict(step):
-            state["followers"] = on_cpu(followers)
+            state["followers"] = followers
         if self._saving.journal is not None:
             self._saving.journal.begin(step)
-        frozen = self._saving.freeze(policy) if in_thread else None
         try:
-            if frozen is not None:
-                self._saver.save(step, state, export=frozen, is_best=is_best)
-                return
-            self._wait_for_saver()
-            self.checkpoints.save(step, state, export=self._saving.export, is_best=is_best)
+            if not in_thread:
+                self._wait_for_saver()
+            self._saver.save(step, state, stored=self.update.stored, export=self._saving.export, is_best=is_best)
+            if not in_thread:
+                self._saver.wait()
         except CheckpointError as problem:
             if self.settings.needs_checkpoints or not in_thread:
                 raise

@@ -164,9 +164,9 @@ def save_merged(model: PreTrainedModel, folder: Path) -> None:
     plain.save_pretrained(folder)
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter alone, in peft's format."""
-    model.save_pretrained(folder)
+def save_adapter(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapter alone, in peft's format; with `tensors` in place of its own."""
+    model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"no adapter was written to {folder}; the model has none")
 

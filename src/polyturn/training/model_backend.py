@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,13 +32,13 @@ from polyturn.engines.routers import Routers
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.backend import OWN, REFERENCE
-from polyturn.training.lora import adapter_replaced, base_weights, has_lora, load_adapter_tensors, merged_weights
+from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
 from polyturn.training.network import Network, PolicyNetwork
-from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
+from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.packed_attention import attending
 from polyturn.training.reference import Scorer
-from polyturn.training.shards import cut_like, cut_optimizer, require_same_shapes
+from polyturn.training.shards import StoredInShards, cut_like, inside, require_same_shapes, whole_tensor
 
 Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
@@ -76,14 +77,6 @@ class Placement(Protocol):
         """Let `model` score with another adapter meanwhile."""
         ...
 
-    def whole(self, state: Any) -> Any:
-        """Return nested dicts and lists with whole tensors where a state was asked for."""
-        ...
-
-    def spread(self, state: Any) -> Any:
-        """Return the whole state, which may be given on one rank alone."""
-        ...
-
 
 class OneDevice:
     """Everything is where the model is; an engine may share its tensors, which are only ever written in place."""
@@ -116,16 +109,8 @@ class OneDevice:
         """Exchange the storage, so that an engine which shares it notices nothing."""
         return adapter_replaced(model, tensors)
 
-    def whole(self, state: Any) -> Any:
-        """Return the state itself."""
-        return state
 
-    def spread(self, state: Any) -> Any:
-        """Return the state itself, in dicts of its own."""
-        return dict(state)
-
-
-class ModelBackend:
+class ModelBackend(StoredInShards):
     """Trains a network that this process holds, or holds a share of; implements `Backend`."""
 
     def __init__(
@@ -152,7 +137,7 @@ class ModelBackend:
             reference: What is scored with beside the network; None where there is none.
             is_packing_refused: Whether packing was asked for and `layout` has none, because the model cannot be packed.
         """
-        self.network = network.train()
+        self.network, self.whose = network.train(), network.whose
         self.optimizer = optimizer
         self._objectives = dict(objectives)
         self._placement = placement
@@ -260,48 +245,60 @@ class ModelBackend:
         self._placement.release(self.network)
         return self.optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the parameters (with LoRA those of the adapter), the optimizer and, where it belongs to no file,
-        the reference: whole and on the CPU on rank 0 of many, with None in place of tensors on the others."""
-        state = {"model": clone_tensors(self.network.tensors()), "optimizer": self.optimizer.state_dict()}
-        if self._reference is not None and (kept := self._reference.kept()) is not None:
-            state["reference"] = clone_tensors(kept)
-        whole: dict[str, Any] = self._placement.whole(state)
-        return whole
+    def state_dict(self, wanted: Container[str] | None = None) -> dict[str, Any]:
+        """Return what a checkpoint keeps, live: the parameters (with LoRA those of the adapter), the optimizer's part and,
+        where it belongs to no file, the reference; on a rank its shards."""
+        self._placement.release(self.network)
+        state = _under("model/", self.network.tensors()) | self.optimizer.state_dict(wanted)
+        kept = None if self._reference is None else self._reference.kept()
+        return state | _under("reference/", kept or {})
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from the whole state, in place; ranks but the first may give None.
-
-        A state without an optimizer is that of a fresh start: a reference that is a copy of the model then has its weights.
+    def check_state(self, found: Mapping[str, torch.Size | None], own: Mapping[str, torch.Size]) -> None:
+        """Refuse the state of another model, or one without the reference.
 
         Raises:
-            CheckpointError: the state is of another model, or lacks the reference.
+            CheckpointError: with what differs.
         """
-        whole, saved = self._placement.spread(state), self.network.saved
-        is_fresh = "optimizer" not in whole
-        kept = None if self._reference is None else self._reference.kept()
-        if kept is not None and not is_fresh and "reference" not in whole:
-            raise CheckpointError("the checkpoint has no reference policy and this run uses one; it was written without KL")
-        own = saved.state_dict()
-        if is_fresh or not has_lora(saved):
-            require_same_shapes(whole["model"], own, whose=self.network.whose)
-            saved.load_state_dict({name: cut_like(tensor, own[name]) for name, tensor in whole["model"].items()})
-        else:
-            load_adapter_tensors(saved, {name: cut_like(t, own.get(name)) for name, t in whole["model"].items()})
-        if kept is not None and self._reference is not None:
-            source = whole["model"] if is_fresh else whole["reference"]
-            self._reference.load({name: cut_like(t, kept.get(name)) for name, t in source.items()})
-        if is_fresh:
-            self.optimizer.take_parameters()
-            return
-        cut = cut_optimizer(whole["optimizer"], own, self.optimizer.parameters_in_order())
-        self.optimizer.load_state_dict(cut)
+        theirs = {name: shape for name, shape in found.items() if shape is not None}
+        hint = "; model.lora must be what it was" if has_lora(self.network.saved) else ""
+        require_same_shapes(inside(theirs, "model/"), inside(own, "model/"), whose=self.whose, hint=hint)
+        if (masters := inside(theirs, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
+            raise CheckpointError(
+                f"the {self.whose} keeps float32 copies of {len(masters)} parameters and this model needs {len(needed)}; "
+                "was it written with another model.dtype?"
+            )
+        require_same_shapes(inside(theirs, "moments/"), inside(own, "moments/"), whose=f"{self.whose}'s optimizer")
+        if kept := inside(own, "reference/"):
+            if not (reference := inside(theirs, "reference/")):
+                raise CheckpointError(
+                    "the checkpoint has no reference policy and this run uses one; it was written without KL"
+                )
+            require_same_shapes(reference, kept, whose=f"{self.whose}'s reference")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state whose tensors are read."""
+        self.optimizer.load_state_dict(state)
         self.optimizer.zero_grad()
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin with these weights, whole, some of the model's or all: each rank takes its part, and so does a reference
+        that is a copy of the model."""
+        own, kept = self.network.saved.state_dict(), None if self._reference is None else self._reference.kept()
+        with torch.no_grad():
+            for name, whole in weights.items():
+                for like in (own[name], (kept or {}).get(name)):
+                    if like is not None:
+                        like.copy_(cut_like(whole, like))
+        self.optimizer.take_parameters()
 
     def whole_weights(self) -> dict[str, Any]:
         """Return name -> whole tensor on the CPU on rank 0, name -> None on the others: of what training changes."""
-        whole: dict[str, Any] = self._placement.whole({n: t.detach() for n, t in self.network.tensors().items()})
-        return whole
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        found = {}
+        for name, tensor in self.network.tensors().items():
+            whole = whole_tensor(tensor.detach())
+            found[name] = whole.to("cpu", copy=True) if is_first else None
+        return found
 
     def weights(self) -> dict[str, Tensor]:
         """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
@@ -330,3 +327,7 @@ class ModelBackend:
     def _cut(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
         """Cut samples into micro-batches, shifted to their targets; which samples, the placement says."""
         return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}

@@ -59,8 +59,12 @@ class Network(nn.Module):
         return nullcontext()
 
     def tensors(self) -> dict[str, Any]:
-        """Return name -> live tensor of what training changes: with LoRA the adapter alone."""
-        return adapter_tensors(self.saved) if has_lora(self.saved) else self.saved.state_dict()
+        """Return name -> live tensor of what training changes: with LoRA the adapter alone; of tied ones the first."""
+        if has_lora(self.saved):
+            return adapter_tensors(self.saved)
+        names = dict(self.saved.named_parameters(remove_duplicate=False)).keys()
+        again = names - dict(self.saved.named_parameters()).keys()
+        return {name: tensor for name, tensor in self.saved.state_dict().items() if name not in again}
 
 
 class PolicyNetwork(Network):

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
+from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.training.options import OptimSettings
+from polyturn.training.shards import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +142,6 @@ class Optimizer:
         self.zero_grad()
         raise TrainingError(problem + (f"; skipped in a row before it: {before}" if before else ""))
 
-    def parameters_in_order(self) -> list[nn.Parameter]:
-        """Return the parameters by the numbers that the state gives them."""
-        return [p for group in self._adamw.param_groups for p in group["params"]]
-
     def take_parameters(self) -> None:
         """Let the masters be the parameters as they are now: those were loaded since this was made."""
         with torch.no_grad():
@@ -158,40 +155,30 @@ class Optimizer:
         for parameter, _ in self._copies:
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moments, the masters and the schedule's clock, as copies."""
-        return {
-            "adamw": clone_tensors(self._adamw.state_dict()),
-            "step_count": self.step_count,
-            "skipped": self.skipped_in_a_row,
-            "masters": clone_tensors({name: master.data for name, master in self._masters.items()}),
-        }
+    def state_dict(self, wanted: Container[str] | None = None) -> dict[str, Any]:
+        """Return the moments, the masters and the schedule's clock: flat, tensors live.
+
+        Moments come with the first gradient. Where names are `wanted`, there are these moments alone, and what is not there
+        is made now, and is 0.
+        """
+        state: dict[str, Any] = {"step_count": self.step_count, "skipped": self.skipped_in_a_row}
+        state |= {f"masters/{name}": master.data for name, master in self._masters.items()}
+        for name, param in self._named:
+            moments = self._adamw.state[param]
+            if not moments and wanted is not None and f"moments/{name}/exp_avg" in wanted:
+                step = torch.zeros((), dtype=torch.float32, device=local_part(param).device)
+                moments |= {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+            if wanted is None or f"moments/{name}/exp_avg" in wanted:
+                state |= {f"moments/{name}/{kind}": moment.detach() for kind, moment in moments.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; the settings stay those given at construction.
-
-        Raises:
-            CheckpointError: the state belongs to other parameters.
-        """
-        adamw = clone_tensors(state["adamw"])
-        for group, own in zip(adamw["param_groups"], self._adamw.state_dict()["param_groups"], strict=False):
-            group.update({key: own[key] for key in own if key != "params"})
-        try:
-            self._adamw.load_state_dict(adamw)
-        except (ValueError, KeyError) as problem:
-            raise CheckpointError(f"the optimizer's state does not fit this model's parameters: {problem}") from problem
-        saved = state.get("masters", {})
-        if saved and saved.keys() != self._masters.keys():
-            raise CheckpointError(
-                f"the checkpoint keeps float32 copies of {len(saved)} parameters and this model needs {len(self._masters)}; "
-                "was it written with another model.dtype?"
-            )
-        with torch.no_grad():
-            live = {id(master): parameter for parameter, master in self._copies}
-            for name, master in self._masters.items():
-                master.copy_(saved[name] if saved else live[id(master)])
+        """Continue from `state`, whose tensors are those of `state_dict`; the settings stay those given at construction."""
+        for name, param in self._named:
+            if f"moments/{name}/exp_avg" not in state:
+                self._adamw.state.pop(param, None)
         self.step_count = int(state["step_count"])
-        self.skipped_in_a_row = int(state.get("skipped", 0))
+        self.skipped_in_a_row = int(state["skipped"])
 
     def _non_finite_message(self, norm: float) -> str:
         bad = [n for n, p in self._named if p.grad is not None and not torch.isfinite(p.grad).all()]
@@ -200,25 +187,3 @@ class Optimizer:
             f"the gradient's norm is {norm} at optimizer step {self.step_count} ({named}): look at the loss metrics of the "
             "last steps, or lower optim.lr"
         )
-
-
-def clone_tensors(value: Any) -> Any:
-    """Return nested dicts and lists with every tensor copied."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {k: clone_tensors(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(clone_tensors(v) for v in value)
-    return value
-
-
-def on_cpu(value: Any) -> Any:
-    """Return nested dicts and lists with every tensor on the CPU; those that are there already stay the same."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {k: on_cpu(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(on_cpu(v) for v in value)
-    return value

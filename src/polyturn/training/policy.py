@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import ArrayLike
@@ -126,22 +127,37 @@ class ModelPolicy:
         return metrics | {"time/optim": Sum(seconds)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the parameters (with LoRA those of the adapter), the optimizer, the weight of the KL term and,
-        where it belongs to no file, the reference: the same for any backend and any number of ranks.
+        """Return what is no part of the backend: the weight of the KL term."""
+        return {"kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.kl.load_state_dict(state.get("kl", {}))
+
+    def save(self, folder: Path) -> None:
+        """Begin to write the parameters (with LoRA those of the adapter), the optimizer and, where it belongs to no file,
+        the reference into `folder`, from a copy.
 
         Raises:
             CheckpointError: a rank is gone, and its shards with it.
         """
-        return {**self.backend.state_dict(), "kl": self.kl.state_dict()}
+        self.backend.save(folder)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, here or in a run of one process or another number of ranks.
+    def is_saved(self) -> bool:
+        """Return whether what `save` began is written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        return self.backend.is_saved()
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, in a run of one process or another number of ranks.
 
         Raises:
             CheckpointError: the state is of another model, or lacks the reference.
         """
-        self.backend.load_state_dict({name: part for name, part in state.items() if name != "kl"})
-        self.kl.load_state_dict(state.get("kl", {}))
+        self.backend.load(folder)
 
     def weights(self) -> dict[str, Tensor]:
         """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""

@@ -9,6 +9,7 @@ its connections, and that is what wakes the others.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -45,6 +46,8 @@ class GroupTeam:
         self.tensor_parallel = tensor_parallel
         self._rank = rank
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._lock = threading.Lock()
+        """One command at a time: a checkpoint is asked after from another thread than training's."""
         self._lost: str | None = None
         self._is_closed = False
         self.last_word: Any = None
@@ -60,9 +63,10 @@ class GroupTeam:
         if self._lost is not None:
             raise RankLostError(self._lost)
         try:
-            own = _scatter([(command, share) for share in shares], self._control)
-            answer = self._rank.run(*own)
-            answers = _gather(answer, self._control)
+            with self._lock:
+                own = _scatter([(command, share) for share in shares], self._control)
+                answer = self._rank.run(*own)
+                answers = _gather(answer, self._control)
         except (RuntimeError, ConnectionError) as problem:
             if isinstance(problem, torch.OutOfMemoryError):
                 raise

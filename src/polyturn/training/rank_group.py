@@ -74,7 +74,8 @@ class RankWorker:
                 (spec,) = share
                 self._backends[network] = self._make[network](spec, held)
                 return RankReply()
-            return RankReply(value=getattr(self._backends[network], method)(*share))
+            found = getattr(self._backends[network], method)
+            return RankReply(value=found(*share) if callable(found) else found)
         except PolyturnError as problem:
             return RankReply(error=problem)
 

@@ -1,18 +1,19 @@
 """One leader, many ranks: the leader runs the loop and says what to do, every rank does it on its share.
 
     leader   rollouts, tools, rewards, buffer, advantages, evaluation, checkpoints      once, however many ranks there are
-      |  make, score, forward_backward, optim_step, state_dict, load_state_dict    `RankGroup.call`: a share for each rank
+      |  make, score, forward_backward, optim_step, save, load                     `RankGroup.call`: a share for each rank
     ranks    one `ModelBackend` over shards for each network
 
 `RankedBackend` is the leader's `Backend`: it cuts a batch into shares that cost alike, and puts the answers together. Of the
 policy it also keeps the whole weights in a model on the leader (the mirror): what an engine samples from, and what is
-exported. A state is whole as well, so a checkpoint loads with any number of ranks.
+exported. A state stays in shards: each rank writes and reads its own part of a checkpoint, with any number of ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
+from polyturn.engines.weight_transport import buckets
 from polyturn.training.backend import OWN
 from polyturn.training.rank_group import RankGroup, assign, put_back
+from polyturn.training.shards import METADATA
 from polyturn.training.state import WeightChannel
 
 
@@ -60,9 +63,12 @@ class RankedBackend:
         self._network = network
         self._layout = layout or LayoutSettings()
         self._mirror = mirror
+        self._folder = Path()
+        """Where a checkpoint was last written to."""
         self._all("make", spec)
         if start is not None:
-            self._load({"model": start})
+            for piece in buckets(start):
+                self._all("take", piece)
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
         """Return for each sample [T] what `scorer` gives each weighted token, 0 elsewhere."""
@@ -93,27 +99,42 @@ class RankedBackend:
         self.step_count += 1
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state on the CPU, the same that one process would return.
+    def save(self, folder: Path) -> None:
+        """Let every rank begin to write its part into `folder`, which all must see.
 
         Raises:
             CheckpointError: a rank is gone, and its shards with it.
         """
         try:
-            state: dict[str, Any] = self._all("state_dict")[0]
+            self._all("save", folder.resolve())
         except RankLostError as problem:
             raise CheckpointError(f"no checkpoint can be made of the {self._network} now: {problem}") from problem
-        return state
+        self._folder = folder
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from what `state_dict` returned, here or in a run of one process or another number of ranks.
+    def is_saved(self) -> bool:
+        """Return whether all ranks have written what `save` began.
+
+        Raises:
+            CheckpointError: one could not, or is gone.
+        """
+        try:
+            is_done = all(self._all("is_saved"))
+        except RankLostError as problem:
+            raise CheckpointError(f"no checkpoint can be made of the {self._network} now: {problem}") from problem
+        if is_done and not (self._folder / METADATA).is_file():
+            raise CheckpointError(
+                f"the ranks have written to {self._folder}, and it is not here; let `out` be a folder that all machines see"
+            )
+        return is_done
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, here or in a run of one process or another number of ranks.
 
         Raises:
             CheckpointError: the state is of another model.
         """
-        assert state is not None
-        self._load(state)
-        self.step_count = int(state["optimizer"]["step_count"])
+        self._all("load", folder.resolve())
+        self.step_count = int(self._all("step_count")[0])
         self.gather()
 
     def gather(self) -> None:
@@ -137,9 +158,6 @@ class RankedBackend:
     def close(self) -> None:
         """Let the ranks end."""
         self._group.close()
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._call("load_state_dict", [(state,), *[(None,)] * (self._group.num_ranks - 1)])
 
     def _assign(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         return assign(samples, settings=self._layout, num_shares=self._group.num_ranks // self._group.tensor_parallel)

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
-from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.core.errors import ConfigError
 from polyturn.training.lora import adapter_tensors
 from polyturn.training.network import Network
-from polyturn.training.optim import clone_tensors
 
 Replaced = Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[None]]
 
@@ -34,14 +33,6 @@ class Scorer(Protocol):
 
     def kept(self) -> dict[str, Tensor] | None:
         """Return name -> live tensor of what a checkpoint must keep; None where a file holds it."""
-        ...
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `kept` returned when the checkpoint was written.
-
-        Raises:
-            CheckpointError: it is another model's.
-        """
         ...
 
 
@@ -66,13 +57,6 @@ class FrozenModel:
         """Return the weights where they are kept."""
         return self.network.saved.state_dict() if self._is_kept else None
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Write the weights in place."""
-        try:
-            self.network.saved.load_state_dict(dict(state))
-        except RuntimeError as problem:
-            raise CheckpointError(f"the checkpoint's reference does not fit this model: {problem}") from problem
-
 
 class AdapterReference:
     """The trained model with its adapter as it was when this was made."""
@@ -81,7 +65,7 @@ class AdapterReference:
         """Score with `network`, whose adapter `replaced` exchanges meanwhile."""
         self._network = network
         self._replaced = replaced
-        self._adapter: dict[str, Tensor] = clone_tensors(adapter_tensors(network.saved))
+        self._adapter: dict[str, Tensor] = {n: t.clone() for n, t in adapter_tensors(network.saved).items()}
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
@@ -96,15 +80,6 @@ class AdapterReference:
     def kept(self) -> dict[str, Tensor]:
         """Return the adapter of the start."""
         return self._adapter
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the adapter of the start; an empty state is one that was zero."""
-        with torch.no_grad():
-            for name, tensor in self._adapter.items():
-                if state:
-                    tensor.copy_(state[name])
-                elif ".lora_B." in name:
-                    tensor.zero_()
 
 
 def require_same_vocabulary(model: PreTrainedModel, other: PreTrainedModel, *, name: str) -> None:

@@ -1,30 +1,158 @@
-"""Whole tensors and their shards: nested states gathered on rank 0, spread from rank 0, and cut as a parameter is.
+"""Shards: tensors of which each rank holds a part, written and read by `torch.distributed.checkpoint`, and cut as a
+parameter is.
 
-    shards on every rank  -- gather -->  whole on rank 0, None elsewhere  -- spread, cut -->  shards on every rank
+    save     every rank writes its own part from a copy, beside training     ->  policy/.metadata, __0_0.distcp, __1_0.distcp
+    load     every rank reads its own part, into the tensors that it has     <-  of as many ranks as there were then
 
-The middle is what a single process would write, so a checkpoint does not know how many ranks made it.
+No rank holds a tensor of another one, so the number of ranks may change between the two; one process is a group of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+import logging
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from polyturn.core.errors import CheckpointError
+from polyturn.core.errors import CheckpointError, one_line
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+METADATA = ".metadata"
+"""The file that is written last; a folder with it is whole."""
 
 
-class _TensorPlace(NamedTuple):
-    """Where a tensor stood."""
+class StoredInShards:
+    """What saves and loads the state of a backend. A class under it says what the state is (`Backend.state_dict`)."""
 
-    number: int
-    shape: torch.Size
-    dtype: torch.dtype
+    whose = "checkpoint"
+    """What sentences call a state of it."""
+    _saving: Future[Any] | None = None
+
+    def state_dict(self, wanted: Container[str] | None = None) -> dict[str, Any]:
+        """Return name -> live tensor, or number, of this process."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of which the tensors have been read already."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Begin to write this process's part of the state into `folder`, from a copy; every rank must call it."""
+        self._saving = dcp.async_save(  # type: ignore[assignment]  # a future, where nothing else is staged
+            self.state_dict(), checkpoint_id=folder, process_group=_group(), no_dist=not dist.is_initialized()
+        )
+
+    def is_saved(self) -> bool:
+        """Return whether what `save` began is written, here and on all ranks.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saving is None or not self._saving.done():
+            return self._saving is None
+        problem, self._saving = self._saving.exception(), None
+        if problem is not None:
+            raise CheckpointError(f"the {self.whose} cannot be written: {one_line(problem)[-300:]}") from problem
+        return True
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, here or on another number of ranks; every rank must call it.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another model.
+        """
+        found = stored_shapes(folder, whose=self.whose)
+        state = self.state_dict(found)
+        self.check_state(found, {name: value.shape for name, value in state.items() if isinstance(value, Tensor)})
+        _read(state, folder, whose=self.whose, group=_group())
+        self.load_state_dict(state)
+
+    def check_state(self, found: Mapping[str, torch.Size | None], own: Mapping[str, torch.Size]) -> None:
+        """Refuse a state that is not this one's, by the names and shapes of its tensors.
+
+        Raises:
+            CheckpointError: with what differs.
+        """
+        require_same_shapes({name: shape for name, shape in found.items() if shape is not None}, own, whose=self.whose)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Whole tensors in a folder that `StoredInShards.save` wrote, each read when it is asked for and held by nobody."""
+
+    def __init__(self, folder: Path, *, prefix: str) -> None:
+        """Look at those whose names begin with `prefix`, which they are named without."""
+        self._folder, self._prefix = folder, prefix
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        self._kinds = {
+            name.removeprefix(prefix): (entry.size, entry.properties.dtype)
+            for name, entry in found.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, dtype = self._kinds[name]
+        state = {self._prefix + name: torch.empty(shape, dtype=dtype)}
+        _read(state, self._folder, whose="checkpoint", group=None)
+        return state[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+
+def stored_shapes(folder: Path, *, whose: str = "checkpoint") -> dict[str, torch.Size | None]:
+    """Return what lies in a folder that `StoredInShards.save` wrote: name -> shape of a tensor, None of a number.
+
+    Raises:
+        CheckpointError: there is nothing, or it is damaged.
+    """
+    if not (folder / METADATA).is_file():
+        raise CheckpointError(
+            f"there is no state in shards in {folder}; a checkpoint of an earlier version holds whole tensors and cannot be "
+            f"resumed, but a new run can start from its weights (model.path={folder.parent / 'model'})"
+        )
+    try:
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as problem:  # whatever unpickling damaged bytes comes to
+        raise CheckpointError(
+            f"the {whose} in {folder} is damaged ({one_line(problem)}); resume from an earlier one"
+        ) from problem
+    return {name: entry.size if isinstance(entry, TensorStorageMetadata) else None for name, entry in found.items()}
+
+
+def _read(state: dict[str, Any], folder: Path, *, whose: str, group: Any) -> None:
+    try:
+        dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except Exception as problem:  # dcp wraps whatever happened on whichever rank
+        raise CheckpointError(
+            f"the {whose} in {folder} cannot be read ({one_line(problem)[-300:]}); resume from an earlier one"
+        ) from problem
+
+
+def _group() -> Any:
+    """Return the group in which ranks agree about files, apart from what training says meanwhile; None for one process."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
+    return _new_group(dist.group.WORLD) if dist.is_initialized() else None
+
+
+@functools.cache
+def _new_group(world: Any) -> Any:
+    return dist.new_group(backend="gloo")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -40,42 +168,9 @@ def is_split_over_row(tensor: Tensor) -> bool:
     return "tp" in names and tensor.placements[names.index("tp")].is_shard()
 
 
-def gather_whole(value: Any) -> Any:
-    """Return nested dicts and lists with whole tensors on the CPU on rank 0, and None for each tensor elsewhere."""
-    if isinstance(value, Tensor):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.detach().to("cpu", copy=True) if dist.get_rank() == 0 else None
-    if isinstance(value, Mapping):
-        return {k: gather_whole(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(gather_whole(v) for v in value)
-    return value
-
-
-def spread_whole(value: Any) -> Any:
-    """Return rank 0's nested dicts and lists, with their tensors, on every rank."""
-    tensors: list[Tensor] = []
-
-    def take(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            tensors.append(part.detach().cpu().contiguous())
-            return _TensorPlace(len(tensors) - 1, part.shape, part.dtype)
-        if isinstance(part, Mapping):
-            return {k: take(v) for k, v in part.items()}
-        return type(part)(take(v) for v in part) if isinstance(part, list | tuple) else part
-
-    def put(part: Any) -> Any:
-        if isinstance(part, _TensorPlace):
-            tensor = tensors[part.number] if dist.get_rank() == 0 else torch.empty(part.shape, dtype=part.dtype)
-            dist.broadcast(tensor, src=0)
-            return tensor
-        if isinstance(part, Mapping):
-            return {k: put(v) for k, v in part.items()}
-        return type(part)(put(v) for v in part) if isinstance(part, list) or type(part) is tuple else part
-
-    outline = [take(value)]
-    dist.broadcast_object_list(outline, src=0)
-    return put(outline[0])
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of `tensor`, gathered where ranks hold parts; then the call is collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
@@ -90,30 +185,14 @@ def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
     )
 
 
-def cut_optimizer(state: Mapping[str, Any], like: Mapping[str, Tensor], params: Sequence[Tensor]) -> dict[str, Any]:
-    """Return this rank's part of the whole state of an optimizer.
-
-    Args:
-        state: From `Optimizer.state_dict`, whole.
-        like: Name -> the model's own tensor.
-        params: The parameters by the numbers that the state gives them.
-    """
-
-    def moments(number: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        own = params[number] if number < len(params) else None
-        return {name: cut_like(v, own) if isinstance(v, Tensor) else v for name, v in values.items()}
-
-    adamw = {**state["adamw"], "state": {number: moments(number, v) for number, v in state["adamw"]["state"].items()}}
-    masters = {name: cut_like(tensor, like.get(name)) for name, tensor in state.get("masters", {}).items()}
-    return {**state, "adamw": adamw, "masters": masters}
-
-
-def inside(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, named without it."""
+def inside(tensors: Mapping[str, _T], prefix: str) -> dict[str, _T]:
+    """Return the tensors, or what is said of them, whose names begin with `prefix`, named without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def require_same_shapes(found: Mapping[str, Tensor], own: Mapping[str, Tensor], *, whose: str = "checkpoint") -> None:
+def require_same_shapes(
+    found: Mapping[str, torch.Size], own: Mapping[str, torch.Size], *, whose: str = "checkpoint", hint: str = ""
+) -> None:
     """Refuse the tensors of another model before they are loaded; `whose` says where they are from.
 
     Raises:
@@ -123,10 +202,11 @@ def require_same_shapes(found: Mapping[str, Tensor], own: Mapping[str, Tensor], 
         strange, absent = sorted(found.keys() - own.keys()), sorted(own.keys() - found.keys())
         raise CheckpointError(
             f"the {whose} is of another model: it lacks {absent[:3] or 'nothing'} and has {strange[:3] or 'nothing'} more"
+            f"{hint}"
         )
-    for name, tensor in found.items():
-        if tensor.shape != own[name].shape:
+    for name, shape in found.items():
+        if shape != own[name]:
             raise CheckpointError(
-                f"the {whose} is of another model: its {name} has the shape {tuple(tensor.shape)} and this model's "
-                f"{tuple(own[name].shape)}"
+                f"the {whose} is of another model: its {name} has the shape {tuple(shape)} and this model's "
+                f"{tuple(own[name])}{hint}"
             )

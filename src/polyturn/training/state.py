@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
@@ -134,9 +134,7 @@ class Saving:
 
     checkpoints: Checkpoints
     export: Callable[[Path], object]
-    """Writes the model as it is in the Hugging Face format."""
-    freeze: Callable[[Mapping[str, Any]], Callable[[Path], object] | None] = lambda policy: None
-    """Makes of the policy's copied state an export that a thread may write while training goes on, or None."""
+    """Writes the model in the Hugging Face format to a folder beside that of the policy's shards, from these."""
     journal: JournalFile | None = None
     """Of conversations in flight."""
     fingerprint: str = ""

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages, components_of, traits_of
@@ -28,6 +29,7 @@ from polyturn.core.protocols import Policy
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
+from polyturn.training.checkpoint import Stored
 from polyturn.training.critic import Critic, value_metrics
 from polyturn.training.record import trained_of
 from polyturn.training.reward_kl import RewardKl
@@ -229,28 +231,35 @@ class Update:
         return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the policy: the critic, and the weight of the KL penalty."""
+        """Return what a checkpoint keeps beside what is in shards: the weight of the KL penalty."""
         return {
-            "critic": None if self.critic is None else self.critic.state_dict(),
             "reward_kl": None if self._reward_kl is None else self._reward_kl.state_dict(),
             "has_scored": self._has_scored,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned.
-
-        Raises:
-            CheckpointError: the run has a critic and the checkpoint none, or one of another model.
-        """
-        if self.critic is not None:
-            if state.get("critic") is None:
-                raise CheckpointError(
-                    "the checkpoint has no critic and this run trains one; resume with the algorithm.advantage that wrote it"
-                )
-            self.critic.load_state_dict(state["critic"])
+        """Continue from what `state_dict` returned."""
         self._has_scored = bool(state.get("has_scored", False))
         if self._reward_kl is not None:
             self._reward_kl.load_state_dict(state.get("reward_kl") or {})
+
+    def load(self, folder: Path) -> None:
+        """Continue from what lies in a checkpoint in shards.
+
+        Raises:
+            CheckpointError: it lacks the critic that the run trains, or is of another model.
+        """
+        if self.critic is not None and (folder / "policy").is_dir() and not (folder / "critic").is_dir():
+            raise CheckpointError(
+                "the checkpoint has no critic and this run trains one; resume with the algorithm.advantage that wrote it"
+            )
+        for name, one in self.stored.items():
+            one.load(folder / name)
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """What checkpoints keep in shards, each in a folder of its name."""
+        return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @property
     def _min_members(self) -> int:

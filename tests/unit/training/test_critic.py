@@ -17,6 +17,7 @@ from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.critic import Critic, CriticSettings, local_critic, value_metrics
 from polyturn.training.optim import OptimSettings
 from polyturn.training.reward_kl import RewardKl
+from support.states import hand_over
 
 torch.set_num_threads(1)
 VOCAB = 48
@@ -122,14 +123,14 @@ def test_it_learns_what_it_is_told() -> None:
 def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
     one, two = critic(), critic(seed=1)
     train(one, samples())
-    two.load_state_dict(one.state_dict())
+    hand_over(one, two)
     for _ in range(2):
         train(one, samples())
         train(two, samples())
     assert all(np.array_equal(a, b) for a, b in zip(one.score(samples()), two.score(samples()), strict=True))
     other = local_critic(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
     with pytest.raises(CheckpointError, match="checkpoint's critic is of another model"):
-        other.load_state_dict(one.state_dict())
+        hand_over(one, other)
 
 
 def test_bad_input_is_said() -> None:

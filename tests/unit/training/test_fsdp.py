@@ -90,7 +90,12 @@ def test_an_adapter_over_shards_is_that_of_one_process(results, name):
 
 def test_the_whole_state_is_that_of_one_process_and_loads_over_shards(found):
     assert found["state"] < EXACT
-    assert found["loaded"] == 0.0
+    assert found["loaded"] == 0.0 and found["back"] == 0.0
+
+
+def test_each_rank_writes_its_own_part_of_a_checkpoint(results):
+    shares = results["shards"]["written"]
+    assert len(shares) == 2 and all(0.4 < share < 0.6 for share in shares), shares
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(found):
@@ -213,7 +218,7 @@ class NamedBackend:
     def __init__(self, name):
         self.name = name
 
-    def state_dict(self):
+    def step_count(self):
         return self.name
 
     def held(self):
@@ -236,15 +241,15 @@ def test_a_rank_frees_the_policy_of_the_warm_start_before_it_makes_the_one_that_
     rank = RankWorker({"policy": make, "critic": lambda name, held: NamedBackend(held["policy"]["of"])})
     for name in ("warm start", "trained"):
         assert rank.run("policy.make", (name,)).error is None
-        assert rank.run("policy.state_dict", ()).value == name
+        assert rank.run("policy.step_count", ()).value == name
     rank.run("critic.make", ("values",))
-    assert [rank.run(f"{name}.state_dict", ()).value for name in ("policy", "critic")] == ["trained", "trained"]
+    assert [rank.run(f"{name}.step_count", ()).value for name in ("policy", "critic")] == ["trained", "trained"]
     assert began_with == [{}, {"policy": {"of": "warm start"}}], "it goes on with those weights"
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_a_rank_loads_it():
-    own = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    own = {"a": torch.Size([2]), "b": torch.Size([3])}
     with pytest.raises(CheckpointError, match=r"lacks \['b'\] and has \['c'\]"):
-        require_same_shapes({"a": torch.zeros(2), "c": torch.zeros(3)}, own)
+        require_same_shapes({"a": torch.Size([2]), "c": torch.Size([3])}, own)
     with pytest.raises(CheckpointError, match=r"its b has the shape \(4,\) and this model's \(3,\)"):
-        require_same_shapes({"a": torch.zeros(2), "b": torch.zeros(4)}, own)
+        require_same_shapes({"a": torch.Size([2]), "b": torch.Size([4])}, own)

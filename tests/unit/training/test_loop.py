@@ -63,6 +63,15 @@ class NotingPolicy:
         self._events.append(("optim_step", self.steps))
         return {}
 
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+    def is_saved(self) -> bool:
+        return True
+
+    def load(self, folder: Path) -> None:
+        assert folder.is_dir()
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
 
@@ -491,7 +500,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
     rig = Rig(tmp_path, checkpoint_every=1, needs_checkpoints=needs_checkpoints)
 
     def export(path: Path) -> None:
-        if rig.trainer.state.step == 1:
+        if "000001" in str(path):
             raise OSError(28, "No space left on device")
         path.mkdir()
 

@@ -18,6 +18,7 @@ from polyturn.training import hf, lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from support.states import hand_over, stored, tensors_in
 
 torch.set_num_threads(1)
 VOCAB = 48
@@ -134,7 +135,7 @@ def test_after_a_warm_start_the_reference_is_the_adapter_of_that_moment():
     expected = policy(copy.deepcopy(model)).score(samples())
     made = train(policy(model, kl=0.1), first=5)
     resumed = policy(adapted(), kl=0.1)
-    resumed.load_state_dict(made.state_dict())
+    hand_over(made, resumed)
     for one in (made, resumed):
         found = one.score(samples(), reference=True)
         assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
@@ -154,22 +155,23 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened():
     straight = train(policy(adapted(), kl=0.1), 6)
     first = train(policy(adapted(), kl=0.1), 3)
     second = policy(adapted(), kl=0.1)
-    second.load_state_dict(first.state_dict())
+    hand_over(first, second)
     train(second, 3, first=3)
     pairs = zip(straight.backend.model.parameters(), second.backend.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_fits_no_other():
+def test_a_checkpoint_holds_the_adapter_alone_and_fits_no_other(tmp_path: Path):
     made = train(policy(adapted()))
-    state = made.state_dict()
-    assert sum(t.numel() for t in state["model"].values()) < 0.5 * sum(p.numel() for p in made.backend.model.parameters())
+    state = stored(made, tmp_path / "state")
+    size = sum(p.numel() for p in made.backend.model.parameters())
+    assert sum(t.numel() for t in tensors_in(state, "model/").values()) < 0.5 * size
     other = tiny_model(VOCAB, hidden=16)
     lora.add_lora(other, lora.LoraSettings(rank=2))
     with pytest.raises(CheckpointError, match="must be what it was"):
-        policy(other).load_state_dict(state)
+        policy(other).load(state)
     with pytest.raises(CheckpointError, match="is of another model"):
-        policy(tiny_model(VOCAB, hidden=16)).load_state_dict(state)
+        policy(tiny_model(VOCAB, hidden=16)).load(state)
 
 
 def test_it_is_saved_merged_or_alone(tmp_path: Path):

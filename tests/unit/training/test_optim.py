@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
+from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import reduce
 from polyturn.training.optim import Optimizer, OptimSettings, lr_factor
 from polyturn.training.options import ScheduleOptions
@@ -110,7 +110,7 @@ def test_a_spoiled_step_is_skipped_with_its_reason():
         OptimSettings(max_skipped=-1)
 
 
-def test_a_state_loads_into_other_settings_and_not_into_other_parameters():
+def test_a_state_loads_into_other_settings():
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1))
     set_grad(net, 1.0)
@@ -120,8 +120,6 @@ def test_a_state_loads_into_other_settings_and_not_into_other_parameters():
     set_grad(net, 1.0)
     assert other.step_count == 1
     assert reduce(other.step())["loss/lr"] == 0.5
-    with pytest.raises(CheckpointError, match="does not fit"):
-        Optimizer(torch.nn.Linear(2, 2, bias=False), OptimSettings()).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.packed_attention import BLOCK, PackedView, attend_flex, attend_rows, why_not_packed
 from polyturn.training.policy import ModelPolicy, local_policy
+from support.states import hand_over
 
 VOCAB = 50
 
@@ -277,7 +278,7 @@ def test_masters_survive_a_checkpoint():
     for _ in range(2):
         one.forward_backward(samples)
         one.optim_step()
-    other.load_state_dict(one.state_dict())
+    hand_over(one, other)
     for policy in (one, other):
         policy.forward_backward(samples)
         policy.optim_step()
@@ -285,7 +286,7 @@ def test_masters_survive_a_checkpoint():
         assert torch.equal(master, other.backend.optimizer._masters[name])
     plain = local_policy(copy.deepcopy(MODELS["qwen3"]).float(), optim=OptimSettings())
     with pytest.raises(CheckpointError, match=r"float32 copies of .* another model\.dtype"):
-        plain.backend.optimizer.load_state_dict(one.backend.optimizer.state_dict())
+        hand_over(one, plain)
 
 
 def _fields(layout: LayoutSettings) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from support.states import stored
 
 torch.set_num_threads(1)
 VOCAB = 48
@@ -168,7 +171,7 @@ def test_a_batch_without_weight_has_no_gradient_and_still_steps():
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_resuming_is_exact(reference):
+def test_resuming_is_exact(reference, tmp_path: Path):
     """train(2N) = train(N) + save + load into a new policy + train(N), bit for bit."""
     kl = 0.1 if reference else 0.0
 
@@ -181,10 +184,12 @@ def test_resuming_is_exact(reference):
     run(straight, range(8))
     first = policy(reference=reference, kl_coef=kl)
     run(first, range(4))
-    state = first.state_dict()
+    first.save(tmp_path / "state")
     run(first, range(4, 6))  # what happens later does not reach into the state
     second = policy(reference=reference, kl_coef=kl, seed=9)
-    second.load_state_dict(state)
+    while not first.is_saved():
+        time.sleep(0.01)
+    second.load(tmp_path / "state")
     run(second, range(4, 8))
     assert second.step_count == 8
     assert all(
@@ -193,25 +198,25 @@ def test_resuming_is_exact(reference):
     )
 
 
-def test_parameters_are_only_written_in_place():
+def test_parameters_are_only_written_in_place(tmp_path: Path):
     """An engine in this process shares the tensors: neither a step nor a load may put new ones in their place."""
     made = policy()
     before = {name: value.data_ptr() for name, value in made.weights().items()}
-    state = made.state_dict()
+    state = stored(made, tmp_path / "state")
     made.forward_backward(samples())
     made.optim_step()
-    made.load_state_dict(state)
+    made.load(state)
     assert {name: value.data_ptr() for name, value in made.weights().items()} == before
     assert not any(v.requires_grad for v in made.weights().values())
 
 
-def test_a_checkpoint_of_another_model_or_without_the_reference_is_refused():
-    state = policy().state_dict()
+def test_a_checkpoint_of_another_model_or_without_the_reference_is_refused(tmp_path: Path):
+    state = stored(policy(), tmp_path / "state")
     other = local_policy(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
     with pytest.raises(CheckpointError, match="is of another model"):
-        other.load_state_dict(state)
+        other.load(state)
     with pytest.raises(CheckpointError, match="has no reference policy"):
-        policy(reference=True).load_state_dict(state)
+        policy(reference=True).load(state)
 
 
 @pytest.mark.parametrize(

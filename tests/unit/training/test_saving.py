@@ -14,7 +14,11 @@ import pytest
 import torch
 
 from polyturn.core.errors import CheckpointError
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
+from support.states import stored
 
 
 def export(folder: Path) -> None:
@@ -61,7 +65,11 @@ def test_a_kill_while_one_is_written_leaves_the_one_before_it(tmp_path: Path):
     script = """
 import sys, time
 from pathlib import Path
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
+from support.states import stored
 saver = Saver(Checkpoints(Path(sys.argv[1])))
 saver.save(1, {"step": 1}, export=lambda folder: folder.mkdir())
 saver.wait()
@@ -79,6 +87,57 @@ time.sleep(60)
     checkpoints = Checkpoints(tmp_path)
     latest = checkpoints.latest()
     assert latest is not None and checkpoints.load(latest) == {"step": 1}
+
+
+def test_a_kill_while_shards_are_written_leaves_the_one_before_it(tmp_path: Path):
+    """The state is written by torch in a thread of its own, and the process dies in the middle of a file."""
+    script = """
+import os, sys, signal
+from pathlib import Path
+from torch.distributed.checkpoint import FileSystemWriter
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
+from support.states import stored
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
+policy = local_policy(tiny_model(48), optim=OptimSettings())
+saver = Saver(Checkpoints(Path(sys.argv[1])))
+saver.save(1, {"step": 1}, export=Path.mkdir, stored={"policy": policy})
+saver.wait()
+def killed(self, *arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+FileSystemWriter.finish = killed
+saver.save(2, {"step": 2}, export=Path.mkdir, stored={"policy": policy})
+saver.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert any((tmp_path / ".draft-000002" / "policy").glob("*.distcp")), "it was in the middle of it"
+    checkpoints = Checkpoints(tmp_path)
+    latest = checkpoints.latest()
+    assert latest == tmp_path / "step-000001" and checkpoints.load(latest) == {"step": 1}
+    again = local_policy(tiny_model(48, seed=1), optim=OptimSettings())
+    again.load(latest / "policy")
+    pairs = zip(again.weights().values(), tiny_model(48).state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    Saver(checkpoints).save(2, {"step": 2}, export=Path.mkdir, stored={"policy": again})
+
+
+def test_a_checkpoint_without_shards_is_refused_in_a_sentence(tmp_path: Path):
+    folder = Checkpoints(tmp_path).save(1, {"policy": {"model": {"w": torch.zeros(2)}}}, export=export)
+    with pytest.raises(CheckpointError, match=r"holds whole tensors and cannot be resumed, but .*model\.path=.*/model"):
+        local_policy(tiny_model(48), optim=OptimSettings()).load(folder / "policy")
+
+
+def test_damaged_shards_are_said(tmp_path: Path):
+    made = local_policy(tiny_model(48), optim=OptimSettings())
+    (file,) = stored(made, tmp_path / "state").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"cannot be read .*resume from an earlier one"):
+        made.load(tmp_path / "state")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.reward_kl import RewardKl
 from polyturn.training.update import Update, UpdateSettings
+from support.states import stored
 
 torch.set_num_threads(1)
 
@@ -94,17 +96,23 @@ def test_a_kl_penalty_reaches_the_advantages() -> None:
     assert second.metrics["policy/kl_in_reward"] != 0
 
 
-def test_a_run_goes_on_with_its_critic() -> None:
+def checkpoint(made: Any, folder: Path) -> Path:
+    for name, one in made.stored.items():
+        stored(one, folder / name)
+    return folder
+
+
+def test_a_run_goes_on_with_its_critic(tmp_path: Path) -> None:
     made, groups = update("gae", critic=True, coef=0.1), played()
     made.run(groups, step=0)
     again = update("gae", critic=True, coef=0.1)
     again.load_state_dict(made.state_dict())
-    again.policy.load_state_dict(made.policy.state_dict())
+    again.load(checkpoint(made, tmp_path / "one"))
     a, b = made.run(groups, step=1).metrics, again.run(groups, step=1).metrics
     kinds = ("critic/", "policy/", "loss/")
     assert {k: v for k, v in a.items() if k.startswith(kinds)} == {k: v for k, v in b.items() if k.startswith(kinds)}
     with pytest.raises(CheckpointError, match="has no critic and this run trains one"):
-        again.load_state_dict(update("grpo").state_dict())
+        again.load(checkpoint(update("grpo"), tmp_path / "other"))
 
 
 def test_a_greedy_member_is_compared_with_and_never_trained() -> None:

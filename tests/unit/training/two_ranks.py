@@ -6,6 +6,7 @@ python two_ranks.py TP OUT     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_POR
 import copy
 import dataclasses
 import datetime
+import itertools
 import json
 import shutil
 import sys
@@ -41,6 +42,7 @@ from polyturn.training.process_group import GroupTeam, follow
 from polyturn.training.rank_group import RankWorker, assign
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.shards import inside, local_part
+from support.states import stored, tensors_in
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 VOCAB = 48
@@ -94,6 +96,24 @@ def first_weights(model):
     return {**backbone, "head.weight": head, "head.bias": torch.zeros(1, dtype=head.dtype)}
 
 
+NUMBERS = itertools.count()
+
+
+def stored_by_all(made):
+    """Save what every rank has, or has a part of, and return the folder."""
+    return stored(made, Path(sys.argv[1]).parent / f"state-{next(NUMBERS)}")
+
+
+def state_of(made):
+    """Return what `made` saves as whole tensors."""
+    return dict(tensors_in(stored_by_all(made)))
+
+
+def hand_over(one, other):
+    """Let `other` go on from what `one` saves."""
+    other.load(stored_by_all(one))
+
+
 def largest(pairs):
     return max((float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs), default=0.0)
 
@@ -141,14 +161,15 @@ def compare(tp):
         norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
         found[f"{name}/norm"] = abs(norms[0] - norms[1])
         assert norms[0] > 0.1  # so that clipping is compared too
-    state = many.state_dict()
-    if dist.get_rank() == 0:
-        found["state"] = same_parts(one.state_dict(), state)
+    found["state"] = same_parts(state_of(one), state_of(many))
+    sizes = [file.stat().st_size for file in stored_by_all(many).glob("*.distcp")]
+    found["written"] = [size / sum(sizes) for size in sizes]
     fresh = sharded_policy(exact_model(), mesh, teacher=exact_model(1), **options)
-    fresh.backend.load_state_dict(one.state_dict() if dist.get_rank() == 0 else None)
-    again = fresh.state_dict()
-    if dist.get_rank() == 0:
-        found["loaded"] = same_parts(one.state_dict(), again)
+    hand_over(one, fresh)
+    found["loaded"] = same_parts(state_of(one), state_of(fresh))
+    back = local_policy(exact_model(2), teacher=exact_model(1), **options)
+    hand_over(fresh, back)
+    found["back"] = same_parts(state_of(one), state_of(back))
     # A loss that is not finite on one rank alone.
     samples = samples_of(7, 2 * rows)
     bad = samples[0].replace(advantages=np.full(len(samples[0]), np.nan, np.float32))
@@ -184,7 +205,7 @@ def error_of_all(action):
 def compare_critic(tp):
     """Return how far a critic over two ranks and one of one process differ, the layers split over a row of `tp` ranks."""
     mesh = make_mesh(CPU, tensor_parallel=tp)
-    rank, row, rows = dist.get_rank(), dist.get_rank() // tp, dist.get_world_size() // tp
+    row, rows = dist.get_rank() // tp, dist.get_world_size() // tp
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, max_skipped=1),
         "settings": CriticSettings(clip=0.2),
@@ -193,7 +214,7 @@ def compare_critic(tp):
     model = exact_model(layers=1)
     one = local_critic(copy.deepcopy(model), **options)
     many = sharded_critic(exact_model(layers=1), mesh, **options)
-    many.backend.load_state_dict({"model": first_weights(model)} if rank == 0 else None)
+    many.backend.take(first_weights(model))
     found = {}
     for step, (size, last) in enumerate(((5, 0), (2, rows))):
         rng = np.random.default_rng(step)
@@ -213,13 +234,11 @@ def compare_critic(tp):
         found[f"{step}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in names)
         norms = [made.optim_step()["critic/grad_norm"].value for made in (one, many)]
         found[f"{step}/norm"] = abs(norms[0] - norms[1])
-    state = many.state_dict()
+    state = state_of(many)
     fresh = sharded_critic(exact_model(layers=1), mesh, **options)
-    fresh.backend.load_state_dict(one.state_dict() if rank == 0 else None)
-    again = fresh.state_dict()
-    if rank == 0:
-        found["state"] = same_parts(one.state_dict(), state)
-        found["loaded"] = same_parts(one.state_dict(), again)
+    hand_over(one, fresh)
+    found["state"] = same_parts(state_of(one), state)
+    found["loaded"] = same_parts(state_of(one), state_of(fresh))
     share = [samples[0].replace(returns=np.full(len(samples[0]), np.inf))] if row == 0 else [samples[1]]
     for _ in range(2):
         many.forward_backward(share, coefs=[np.full(len(s), 0.1) for s in share])
@@ -227,11 +246,9 @@ def compare_critic(tp):
             found["ended"] = error_of_all(many.optim_step)
         else:
             found["skipped"] = many.optim_step()["critic/skipped_steps"].value
-    after = many.state_dict()
-    if rank == 0:
-        found["skipped_changed"] = same_parts(state["model"], after["model"])
-    other = local_critic(tiny_model(VOCAB, hidden=32, layers=1), **options).state_dict()
-    found["refused"] = error_of_all(lambda: many.backend.load_state_dict(other if rank == 0 else None))
+    found["skipped_changed"] = same_parts(inside(state, "model/"), inside(state_of(many), "model/"))
+    other = local_critic(tiny_model(VOCAB, hidden=32, layers=1), **options)
+    found["refused"] = error_of_all(lambda: hand_over(other, many))
     return found
 
 
@@ -241,7 +258,7 @@ def compare_bfloat16():
     start = tiny_model(VOCAB, hidden=16, layers=1, heads=2, kv_heads=2, seed=3).bfloat16()
     one = local_policy(copy.deepcopy(start), **options)
     many = sharded_policy(exact_model(layers=1).bfloat16(), make_mesh(CPU), **options)
-    many.backend.load_state_dict({"model": start.state_dict()} if dist.get_rank() == 0 else None)
+    many.backend.take(start.state_dict())
     samples = samples_of(1, 2)
     coefs = loss_coefs(samples, mode="token-mean")
     one.forward_backward(samples, coefs=coefs)
@@ -254,15 +271,14 @@ def compare_bfloat16():
     # The critic, whose head is float32 on a backbone of bfloat16.
     one = local_critic(copy.deepcopy(start), **options)
     many = sharded_critic(exact_model(layers=1).bfloat16(), make_mesh(CPU), **options)
-    many.backend.load_state_dict({"model": first_weights(start)} if rank == 0 else None)
+    many.backend.take(first_weights(start))
     samples = [s.replace(values=np.zeros(len(s)), returns=np.ones(len(s))) for s in samples]
     coefs = value_coefs(samples)
     one.forward_backward(samples)
     many.forward_backward([samples[rank]], coefs=[coefs[rank]])
     for made in (one, many):
         made.optim_step()
-    state = many.state_dict()
-    found["critic"] = same_parts(one.state_dict()["model"], state["model"]) if rank == 0 else None
+    found["critic"] = same_parts(inside(state_of(one), "model/"), inside(state_of(many), "model/"))
     return found
 
 
@@ -303,14 +319,13 @@ def compare_lora(tp):
         found[f"{step}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads)
         norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
         found[f"{step}/norm"] = abs(norms[0] - norms[1])
-    state, weights = many.state_dict(), many.backend.whole_weights()
+    state, weights = state_of(many), many.backend.whole_weights()
     fresh = sharded_policy(copy.deepcopy(model), mesh, **options)
-    fresh.backend.load_state_dict(one.state_dict() if rank == 0 else None)
-    again = fresh.state_dict()
+    hand_over(one, fresh)
+    found["state"] = same_parts(state_of(one), state)
+    found["loaded"] = same_parts(state_of(one), state_of(fresh))
     if rank == 0:
-        found["state"] = same_parts(one.state_dict(), state)
         found["weights"] = same_parts(adapter_tensors(one.backend.model), weights)
-        found["loaded"] = same_parts(one.state_dict(), again)
     return found
 
 
