@@ -12,7 +12,8 @@ from polyturn.engines.vllm import VllmEngine
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
-from polyturn.training.weight_sync import WeightSync, _groups
+from polyturn.training.weight_shifts import groups_of
+from polyturn.training.weight_sync import WeightSync
 
 SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
 
@@ -54,8 +55,8 @@ async def test_an_adapter_arrives_merged_into_its_weights(engine):
 async def test_each_group_that_is_kept_back_is_named(engine):
     trainer = policy()
     true = {name: value.clone() for name, value in trainer.weights().items()}
-    for name, kept in _groups(trainer.weights()).items():
-        pointers = {tensor.data_ptr() for tensor in kept}
+    for name in trainer.weight_groups():
+        pointers = {trainer.weights()[kept].data_ptr() for kept in groups_of(trainer.weights())[name]}
         load = engine.update_weights
 
         async def leaky(version, *, weights, pointers=pointers, load=load):

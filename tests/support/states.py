@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.training.shards import StoredTensors
+from polyturn.training.shards import stored_tensors
 
 
 def stored(one: Any, folder: Path) -> Path:
@@ -28,4 +28,4 @@ def hand_over(one: Any, *others: Any) -> None:
 
 def tensors_in(folder: Path, prefix: str = "") -> Mapping[str, Any]:
     """Return the whole tensors in a folder whose names begin with `prefix`."""
-    return StoredTensors(folder, prefix=prefix)
+    return stored_tensors(folder, prefix=prefix)

@@ -68,7 +68,8 @@ class TrainedRun:
     """The newest checkpoint."""
     best: Path | None
     """The best one, where it is another."""
-    model: PreTrainedModel
+    model: PreTrainedModel | None
+    """None where ranks have it; then the newest checkpoint does."""
     tokenizer: PreTrainedTokenizerFast
 
 
@@ -175,6 +176,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     if config.cluster.address is not None and options.dry_run is None:
         parts = build.cluster_parts(place)
     else:
+        place = replace(place, reads_parts=not (place.is_plan or build.holds_weights(place, num_ranks=this.size)))
         parts = build.build_parts(place, check=functools.partial(build.check_before_weights, place, tasks))
     parts, tasks = build.settle(parts, tasks)
     build.check_training(parts, tasks)
@@ -246,7 +248,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         curve=_curve(folder, title=config.name),
         latest=trainer.checkpoints.latest(),
         best=None if best == trainer.checkpoints.latest() else best,
-        model=parts.model,
+        model=None if parts.team is not None else parts.model,
         tokenizer=parts.tokenizer,
     )
 

@@ -15,7 +15,7 @@ from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.parts import Parts, build_parts, build_rewarder, build_scheduler, build_tools
 from polyturn.build.policies import FurtherPolicies, build_policies
-from polyturn.build.ranks import check_ranks, follow_leader, lead
+from polyturn.build.ranks import check_ranks, follow_leader, holds_weights, lead
 from polyturn.build.tasks import (
     RunTasks,
     build_eval_sets,
@@ -75,6 +75,7 @@ __all__ = [
     "fitting",
     "follow_leader",
     "for_endpoint",
+    "holds_weights",
     "lead",
     "model_folder",
     "settle",

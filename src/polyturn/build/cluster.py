@@ -11,7 +11,7 @@ from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, servable_folder
 from polyturn.build.model import build_codec, build_media, build_outline
 from polyturn.build.parts import Parts, build_parts, max_context_of
-from polyturn.build.ranks import check_ranks, model_of, rank_of
+from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
@@ -91,14 +91,15 @@ def cluster_parts(place: ConfigSource) -> Parts:
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
     cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
+    reading = dataclasses.replace(place, reads_parts=not holds_weights(place, num_ranks=ranks.count))
     try:
         if config.engine.kind == "embedded":
             engine = ray.engines(engines, functools.partial(_engine, here))
-            parts = build_parts(place, engine=engine)
+            parts = build_parts(reading, engine=engine)
         else:
             places = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
             engine = ray.pool()
-            parts = build_parts(place, engine=engine)
+            parts = build_parts(reading, engine=engine)
             engine.start(functools.partial(_servers, here, places(_model_folder(parts))))
         pool = functools.partial(_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)

@@ -21,6 +21,7 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label
 from polyturn.core.plugins import load_plugins
+from polyturn.engines.options import ServerOptions
 from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
@@ -121,6 +122,19 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
             f"model.lora.dropout is {config.model.lora.dropout} and train.distributed.tensor_parallel is {wide}: the ranks "
             "that share a layer would drop different inputs; set dropout to 0, or tensor_parallel to 1"
         )
+
+
+def holds_weights(place: ConfigSource, *, num_ranks: int) -> bool:
+    """Return whether the process that leads needs a whole model: it trains alone, its engine or another policy has its
+    weights from there, or there is no folder that ranks and servers can read."""
+    config = place.config
+    model, is_remote = config.model, config.cluster.address is not None
+    if num_ranks == 1 and not is_remote:
+        return True
+    if not (is_remote or isinstance(config.engine, ServerOptions)) or config.policies:
+        return True
+    is_folder = model.path is not None and not is_label(model.path) and (place.base / model.path / "config.json").is_file()
+    return not is_folder or (model.lora is not None and model.lora.adapter is not None)
 
 
 def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:

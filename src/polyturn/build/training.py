@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyturn.build.credit import build_estimator, build_reward_kl, drops_zero_variance, require_scores
 from polyturn.build.critic import build_critic
@@ -47,15 +47,17 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"], kl=kl)
     path = parts.place.config.model.path
     # Of an object that a program made, the ranks may have others; a folder is the same for all.
-    start = parts.model.state_dict() if path is not None and is_label(path) else None
-    backend = RankedBackend(parts.team, "policy", spec, layout=options["layout"], start=start, mirror=parts.model)
+    is_object = path is not None and is_label(path)
+    start = parts.model.state_dict() if is_object else None
+    samples_here = parts.pool is None and parts.engine.capabilities.shares_weights
+    mirror = parts.model if is_object or samples_here else None
+    backend = RankedBackend(parts.team, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
     return ModelPolicy(backend, loss=options["loss"], kl=kl)
 
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
     from polyturn.training.checkpoint import WARM_START, Checkpoints
-    from polyturn.training.hf import plain_weights
     from polyturn.training.journal_file import FOLDER, JournalFile
     from polyturn.training.loop import Trainer
     from polyturn.training.policy_snapshots import PolicySnapshots
@@ -83,7 +85,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             channel=_gated(parts, _channel(parts, policy)),
             busy_s=lambda: parts.busy_s,
             metrics=_engine_metrics(parts),
-            snapshots=PolicySnapshots(parts.policies.followers, weights=functools.partial(plain_weights, parts.model)),
+            snapshots=PolicySnapshots(parts.policies.followers, weights=_weights_of(parts, policy)),
             trains_in_thread=not parts.engine.capabilities.shares_loop,
         ),
         saving=Saving(
@@ -163,11 +165,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
 
 def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
     """Return the way of new weights to the engine."""
-    import functools
-
     from polyturn.training import hf
-    from polyturn.training.lora import adapter_tensors, has_lora
-    from polyturn.training.policy import local_policy
     from polyturn.training.ranked import GatheredWeights, RankedBackend
     from polyturn.training.weight_sync import SharedWeights, WeightSync
 
@@ -178,15 +176,20 @@ def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
         named = functools.partial(hf.as_checkpoint, parts.model)
         return WeightSync(parts.engine, source, vocab_size=vocab_size, media=parts.context.media, to_checkpoint=named)
 
-    if isinstance(policy.backend, RankedBackend):
-        if parts.pool is not None and parts.place.config.engine.kind == "embedded":
-            from polyturn.cluster.clients import PushedWeights
+    if isinstance(policy.backend, RankedBackend) and parts.pool is not None and parts.place.config.engine.kind == "embedded":
+        from polyturn.cluster.clients import PushedWeights
 
-            adapter = functools.partial(adapter_tensors, parts.model) if has_lora(parts.model) else None
-            return GatheredWeights(policy.backend, PushedWeights(parts.engine, policy.weights, changing=adapter))
-        # The proof that weights arrive changes whole weights and scores with them, which the leader's copy is there for.
-        return GatheredWeights(policy.backend, channel(local_policy(parts.model, optim=OptimSettings(lr=0.0))))
+        return PushedWeights(parts.engine, policy.backend.trained)
+    if isinstance(policy.backend, RankedBackend) and parts.engine.capabilities.shares_weights:
+        return GatheredWeights(policy.backend, channel(policy))
     return channel(policy)
+
+
+def _weights_of(parts: Parts, policy: ModelPolicy) -> Callable[[], Mapping[str, Any]]:
+    """Return what gives the weights as they are now, as a model without an adapter names them."""
+    from polyturn.training.hf import plain_weights
+
+    return policy.weights if parts.team is not None else functools.partial(plain_weights, parts.model)
 
 
 def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
@@ -220,7 +223,7 @@ def stored_exporter(parts: Parts) -> Callable[[Path], object]:
     """Return what saves the model of a checkpoint in the Hugging Face format, of an adapter's model the adapter alone, as
     the policy's shards beside the folder hold it."""
     from polyturn.training import hf
-    from polyturn.training.shards import StoredTensors
+    from polyturn.training.shards import stored_tensors
 
     def export(folder: Path) -> None:
         hf.save_model(
@@ -228,7 +231,7 @@ def stored_exporter(parts: Parts) -> Callable[[Path], object]:
             folder,
             tokenizer=parts.tokenizer,
             processor=None if parts.context.media is None else parts.context.media.processor,
-            tensors=StoredTensors(folder.parent / "policy", prefix="model/"),
+            tensors=stored_tensors(folder.parent / "policy", prefix="model/"),
         )
 
     return export

@@ -75,17 +75,10 @@ class RayTeam:
 class PushedWeights:
     """The channel to engines that have weights of their own, on other nodes."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        weights: Callable[[], Mapping[str, Any]],
-        *,
-        changing: Callable[[], Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Push all that `weights` returns once, then what `changing` does: of an adapter's model the adapter alone."""
+    def __init__(self, engine: Engine, weights: Callable[[], Mapping[str, Any]]) -> None:
+        """Push what `weights` returns: of an adapter's model the adapter alone."""
         self._engine = engine
         self._weights = weights
-        self._changing = changing or weights
 
     async def start(self, version: int) -> None:
         """Bring the first weights there, as `version`."""
@@ -93,7 +86,7 @@ class PushedWeights:
 
     async def publish(self, version: int) -> None:
         """Bring the weights as they are now, as `version`."""
-        await self._engine.update_weights(version, weights=self._changing())
+        await self._engine.update_weights(version, weights=self._weights())
 
 
 class RayPool(RolloutPool):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from polyturn.engines.base import ModelFolder
 from polyturn.engines.weight_files import WrittenWeights
-from polyturn.engines.weight_transport import buckets
+from polyturn.engines.weight_transport import buckets, first_names
 
 if TYPE_CHECKING:
     from polyturn.engines.launcher import RunningServer
@@ -40,10 +40,8 @@ class StoredWeights(Mapping[str, Any]):
     @classmethod
     def put(cls, weights: Mapping[str, Tensor]) -> StoredWeights:
         """Put weights there, a tied tensor once."""
-        first: dict[tuple[int, tuple[int, ...]], str] = {}
-        firsts = {name: first.setdefault((t.data_ptr(), tuple(t.shape)), name) for name, t in weights.items()}
-        tied = {name: of for name, of in firsts.items() if name != of}
-        pieces = buckets({name: tensor.detach() for name, tensor in weights.items() if name not in tied})
+        tied = {name: of for name, of in first_names(weights).items() if name != of}
+        pieces = buckets({name: t.detach() for name, t in weights.items() if name not in tied} if tied else weights)
         return cls(tuple(ray.put({name: _stored(tensor) for name, tensor in piece.items()}) for piece in pieces), tied)
 
     @cached_property
@@ -66,7 +64,7 @@ class StoredWeights(Mapping[str, Any]):
 
 def _stored(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
     """Return a tensor as an array of bytes, which the store gives to readers without a copy."""
-    flat = tensor.cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
+from polyturn.engines.weight_transport import StreamedTensors, first_names
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -97,12 +99,12 @@ class Composition:
     @classmethod
     def find(cls, held: ServerChecksums, weights: Mapping[str, Tensor]) -> Self:
         """Find out from what a server holds and the weights that it was given, all of which differ."""
-        weights = once_each(weights)
+        names = floating_names(weights)
         dtypes = {tensor.dtype for tensor in held.tensors.values()}
-        folds = fold_all(weights, ((name, dtype) for name in weights for dtype in dtypes))
+        folds = fold_all(weights, ((name, dtype) for name in names for dtype in dtypes))
         known: dict[tuple[str, int], tuple[tuple[int, str], ...]] = {}
         for dtype in dtypes:
-            for terms in _sums(list(weights), held.num_workers):
+            for terms in _sums(names, held.num_workers):
                 known.setdefault((dtype, _total(terms, dtype, folds)), terms)
         explained = ((name, tensor, known.get((tensor.dtype, tensor.fold))) for name, tensor in held.tensors.items())
         return cls(tuple(Part(name, tensor.dtype, terms) for name, tensor, terms in explained if terms is not None))
@@ -136,20 +138,22 @@ def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -
 
     from polyturn.engines.server_side.polyturn_weights import fold
 
-    return {
-        (name, dtype): fold(weights[name].detach().to(getattr(torch, dtype)))
-        for name, dtype in wanted
-        if weights[name].is_floating_point()
-    }
+    dtypes: dict[str, list[str]] = {}
+    for name, dtype in wanted:
+        dtypes.setdefault(name, []).append(dtype)
+    folds: dict[tuple[str, str], int] = {}
+    for name, tensor in weights.items() if dtypes else ():  # in their own order, in which they may have to be brought here
+        if tensor.is_floating_point():
+            folds |= {(name, dtype): fold(tensor.detach().to(getattr(torch, dtype))) for dtype in dtypes.get(name, ())}
+    return folds
 
 
-def once_each(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of floating point, a tied one under its first name."""
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and tensor.numel():
-            first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-    return {name: weights[name] for name in first.values()}
+def floating_names(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors of floating point, of a tied one the first."""
+    names = dict.fromkeys(first_names(weights).values())
+    if isinstance(weights, StreamedTensors):
+        return [name for name in names if weights.kinds[name].dtype.is_floating_point and weights.kinds[name].nbytes]
+    return [name for name in names if weights[name].is_floating_point() and weights[name].numel()]
 
 
 def _sums(names: Sequence[str], num_workers: int) -> Iterator[tuple[tuple[int, str], ...]]:

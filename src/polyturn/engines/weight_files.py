@@ -1,4 +1,4 @@
-"""New weights on their way to a server: a folder with one safetensors file, in memory where the system offers that.
+"""New weights on their way to a server: a folder with safetensors files, in memory where the system offers that.
 
     with WeightFolder(model_folder) as files:
         files.write({"model.embed_tokens.weight": tensor, …}).folder      the server reads it
@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import RunningServer
+from polyturn.engines.weight_transport import StreamedTensors, buckets, first_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +59,12 @@ class WrittenWeights(Mapping[str, Any]):
         from safetensors.torch import load_file
 
         try:
-            return load_file(self.folder / "model.safetensors")
-        except FileNotFoundError as problem:
-            raise EngineError(f"the weights in {self.folder} have been replaced by newer ones") from problem
+            files = [load_file(file) for file in sorted(self.folder.glob("*.safetensors"))]
+        except FileNotFoundError:
+            files = []
+        if files:
+            return {name: tensor for file in files for name, tensor in file.items()}
+        raise EngineError(f"the weights in {self.folder} have been replaced by newer ones")
 
     @property
     def _tensors(self) -> Mapping[str, Tensor]:
@@ -83,11 +87,13 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> N
     drafts: list[Path] = []
     file_of: dict[str, int] = {}
     size = 0
-    for number, piece in enumerate(pieces):
+    for piece in pieces:
+        number = len(drafts)
         drafts.append(folder / f".piece-{number}")
         save_file({name: t.detach().cpu().contiguous() for name, t in piece.items()}, drafts[-1], metadata={"format": "pt"})
         file_of |= dict.fromkeys(piece, number)
         size += sum(tensor.nbytes for tensor in piece.values())
+        del piece  # before the next one comes
     names = [f"model-{i + 1:05d}-of-{len(drafts):05d}.safetensors" for i in range(len(drafts))]
     if len(drafts) == 1:
         names = ["model.safetensors"]
@@ -135,18 +141,18 @@ class WeightFolder:
         """What was written last and is still there."""
 
     def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
-        """Write `weights` as a checkpoint; a tied tensor is written once, under its first name."""
-        from safetensors.torch import save_file
-
+        """Write `weights` as a checkpoint, a bucket in each file; a tied tensor is written once, under its first name."""
         folder = self._root / f"{self._number:08d}"
         self._number += 1
         folder.mkdir()
         shutil.copy(self._config, folder / "config.json")
-        live = _once_each(weights)
-        save_file({name: tensor.cpu() for name, tensor in live.items()}, folder / "model.safetensors")
+        first = first_names(weights)
+        is_streamed = isinstance(weights, StreamedTensors)
+        live = weights if is_streamed else {name: weights[name].detach() for name in dict.fromkeys(first.values())}
+        write_safetensors(buckets(live), folder)
         self.drop()
         self.last = folder
-        return WrittenWeights(folder, live=live)
+        return WrittenWeights(folder, live=None if is_streamed else live)
 
     def drop(self) -> None:
         """Remove what was written last."""
@@ -183,10 +189,3 @@ def _is_abandoned(folder: Path) -> bool:
     except OSError:  # it has an owner, is another user's, or is not yet whole
         return False
     return True
-
-
-def _once_each(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in weights.items():
-        first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-    return {name: weights[name].detach().contiguous() for name in first.values()}

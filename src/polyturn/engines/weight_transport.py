@@ -13,9 +13,10 @@ Every way starts from the same written copy, so that a server which comes back l
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError
@@ -89,8 +90,81 @@ def address_towards(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def buckets(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Yield `weights` in pieces of at most `limit` bytes, in order."""
+class TensorKind(NamedTuple):
+    """What a tensor is, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its values take."""
+        return int(math.prod(self.shape) * self.dtype.itemsize)
+
+
+class StreamedTensors(Mapping[str, "Tensor"]):
+    """Tensors that lie elsewhere, on ranks or in files, and are brought here a bucket at a time, each when it is asked for.
+
+    Whoever goes through them in order holds one bucket beside the one that is being brought.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, TensorKind],
+        bring: Callable[[Sequence[str]], Mapping[str, Tensor]],
+        *,
+        limit: int = BUCKET_BYTES,
+        groups: Iterable[Sequence[str]] | None = None,
+    ) -> None:
+        """Bring name -> tensor by `bring`, at most `limit` bytes at once; names of one of `groups` always come together."""
+        self.kinds = dict(kinds)
+        self._bring = bring
+        self._buckets: list[list[str]] = []
+        size = 0
+        for names in groups or ([name] for name in self.kinds):
+            more = sum(self.kinds[name].nbytes for name in names)
+            if not self._buckets or size + more > limit:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1] += names
+            size += more
+        self._at = {name: number for number, names in enumerate(self._buckets) for name in names}
+        self._held: tuple[int, Mapping[str, Tensor]] = (-1, {})
+
+    def buckets(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield all of them, a bucket at a time, and hold none of it."""
+        self._held = (-1, {})
+        for names in self._buckets:
+            yield self._bring(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        number, (at, held) = self._at[name], self._held
+        if at != number:
+            held, self._held = {}, (-1, {})
+            held = self._bring(self._buckets[number])
+            self._held = (number, held)
+        return held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+
+def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return each name -> the first name of the same tensor: two names of one memory are a tied tensor."""
+    if isinstance(weights, StreamedTensors):
+        return {name: name for name in weights}
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    return {name: first.setdefault((t.data_ptr(), tuple(t.shape)), name) for name, t in weights.items()}
+
+
+def buckets(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> Iterator[Mapping[str, Tensor]]:
+    """Yield `weights` in pieces of at most `limit` bytes, in order; those that are streamed as they come."""
+    if isinstance(weights, StreamedTensors):
+        yield from weights.buckets()
+        return
     held: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights.items():

@@ -11,7 +11,7 @@ Another way of holding a model (pipelines, experts spread over nodes) is another
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,12 +101,19 @@ class Backend(Protocol):
         """
         ...
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return name -> weight without gradient, for an engine."""
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return name -> weight without gradient, for an engine; streamed where no process holds them whole."""
         ...
 
-    def live_weights(self) -> dict[str, Tensor]:
-        """Return name -> the live tensor that each of `weights` is, or is made of."""
+    def weight_groups(self) -> list[str]:
+        """Return the groups of parameters, one of a name in all layers, that `shift_weights` moves."""
+        ...
+
+    def shift_weights(self, group: str, scale: float) -> None:
+        """Move a group to `scale` times some noise of the size of its values from where it was; 0 puts it back to the bit.
+
+        So it is proved that each group arrives at an engine.
+        """
         ...
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from polyturn.core.aio import first_error
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.protocols import Engine
-from polyturn.engines.weight_checksums import Checked, Composition, Folds, fold_all, once_each
+from polyturn.engines.weight_checksums import Checked, Composition, Folds, floating_names, fold_all
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class WeightChecksums:
             logger.info(
                 "checksums of %d of %d tensors are compared after every sync, of %s",
                 len(made.names),
-                len(once_each(weights)),
+                len(floating_names(weights)),
                 name,
             )
 

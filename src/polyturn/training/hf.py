@@ -15,7 +15,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,16 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _SEEING
 
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
 from polyturn.engines.weight_files import write_safetensors
-from polyturn.engines.weight_transport import BUCKET_BYTES
+from polyturn.engines.weight_transport import StreamedTensors, TensorKind, buckets, first_names
 from polyturn.tokens.hub import only_cached
 from polyturn.training import lora
 from polyturn.training.part_loading import weight_files
 
-_FILE_BYTES = 2**30
-"""Of one file of weights; a larger tensor has a file of its own."""
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
@@ -174,9 +171,14 @@ def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
     Raises:
         CheckpointError: they are those of another model.
     """
+    own, tied = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)).keys()
+    again = tied - dict(model.named_parameters()).keys()
+    if odd := sorted((own.keys() ^ weights.keys()) - again):
+        raise CheckpointError(f"the weights do not fit {type(model).__name__}: {odd[0]!r} is in one of the two alone")
     try:
         with torch.no_grad():
-            model.load_state_dict(dict(weights))
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
     except RuntimeError as problem:
         raise CheckpointError(f"the weights do not fit {type(model).__name__}: {one_line(problem)[:300]}") from problem
 
@@ -230,40 +232,35 @@ def takes_media(model: PreTrainedModel) -> bool:
     return model.config.get_text_config() is not model.config
 
 
-def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return weights of `model` as its checkpoints name and shape them, a tied tensor once; where nothing differs, the same.
 
     A class of transformers may hold what was published as `visual.blocks.0…` under `model.visual.blocks.0…`, or the experts
-    of a layer as one tensor; a server reads the published form.
+    of a layer as one tensor; a server reads the published form. Of weights that are streamed, such a layer comes at once.
     """
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in weights.items():
-        first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-    return dict(revert_weight_conversion(model, {name: weights[name] for name in first.values()}))
+    if not isinstance(weights, StreamedTensors):
+        first = dict.fromkeys(first_names(weights).values())
+        return dict(revert_weight_conversion(model, {name: weights[name] for name in first}))
+    layers: dict[str, list[str]] = {}
+    for name in weights.kinds:
+        layer = _LAYER.match(name)
+        layers.setdefault(layer[0] if layer else name, []).append(name)
+    kinds: dict[str, TensorKind] = {}
+    source: dict[str, list[str]] = {}
+    groups: list[list[str]] = []
+    for names in layers.values():
+        outline = {n: torch.empty(weights.kinds[n].shape, dtype=weights.kinds[n].dtype, device="meta") for n in names}
+        made = revert_weight_conversion(model, outline)
+        is_same = {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in outline.items()}
+        kinds |= {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+        source |= {name: [name] if is_same else names for name in made}
+        groups += [[name] for name in made] if is_same else [list(made)]
 
+    def bring(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        needed = {name: weights[name] for made in names for name in source[made]}
+        return dict(revert_weight_conversion(model, needed))
 
-def checkpoint_pieces(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], *, limit: int = BUCKET_BYTES
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield weights of `model` as `as_checkpoint` returns them, at most about `limit` bytes at a time.
-
-    What a checkpoint has as several tensors may be one here, or the other way round, within one layer: of a class for which
-    that is so, a layer stays together.
-    """
-    is_converted = bool(get_model_conversion_mapping(model))
-    groups: dict[str, list[str]] = {}
-    for name in weights:
-        layer = _LAYER.match(name) if is_converted else None
-        groups.setdefault(layer[0] if layer else name, []).append(name)
-    held: dict[str, torch.Tensor] = {}
-    for names in groups.values():
-        piece = {name: weights[name] for name in names}
-        if held and sum(tensor.nbytes for tensor in (*held.values(), *piece.values())) > limit:
-            yield as_checkpoint(model, held)
-            held = {}
-        held |= piece
-    if held:
-        yield as_checkpoint(model, held)
+    return StreamedTensors(kinds, bring, groups=groups)
 
 
 def _save_config(model: PreTrainedModel, folder: Path) -> None:
@@ -305,7 +302,7 @@ def save_model(
             model.save_pretrained(fresh)
         else:
             _save_config(model, fresh)
-            write_safetensors(checkpoint_pieces(model, tensors, limit=_FILE_BYTES), fresh)
+            write_safetensors(buckets(as_checkpoint(model, tensors)), fresh)
         if processor is not None:
             processor.save_pretrained(fresh)
         if tokenizer is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.training.options import LoraSettings
+from polyturn.training.shards import whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -152,6 +153,26 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
             weight = weights[f"{name}.weight"]
             weights[f"{name}.weight"] = weight + layer.get_delta_weight(ADAPTER).to(weight)
     return weights
+
+
+def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Return a whole weight of the model's own with the adapter added, whose parts are gathered; the call is collective.
+
+    Raises:
+        ConfigError: the adapter lies around something else than a linear layer.
+    """
+    layer = _layers(model).get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    if layer is None:
+        return weight
+    pair = [part[ADAPTER].weight for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
+    if len(pair) != 2 or not all(isinstance(part[ADAPTER], nn.Linear) for part in (layer.lora_A, layer.lora_B)):
+        raise ConfigError(
+            f"model.lora adapts {name}, which is of no linear layer, and on many ranks only those are merged for an engine; "
+            "leave it out of model.lora.target_modules, or use one process"
+        )
+    down, up = (whole_tensor(part.detach()) for part in pair)
+    added = up @ down * layer.scaling[ADAPTER]
+    return weight + (added.T if layer.fan_in_fan_out else added).to(weight)
 
 
 def save_merged(model: PreTrainedModel, folder: Path) -> None:

@@ -29,16 +29,18 @@ from polyturn.core.metrics import Metrics, Sum, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
+from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.backend import OWN, REFERENCE
-from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
+from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights, whole_merged
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
 from polyturn.training.network import Network, PolicyNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.packed_attention import attending
 from polyturn.training.reference import Scorer
 from polyturn.training.shards import StoredInShards, cut_like, inside, require_same_shapes, whole_tensor
+from polyturn.training.weight_shifts import WeightShifts, groups_of
 
 Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
@@ -145,6 +147,7 @@ class ModelBackend(StoredInShards):
         self._media = media
         self._reference = reference
         self._is_packing_refused = is_packing_refused
+        self._shifts = WeightShifts(network.own_tensors)
         parameter = next(network.parameters())
         self._device = placement.device(network)
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -291,22 +294,39 @@ class ModelBackend(StoredInShards):
                         like.copy_(cut_like(whole, like))
         self.optimizer.take_parameters()
 
-    def whole_weights(self) -> dict[str, Any]:
-        """Return name -> whole tensor on the CPU on rank 0, name -> None on the others: of what training changes."""
+    def kinds(self, is_merged: bool) -> dict[str, TensorKind]:
+        """Return what `gathered` can gather: the model's own weights, into which an adapter is merged, or what training
+        changes."""
+        tensors = self.network.own_tensors() if is_merged else self.network.tensors()
+        return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def gathered(self, names: Sequence[str], is_merged: bool) -> dict[str, Tensor] | None:
+        """Return name -> whole tensor on the CPU on rank 0, and None on the others, which hold one of them at a time."""
+        self._placement.release(self.network)
         is_first = not dist.is_initialized() or dist.get_rank() == 0
+        tensors = self.network.own_tensors() if is_merged else self.network.tensors()
         found = {}
-        for name, tensor in self.network.tensors().items():
-            whole = whole_tensor(tensor.detach())
-            found[name] = whole.to("cpu", copy=True) if is_first else None
-        return found
+        with torch.no_grad():
+            for name in names:
+                whole = whole_tensor(tensors[name].detach())
+                if is_merged:
+                    whole = whole_merged(self.network.saved, name, whole)
+                if is_first:
+                    found[name] = whole.cpu()
+        return found if is_first else None
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
-        return merged_weights(self.network.saved) if has_lora(self.network.saved) else self.live_weights()
+        return merged_weights(self.network.saved) if has_lora(self.network.saved) else base_weights(self.network.saved)
 
-    def live_weights(self) -> dict[str, Tensor]:
-        """Return name -> the live tensor that each of `weights` is, or is made of."""
-        return base_weights(self.network.saved)
+    def weight_groups(self) -> list[str]:
+        """Return the groups of parameters that `shift_weights` moves, by the names that `weights` has."""
+        return list(groups_of(self.network.own_tensors()))
+
+    def shift_weights(self, group: str, scale: float) -> None:
+        """Move a group of weights to `scale` times some noise of their size from where they were; 0 puts it back."""
+        self._placement.release(self.network)
+        self._shifts.shift(group, scale)
 
     def held(self) -> dict[str, Tensor]:
         """Return name -> what this process holds of the model that is trained, live."""

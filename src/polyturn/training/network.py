@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from polyturn.batching.layout import MicroBatch
 from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.training.forward import TargetForward, TargetScores
-from polyturn.training.lora import adapter_tensors, has_lora
+from polyturn.training.lora import adapter_tensors, base_weights, has_lora
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import why_not_packed
 from polyturn.training.router_figures import router_figures
@@ -60,11 +60,13 @@ class Network(nn.Module):
 
     def tensors(self) -> dict[str, Any]:
         """Return name -> live tensor of what training changes: with LoRA the adapter alone; of tied ones the first."""
-        if has_lora(self.saved):
-            return adapter_tensors(self.saved)
+        return adapter_tensors(self.saved) if has_lora(self.saved) else self.own_tensors()
+
+    def own_tensors(self) -> dict[str, Any]:
+        """Return name -> live tensor of the model without an adapter; of tied ones the first."""
         names = dict(self.saved.named_parameters(remove_duplicate=False)).keys()
-        again = names - dict(self.saved.named_parameters()).keys()
-        return {name: tensor for name, tensor in self.saved.state_dict().items() if name not in again}
+        again = {name.replace(".base_layer.", ".") for name in names - dict(self.saved.named_parameters()).keys()}
+        return {name: tensor for name, tensor in base_weights(self.saved).items() if name not in again}
 
 
 class PolicyNetwork(Network):

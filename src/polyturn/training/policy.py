@@ -159,13 +159,18 @@ class ModelPolicy:
         """
         self.backend.load(folder)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return name -> weight without gradient, for an engine, merged where an adapter changes them: live tensors here,
+        and streamed where ranks hold parts."""
         return self.backend.weights()
 
-    def live_weights(self) -> dict[str, Tensor]:
-        """Return name -> the live tensor that each of `weights` is, or is made of."""
-        return self.backend.live_weights()
+    def weight_groups(self) -> list[str]:
+        """Return the groups of parameters that `shift_weights` moves."""
+        return self.backend.weight_groups()
+
+    def shift_weights(self, group: str, scale: float) -> None:
+        """Move a group of weights to `scale` times some noise of their size from where they were; 0 puts it back."""
+        self.backend.shift_weights(group, scale)
 
     def close(self) -> None:
         """Free the gradient and the frozen models, or let the ranks end."""

@@ -66,14 +66,14 @@ class GroupTeam:
             with self._lock:
                 own = _scatter([(command, share) for share in shares], self._control)
                 answer = self._rank.run(*own)
-                answers = _gather(answer, self._control)
+                answers = _gather(RankReply(), self._control)  # its own is here already
         except (RuntimeError, ConnectionError) as problem:
             if isinstance(problem, torch.OutOfMemoryError):
                 raise
             self._lost = f"a rank ended during {command!r} ({_first_line(problem)}); its log says why"
             raise RankLostError(self._lost) from problem
         assert answers is not None
-        return values_of(answers)
+        return values_of([answer, *answers[1:]])
 
     def close(self) -> None:
         """Let the followers end; a second call does nothing."""

@@ -4,9 +4,9 @@
       |  make, score, forward_backward, optim_step, save, load                     `RankGroup.call`: a share for each rank
     ranks    one `ModelBackend` over shards for each network
 
-`RankedBackend` is the leader's `Backend`: it cuts a batch into shares that cost alike, and puts the answers together. Of the
-policy it also keeps the whole weights in a model on the leader (the mirror): what an engine samples from, and what is
-exported. A state stays in shards: each rank writes and reads its own part of a checkpoint, with any number of ranks.
+`RankedBackend` is the leader's `Backend`: it cuts a batch into shares that cost alike, and puts the answers together.
+Weights it gives as a stream, a bucket at a time, and keeps no copy; only an embedded engine's model here follows them (the
+mirror). A state stays in shards: each rank writes and reads its own part of a checkpoint, made by any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
-from polyturn.engines.weight_transport import buckets
+from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, buckets
 from polyturn.training.backend import OWN
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import METADATA
@@ -47,6 +47,7 @@ class RankedBackend:
         layout: LayoutSettings | None = None,
         start: Mapping[str, Tensor] | None = None,
         mirror: PreTrainedModel | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Let every rank make its share.
 
@@ -56,13 +57,15 @@ class RankedBackend:
             spec: What they make it from.
             layout: How the ranks lay their samples out, for what each gets; None takes the defaults.
             start: The weights to begin with; None where the ranks load their own.
-            mirror: The whole model on the leader; `gather` writes the trained weights into it, in place.
+            mirror: A model of this process that `gather` writes the trained weights into, in place: the embedded engine's.
+            bucket_bytes: Of the weights that are gathered at once.
         """
         self.step_count = 0
         self._group = group
         self._network = network
         self._layout = layout or LayoutSettings()
         self._mirror = mirror
+        self._bucket_bytes = bucket_bytes
         self._folder = Path()
         """Where a checkpoint was last written to."""
         self._all("make", spec)
@@ -137,23 +140,32 @@ class RankedBackend:
         self.step_count = int(self._all("step_count")[0])
         self.gather()
 
+    def weights(self) -> StreamedTensors:
+        """Return name -> whole weight, an adapter merged into it, for an engine of another process."""
+        return self._streamed(is_merged=True)
+
     def gather(self) -> None:
-        """Write the weights as they are on the ranks into the mirror, in place; with LoRA the adapter, all that changes."""
+        """Write what training changes into the model of this process that follows the ranks, if there is one, in place."""
         if self._mirror is None:
             return
         own = self._mirror.state_dict()
         with torch.no_grad():
-            for name, whole in self._all("whole_weights")[0].items():
-                own[name].copy_(whole)
+            for bucket in self.trained().buckets():
+                for name, whole in bucket.items():
+                    own[name].copy_(whole)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return name -> whole tensor without gradient, as `gather` last wrote it."""
-        assert self._mirror is not None
-        return {name: value.detach() for name, value in self._mirror.state_dict().items()}
+    def trained(self) -> StreamedTensors:
+        """Return name -> whole tensor of what training changes, for an engine of the same module: with LoRA the adapter."""
+        return self._streamed(is_merged=False)
 
-    def live_weights(self) -> dict[str, Tensor]:
-        """Return the tensors of the mirror."""
-        return self.weights()
+    def weight_groups(self) -> list[str]:
+        """Return the groups of parameters that `shift_weights` moves."""
+        found: list[str] = self._all("weight_groups")[0]
+        return found
+
+    def shift_weights(self, group: str, scale: float) -> None:
+        """Let every rank move its part of a group of weights."""
+        self._all("shift_weights", group, scale)
 
     def close(self) -> None:
         """Let the ranks end."""
@@ -168,6 +180,14 @@ class RankedBackend:
     def _all(self, command: str, *share: Any) -> list[Any]:
         return self._call(command, [share] * self._group.num_ranks)
 
+    def _streamed(self, *, is_merged: bool) -> StreamedTensors:
+        def bring(names: Sequence[str]) -> Mapping[str, Tensor]:
+            found: Mapping[str, Tensor] = self._all("gathered", list(names), is_merged)[0]
+            return found
+
+        kinds: Mapping[str, TensorKind] = self._all("kinds", is_merged)[0]
+        return StreamedTensors(kinds, bring, limit=self._bucket_bytes)
+
     def _rows(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call with a share for each row of ranks, and return what the first rank of each row returned."""
         width = self._group.tensor_parallel
@@ -175,10 +195,10 @@ class RankedBackend:
 
 
 class GatheredWeights:
-    """The way of the weights from the ranks to an engine, over the leader's whole copy."""
+    """The way of the weights from the ranks to an engine that samples from a model of this process."""
 
     def __init__(self, backend: RankedBackend, channel: WeightChannel) -> None:
-        """Gather before `channel` publishes."""
+        """Write them into it before `channel` publishes."""
         self._backend = backend
         self._channel = channel
 

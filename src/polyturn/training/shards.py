@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from polyturn.core.errors import CheckpointError, one_line
+from polyturn.engines.weight_transport import StreamedTensors, TensorKind
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class StoredInShards:
             return self._saving is None
         problem, self._saving = self._saving.exception(), None
         if problem is not None:
-            raise CheckpointError(f"the {self.whose} cannot be written: {one_line(problem)[-300:]}") from problem
+            raise CheckpointError(f"the {self.whose} cannot be written: {_reason(problem)}") from problem
         return True
 
     def load(self, folder: Path) -> None:
@@ -89,30 +91,22 @@ class StoredInShards:
         require_same_shapes({name: shape for name, shape in found.items() if shape is not None}, own, whose=self.whose)
 
 
-class StoredTensors(Mapping[str, Tensor]):
-    """Whole tensors in a folder that `StoredInShards.save` wrote, each read when it is asked for and held by nobody."""
+def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
+    """Return the whole tensors in a folder that `StoredInShards.save` wrote, as a stream: those whose names begin with
+    `prefix`, named without it."""
+    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    kinds = {
+        name.removeprefix(prefix): TensorKind(tuple(entry.size), entry.properties.dtype)
+        for name, entry in found.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+    }
 
-    def __init__(self, folder: Path, *, prefix: str) -> None:
-        """Look at those whose names begin with `prefix`, which they are named without."""
-        self._folder, self._prefix = folder, prefix
-        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        self._kinds = {
-            name.removeprefix(prefix): (entry.size, entry.properties.dtype)
-            for name, entry in found.items()
-            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
-        }
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        state = {prefix + name: torch.empty(kinds[name].shape, dtype=kinds[name].dtype) for name in names}
+        _read(state, folder, whose="checkpoint", group=None)
+        return inside(state, prefix)
 
-    def __getitem__(self, name: str) -> Tensor:
-        shape, dtype = self._kinds[name]
-        state = {self._prefix + name: torch.empty(shape, dtype=dtype)}
-        _read(state, self._folder, whose="checkpoint", group=None)
-        return state[self._prefix + name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._kinds)
-
-    def __len__(self) -> int:
-        return len(self._kinds)
+    return StreamedTensors(kinds, read)
 
 
 def stored_shapes(folder: Path, *, whose: str = "checkpoint") -> dict[str, torch.Size | None]:
@@ -138,10 +132,16 @@ def stored_shapes(folder: Path, *, whose: str = "checkpoint") -> dict[str, torch
 def _read(state: dict[str, Any], folder: Path, *, whose: str, group: Any) -> None:
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
-    except Exception as problem:  # dcp wraps whatever happened on whichever rank
-        raise CheckpointError(
-            f"the {whose} in {folder} cannot be read ({one_line(problem)[-300:]}); resume from an earlier one"
-        ) from problem
+    except (CheckpointException, Exception) as problem:  # whatever damaged bytes come to, on whichever rank
+        said = f"the {whose} in {folder} cannot be read ({_reason(problem)}); resume from an earlier one"
+        raise CheckpointError(said) from problem
+
+
+def _reason(problem: BaseException) -> str:
+    """Return what went wrong, of the first rank where something did."""
+    if isinstance(problem, CheckpointException):
+        problem = next(iter(problem.failures.values()))[0]
+    return one_line(problem)
 
 
 def _group() -> Any:

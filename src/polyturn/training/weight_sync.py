@@ -9,7 +9,7 @@ So the way itself is proved once, before training:
     then      push the true weights again, compare
 
 and after every later push a probe looks at the version tags and holds the logprobs to 3 times the noise, and checksums say
-that each tensor is the one that was sent (`held_weights.py`). A group is the parameters of one name in all layers
+that each tensor is the one that was sent (`checked_weights.py`). A group is the parameters of one name in all layers
 (`model.layers.*.mlp.up_proj.weight`).
 
 Of a pool every server is looked at by itself. One that is wrong at the start ends the run; one that is wrong later is left
@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from polyturn.core.aio import first_error
@@ -58,8 +56,12 @@ class WeightSource(Protocol):
         """Return name -> what an engine is to hold."""
         ...
 
-    def live_weights(self) -> Mapping[str, Tensor]:
-        """Return name -> the live tensor that each of them is, or is made of."""
+    def weight_groups(self) -> list[str]:
+        """Return the groups of parameters, one of a name in all layers."""
+        ...
+
+    def shift_weights(self, group: str, scale: float) -> None:
+        """Move a group to `scale` times some noise of the size of its values from where it was; 0 puts it back."""
         ...
 
     def score(self, samples: Sequence[TrainSample]) -> list[Floats]:
@@ -286,60 +288,50 @@ class WeightSync:
         return {name: _largest([_logprobs(s) for s in own], [next(scores) for _ in own]) for name, own in samples.items()}
 
     @contextmanager
-    def _changed(self, samples: Sequence[TrainSample]) -> Iterator[dict[str, list[_Change]]]:
-        """Change every group of the trainer's parameters, each by enough to show; put everything back at the end."""
-        groups = _groups(self._source.live_weights())
-        saved = {name: [tensor.clone() for tensor in tensors] for name, tensors in groups.items()}
-        generator = torch.Generator().manual_seed(0)
-        changes = {
-            name: [_Change(tensor, _direction(tensor, generator)) for tensor in tensors] for name, tensors in groups.items()
-        }
+    def _changed(self, samples: Sequence[TrainSample]) -> Iterator[dict[str, float]]:
+        """Move every group of the trainer's parameters by enough to show, say how far, and put all back at the end."""
+        changes: dict[str, float] = {}
         try:
-            for name, group in changes.items():
-                self._grow(name, group, samples)
+            for group in self._source.weight_groups():
+                changes[group] = 0.0
+                self._grow(group, changes, samples)
             yield changes
         finally:
-            for name, tensors in groups.items():
-                for tensor, old in zip(tensors, saved[name], strict=True):
-                    tensor.copy_(old)
+            for group in changes:
+                self._source.shift_weights(group, 0.0)
 
-    def _grow(self, name: str, group: Sequence[_Change], samples: Sequence[TrainSample]) -> None:
-        """Change a group, each time more, until it shows well."""
+    def _grow(self, group: str, changes: dict[str, float], samples: Sequence[TrainSample]) -> None:
+        """Move a group, each time further, until it shows well."""
         assert self.noise is not None
         before = self._source.score(samples)
-        scale = 0.0
         for growth in range(_MAX_GROWTHS):
-            larger = _FIRST_SCALE * _GROWTH**growth
-            _move(group, larger - scale)
-            scale = larger
-            for change in group:
-                change.scale = scale
+            changes[group] = _FIRST_SCALE * _GROWTH**growth
+            self._source.shift_weights(group, changes[group])
             if _largest(before, self._source.score(samples)) >= 2 * CANARY_FACTOR * self.noise:
                 return
         raise EngineError(
-            f"no change of {name} shows in logprobs by {CANARY_FACTOR:.0f} times the engine's noise ({self.noise:.1e}), so "
+            f"no change of {group} shows in logprobs by {CANARY_FACTOR:.0f} times the engine's noise ({self.noise:.1e}), so "
             "a sync could not be verified; is the parameter used at all?"
         )
 
-    def _effects(self, changes: Mapping[str, list[_Change]], samples: Sequence[TrainSample]) -> dict[str, float]:
+    def _effects(self, changes: Mapping[str, float], samples: Sequence[TrainSample]) -> dict[str, float]:
         """Return for each group how much logprobs would differ if just that group had kept its old values."""
         now = self._source.score(samples)
-        return {name: _largest(now, self._without(changes[name], samples)) for name in changes}
+        return {group: _largest(now, self._without(group, changes, samples)) for group in changes}
 
-    def _without(self, group: list[_Change], samples: Sequence[TrainSample]) -> list[Floats]:
+    def _without(self, group: str, changes: Mapping[str, float], samples: Sequence[TrainSample]) -> list[Floats]:
         """Return the trainer's logprobs with one group at its old values."""
-        scale = group[0].scale
-        _move(group, -scale)
+        self._source.shift_weights(group, 0.0)
         try:
             return self._source.score(samples)
         finally:
-            _move(group, scale)
+            self._source.shift_weights(group, changes[group])
 
-    def _verdict(self, who: str, changes: Mapping[str, list[_Change]], seen: Sequence[TrainSample], canary: float) -> str:
+    def _verdict(self, who: str, changes: Mapping[str, float], seen: Sequence[TrainSample], canary: float) -> str:
         """Say which group explains what the engine answered."""
         engine = [_logprobs(s) for s in seen]
         assert self.noise is not None
-        left = {name: _largest(engine, self._without(group, seen)) for name, group in changes.items()}
+        left = {name: _largest(engine, self._without(name, changes, seen)) for name in changes}
         name = min(left, key=left.__getitem__)
         if left[name] <= canary / 4:
             return (
@@ -350,38 +342,6 @@ class WeightSync:
             f"{who} says that it took the new weights, and its logprobs differ from theirs by {canary:.1e} where "
             f"{self.noise:.1e} is its noise; several groups of parameters did not arrive; use another way to sync weights"
         )
-
-
-@dataclass(slots=True)
-class _Change:
-    """A parameter, the direction it is moved in, and how far it was."""
-
-    tensor: Tensor
-    direction: Tensor
-    scale: float = 0.0
-
-
-def _move(group: Sequence[_Change], by: float) -> None:
-    for change in group:
-        change.tensor.add_(change.direction, alpha=by)
-
-
-def _groups(weights: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return name with layer numbers as `*` -> tensors; a tied tensor counts under its first name."""
-    groups: dict[str, list[Tensor]] = {}
-    seen: set[int] = set()
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            groups.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(tensor)
-    return groups
-
-
-def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return noise of the size of the parameter's own values; of size one where they are all zero, as biases are."""
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
-    size = tensor.float().square().mean().sqrt().item()
-    return noise * (size or 1.0)
 
 
 def _logprobs(sample: TrainSample) -> Floats:

@@ -65,11 +65,7 @@ def test_a_kill_while_one_is_written_leaves_the_one_before_it(tmp_path: Path):
     script = """
 import sys, time
 from pathlib import Path
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.checkpoint import Checkpoints, Saver
-from polyturn.training.optim import OptimSettings
-from polyturn.training.policy import local_policy
-from support.states import stored
 saver = Saver(Checkpoints(Path(sys.argv[1])))
 saver.save(1, {"step": 1}, export=lambda folder: folder.mkdir())
 saver.wait()
@@ -96,18 +92,14 @@ import os, sys, signal
 from pathlib import Path
 from torch.distributed.checkpoint import FileSystemWriter
 from polyturn.testing.tiny_models import tiny_model
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.checkpoint import Checkpoints, Saver
-from polyturn.training.optim import OptimSettings
-from polyturn.training.policy import local_policy
-from support.states import stored
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 policy = local_policy(tiny_model(48), optim=OptimSettings())
 saver = Saver(Checkpoints(Path(sys.argv[1])))
 saver.save(1, {"step": 1}, export=Path.mkdir, stored={"policy": policy})
 saver.wait()
-def killed(self, *arguments):
+def killed(self, *arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 FileSystemWriter.finish = killed
 saver.save(2, {"step": 2}, export=Path.mkdir, stored={"policy": policy})

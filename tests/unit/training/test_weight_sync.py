@@ -12,7 +12,8 @@ from polyturn.engines.pool import EnginePool
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
-from polyturn.training.weight_sync import WeightSync, _groups
+from polyturn.training.weight_shifts import groups_of
+from polyturn.training.weight_sync import WeightSync
 
 VOCAB = 64
 SMALL = {"vocab_size": VOCAB, "num_prompts": 2, "num_tokens": 16}
@@ -49,8 +50,7 @@ class Leaky:
         return getattr(self._engine, name)
 
     async def update_weights(self, version, *, weights=None):
-        groups = _groups(weights)
-        kept = {t.data_ptr() for t in groups.get(self._keeps, [])}
+        kept = {weights[name].data_ptr() for name in groups_of(weights).get(self._keeps, [])}
         await self._engine.update_weights(
             version, weights={name: value for name, value in weights.items() if value.data_ptr() not in kept}
         )
@@ -71,7 +71,7 @@ async def test_an_engine_that_takes_everything_passes_and_ends_with_the_true_wei
 @pytest.mark.parametrize("tied", [True, False])
 async def test_each_group_that_does_not_arrive_is_named(tied):
     policy = make_policy(tied=tied)
-    for name in _groups(policy.weights()):
+    for name in policy.weight_groups():
         with pytest.raises(EngineError, match=name.replace(".", r"\.").replace("*", r"\*")):
             await WeightSync(Leaky(policy, keeps=name), policy, **SMALL).start(0)
 

@@ -3,6 +3,7 @@
 python two_ranks.py TP OUT     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set     rank 0 writes OUT (JSON)
 """
 
+import asyncio
 import copy
 import dataclasses
 import datetime
@@ -27,6 +28,7 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import PolyturnError
 from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.testing.tiny_models import tiny_model
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
@@ -42,6 +44,8 @@ from polyturn.training.process_group import GroupTeam, follow
 from polyturn.training.rank_group import RankWorker, assign
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.shards import inside, local_part
+from polyturn.training.weight_shifts import groups_of
+from polyturn.training.weight_sync import WeightSync
 from support.states import stored, tensors_in
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
@@ -109,6 +113,11 @@ def state_of(made):
     return dict(tensors_in(stored_by_all(made)))
 
 
+def trained_of(made):
+    """Return what training changes as whole tensors on rank 0, None on others."""
+    return made.backend.gathered(list(made.backend.kinds(False)), False)
+
+
 def hand_over(one, other):
     """Let `other` go on from what `one` saves."""
     other.load(stored_by_all(one))
@@ -173,11 +182,11 @@ def compare(tp):
     # A loss that is not finite on one rank alone.
     samples = samples_of(7, 2 * rows)
     bad = samples[0].replace(advantages=np.full(len(samples[0]), np.nan, np.float32))
-    before = many.backend.whole_weights()
+    before = trained_of(many)
     share = [bad if i == 0 else samples[i] for i in range(len(samples)) if i % rows == row]
     many.forward_backward(share, coefs=[np.full(len(s), 0.1, np.float32) for s in share])
     found["skipped"] = many.optim_step()["loss/skipped_steps"].value
-    after = many.backend.whole_weights()
+    after = trained_of(many)
     if dist.get_rank() == 0:
         found["skipped_changed"] = same_parts(before, after)
     # Then a gradient that is not, on one rank alone, while the loss is: one bad step more than are skipped.
@@ -266,8 +275,8 @@ def compare_bfloat16():
     many.forward_backward([samples[rank]], coefs=[coefs[rank]])
     for made in (one, many):
         made.optim_step()
-    whole = many.backend.whole_weights()
-    found = {"policy": same_parts(one.backend.model.state_dict(), whole) if rank == 0 else None}
+    whole = trained_of(many)
+    found = {"policy": same_parts(one.backend.network.tensors(), whole) if rank == 0 else None}
     # The critic, whose head is float32 on a backbone of bfloat16.
     one = local_critic(copy.deepcopy(start), **options)
     many = sharded_critic(exact_model(layers=1).bfloat16(), make_mesh(CPU), **options)
@@ -319,13 +328,15 @@ def compare_lora(tp):
         found[f"{step}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads)
         norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
         found[f"{step}/norm"] = abs(norms[0] - norms[1])
-    state, weights = state_of(many), many.backend.whole_weights()
+    state, weights = state_of(many), trained_of(many)
     fresh = sharded_policy(copy.deepcopy(model), mesh, **options)
     hand_over(one, fresh)
     found["state"] = same_parts(state_of(one), state)
     found["loaded"] = same_parts(state_of(one), state_of(fresh))
+    merged = many.backend.gathered(list(many.backend.kinds(True)), True)
     if rank == 0:
         found["weights"] = same_parts(adapter_tensors(one.backend.model), weights)
+        found["merged"] = same_parts(merged, one.weights())
     return found
 
 
@@ -503,6 +514,27 @@ def compare_losses():
     return found
 
 
+def shifted(many, samples, own):
+    """Return how far weights are from what they were, once each group was moved so that scores differ, and put back."""
+    before = many.score(samples)
+    assert many.weight_groups() == list(groups_of(own))
+    for group in many.weight_groups():
+        many.shift_weights(group, 0.5)
+        many.shift_weights(group, 1.0)
+        assert largest(zip(before, many.score(samples), strict=True)) > 1e-5, group
+        many.shift_weights(group, 0)
+    return same_parts(own, dict(many.weights()))
+
+
+async def proved(many):
+    """Return what the proof of an engine with weights of its own measured, and how far it is from the ranks afterwards."""
+    engine = EmbeddedEngine(exact_model(7).eval(), num_slots=4)
+    report = await WeightSync(engine, many, vocab_size=VOCAB, num_prompts=1, num_tokens=8).start(3)
+    assert report.num_groups == len(many.weight_groups()) and report.smallest_effect > 4 * report.canary
+    await engine.close()
+    return report.canary, report.noise
+
+
 def compare_leader():
     """Return how far a leader with two ranks and one process differ, from whole batches to the weights after two steps.
 
@@ -537,7 +569,15 @@ def compare_leader():
         norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
         found[f"{name}/norm"] = abs(norms[0] - norms[1]) / norms[0]
         many.backend.gather()
-        found[f"{name}/weights"] = same_parts(one.backend.model.state_dict(), many.weights())
+        found[f"{name}/weights"] = same_parts(one.backend.model.state_dict(), mirror.state_dict())
+    own = one.backend.network.own_tensors()
+    found["streamed"] = same_parts(own, dict(many.weights()))
+    found["shifted"] = shifted(many, samples_of(3, 2), own)
+    found["canary"], found["noise"] = asyncio.run(proved(many))
+    folder = stored(many, Path(sys.argv[1]).parent / "of-the-leader")
+    found["exported"] = same_parts(own, dict(tensors_in(folder, "model/")))
+    many.load(folder)
+    found["resumed"] = same_parts(own, dict(many.weights()))
     many.close()
     return found
 

@@ -1,0 +1,83 @@
+"""What test_streamed_weights.py runs on each of two ranks: 250 MB of weights on their way into a folder, and its cost.
+
+python streaming_ranks.py OUT     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set     OUT/<rank>.json
+"""
+
+import ctypes
+import datetime
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from polyturn.engines.weight_files import WeightFolder
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.training.fsdp import Sharded, make_mesh
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import policy_backend
+from polyturn.training.process_group import GroupTeam, follow
+from polyturn.training.rank_group import RankWorker
+from polyturn.training.ranked import RankedBackend
+
+BUCKET = 16 * 2**20
+CPU = torch.device("cpu")
+
+
+def make_model():
+    return tiny_model(512, hidden=512, layers=18, heads=8, kv_heads=8)
+
+
+def bytes_of(field):
+    """Return what the system says of this process: VmRSS, what it has in memory now, or VmHWM, the most it had."""
+    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+class Measured(RankWorker):
+    """Notes the most memory that gathering took above what was there."""
+
+    before = most = 0
+
+    def run(self, command, share):
+        if command == "policy.kinds":
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # the most starts again from here
+            self.before = bytes_of("VmRSS")
+        return super().run(command, share)
+
+
+def main(out):
+    def make(spec, held):
+        return policy_backend(make_model(), placement=Sharded(make_mesh(CPU), CPU), optim=OptimSettings())
+
+    rank = Measured({"policy": make})
+    number, found = dist.get_rank(), {}
+    if number:
+        follow(rank)
+    else:
+        team = GroupTeam(rank, tensor_parallel=1)
+        backend = RankedBackend(team, "policy", bucket_bytes=BUCKET)
+        (out / "config").mkdir()
+        (out / "config" / "config.json").write_text("{}")
+        with WeightFolder(out / "config", root=out) as files:
+            streamed = backend.weights()
+            found["bytes"] = sum(kind.nbytes for kind in streamed.kinds.values())
+            written = files.write(streamed)
+            found["most"] = bytes_of("VmHWM") - rank.before
+            whole = dict(make_model().named_parameters())
+            found["is_same"] = all(torch.equal(whole[name], tensor) for name, tensor in written.items())
+            found["num_files"] = len(list(written.folder.glob("*.safetensors")))
+            found["num_tensors"] = len(written) - len(whole)
+        backend.close()
+    found.setdefault("most", bytes_of("VmHWM") - rank.before)
+    (out / f"{number}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    main(Path(sys.argv[1]))
