@@ -179,7 +179,35 @@ class Scheduler(Protocol):
         ...
 
 
-class Policy(Protocol):
+class Stored(Protocol):
+    """A part of a run whose state is written and read in shards, by all of its ranks."""
+
+    def save(self, folder: Path) -> None:
+        """Begin to write it into `folder`, from a copy that no step changes.
+
+        Raises:
+            CheckpointError: a rank is gone, and its shards with it.
+        """
+        ...
+
+    def is_saved(self) -> bool:
+        """Return whether that is done by all.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, there with any number of ranks.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another model.
+        """
+        ...
+
+
+class Policy(Stored, Protocol):
     """The trainer's side of the model: parameters and gradients."""
 
     train_seconds: float
@@ -195,18 +223,6 @@ class Policy(Protocol):
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient, and clear it."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Begin to write parameters, optimizer and schedule into `folder`, from a copy."""
-        ...
-
-    def is_saved(self) -> bool:
-        """Return whether that is written; raise CheckpointError if it could not be."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polyturn.core.arrays import Floats
 from polyturn.core.metrics import Metrics
-from polyturn.core.protocols import PassResult
+from polyturn.core.protocols import PassResult, Stored
 from polyturn.core.registry import Registry
 from polyturn.core.sample import TrainSample
 
@@ -52,8 +52,13 @@ backends: Registry[Any] = Registry("backends")
 `check(config, degrees)` refuses a model's config that it cannot split."""
 
 
-class Backend(Protocol):
-    """A network with its optimizer. On the ranks of a group every call is collective: all make it, in the same order."""
+class Backend(Stored, Protocol):
+    """A network with its optimizer. On the ranks of a group every call is collective: all make it, in the same order.
+
+    Checkpoints are written by `torch.distributed.checkpoint`: `model/NAME` by the names of the Hugging Face model, which is
+    what exports, another number of ranks and another backend read; `reference/NAME`, `masters/NAME` and `moments/KIND/NAME`
+    follow it (`shards.Names`).
+    """
 
     @property
     def step_count(self) -> int:
@@ -74,33 +79,6 @@ class Backend(Protocol):
         """Take one optimizer step from the summed gradient on all ranks, or on none, and clear it."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Begin to write this process's part of the state into `folder` by `torch.distributed.checkpoint`, from a copy that
-        no step changes.
-
-        `shards.StoredInShards` does so, and `is_saved` and `load` too, for a backend that says by `state_dict` what there
-        is: a flat dict, name -> live tensor or number, a `DTensor` (or another form that torch's checkpoints know) where
-        ranks hold parts of a tensor. Names begin with `model/`, and then are those of the Hugging Face model, which is what
-        exports, another number of ranks and another backend read; `reference/`, `masters/`, `moments/` follow their form.
-        """
-        ...
-
-    def is_saved(self) -> bool:
-        """Return whether what `save` began is written by all.
-
-        Raises:
-            CheckpointError: it could not be.
-        """
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, there with any number of ranks; each reads its own part, in place.
-
-        Raises:
-            CheckpointError: it is missing, damaged or of another model.
-        """
-        ...
-
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine; streamed where no process holds them whole."""
         ...
@@ -119,3 +97,21 @@ class Backend(Protocol):
     def close(self) -> None:
         """Free what training needed beside the model."""
         ...
+
+
+class OverBackend:
+    """What is computed over a `Backend`, and has its state there."""
+
+    backend: Backend
+
+    def save(self, folder: Path) -> None:
+        """Let the backend begin to write its state."""
+        self.backend.save(folder)
+
+    def is_saved(self) -> bool:
+        """Return whether the backend has written it."""
+        return self.backend.is_saved()
+
+    def load(self, folder: Path) -> None:
+        """Let the backend continue from what it wrote."""
+        self.backend.load(folder)

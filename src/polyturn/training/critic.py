@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
-from polyturn.training.backend import Backend
+from polyturn.training.backend import Backend, OverBackend
 from polyturn.training.loss_terms import Terms
 from polyturn.training.modality_encoders import touching
 from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
@@ -46,7 +45,7 @@ _NAMES = {
 """What a backend calls its metrics -> what they are called of a critic."""
 
 
-class Critic:
+class Critic(OverBackend):
     """A value function that is trained, over whichever `Backend` holds its parameters."""
 
     def __init__(self, backend: Backend, *, settings: CriticSettings | None = None) -> None:
@@ -83,26 +82,6 @@ class Critic:
             TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
         """
         return _renamed(self.backend.optim_step())
-
-    def save(self, folder: Path) -> None:
-        """Begin to write the parameters and the optimizer into `folder`, from a copy."""
-        self.backend.save(folder)
-
-    def is_saved(self) -> bool:
-        """Return whether what `save` began is written.
-
-        Raises:
-            CheckpointError: it could not be.
-        """
-        return self.backend.is_saved()
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote.
-
-        Raises:
-            CheckpointError: the state is of another model.
-        """
-        self.backend.load(folder)
 
 
 def local_critic(model: PreTrainedModel, *, settings: CriticSettings | None = None, **options: Any) -> Critic:

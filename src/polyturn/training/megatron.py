@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,6 @@ class Megatron:
         self._degrees = degrees
         self._device = device
         self._start = start
-        self._network: MegatronNetwork | None = None
 
     @classmethod
     def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Megatron:
@@ -83,17 +81,23 @@ class Megatron:
         if is_copy and self._start is not None:
             network.backbone.load_state_dict(self._start)
             return network
-        whole = None
-        if dist.get_rank() == 0:
-            source = load_model(str(model.name_or_path), dtype=model.dtype) if is_unread(model) else model
-            whole = source.state_dict()
-        network.backbone.load_state_dict(network.names.scatter(whole))
+        source = model
+        if is_unread(model) and dist.get_rank() == 0:
+            source = load_model(str(model.name_or_path), dtype=model.dtype)
+        own, whole = network.own_tensors(), source.state_dict()
+        for name, kind in network.names.kinds(own).items():
+            if dist.get_rank() == 0:
+                tensor = whole[name].to("cpu", kind.dtype).contiguous()
+            else:
+                tensor = torch.empty(kind.shape, dtype=kind.dtype)
+            dist.broadcast(tensor, src=0)
+            network.names.take(own, {name: tensor})
         return network
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
         """Return what updates this rank's part."""
         assert isinstance(network, MegatronNetwork)
-        self._network, self._start = network, None
+        self._start = None
         return MegatronOptimizer(network, settings)
 
     def freeze(self, network: Network, *, is_copy: bool) -> None:
@@ -113,59 +117,6 @@ class Megatron:
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Adapters are refused before."""
         raise NotImplementedError
-
-    def whole(self, state: Any) -> Any:
-        """Return whole tensors under Hugging Face's names on rank 0, as one process would write them; None elsewhere."""
-        assert self._network is not None
-        gather = self._network.names.gather
-        if "optimizer" not in state:
-            return gather(state)
-        found: dict[str, Any] = {name: gather(state[name]) for name in ("model", "reference") if name in state}
-        adamw, masters = state["optimizer"]["adamw"], state["optimizer"]["masters"]
-        own, whole = self._network.own_order, self._network.whole_order
-        moments = {kind: gather({own.names[i]: v[kind] for i, v in adamw["state"].items()}) for kind in _kinds(adamw)}
-        masters = {name: tensor for name, tensor in gather(masters).items() if name in whole.names} if masters else {}
-        return found | {"optimizer": {**state["optimizer"], "adamw": whole.state(adamw, moments), "masters": masters}}
-
-    def spread(self, state: Any) -> Any:
-        """Return this rank's part of the state that rank 0 gives.
-
-        Raises:
-            CheckpointError: on every rank, where it is of another model.
-        """
-        assert self._network is not None
-        scatter, whole = self._network.names.scatter, self._network.whole_order
-        rest = None if state is None else {name: value for name, value in state.items() if name != "model"}
-        said: list[Any] = [_without_tensors(rest)]
-        dist.broadcast_object_list(said, src=0)
-        (plain,) = said
-        networks = ("model", "reference") if "reference" in plain else ("model",)
-        found: dict[str, Any] = {name: scatter(state and state[name]) for name in networks}
-        if "optimizer" not in plain:
-            return found
-        given: Any = state and state["optimizer"]
-        adamw = plain["optimizer"]["adamw"]
-        moments = {
-            kind: scatter(given and {name: given["adamw"]["state"][i][kind] for i, name in enumerate(whole.names)})
-            for kind in _kinds(adamw)
-        }
-        masters = scatter(given and given["masters"]) if plain["optimizer"].get("masters") else {}
-        own = self._network.own_order.state(adamw, moments)
-        return found | {"optimizer": {**plain["optimizer"], "adamw": own, "masters": masters}}
-
-
-def _kinds(adamw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the moments that the state of AdamW has, which are none before the first step."""
-    return ("exp_avg", "exp_avg_sq") if adamw["state"] else ()
-
-
-def _without_tensors(value: Any) -> Any:
-    """Return nested dicts and lists with None for each tensor of more than one number."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu() if value.ndim == 0 else None
-    if isinstance(value, Mapping):
-        return {k: _without_tensors(v) for k, v in value.items()}
-    return [_without_tensors(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _make_groups(degrees: Degrees, *, has_experts: bool, device: torch.device) -> None:

@@ -33,7 +33,7 @@ from polyturn.core.metrics import Mean, Metrics
 from polyturn.engines.routers import LIVE
 from polyturn.training.backend import Degrees
 from polyturn.training.forward import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, TargetScores
-from polyturn.training.megatron_weights import ParameterOrder, ShardedNames, is_sparse
+from polyturn.training.megatron_weights import ShardedNames, is_sparse
 from polyturn.training.network import Network
 
 
@@ -173,6 +173,8 @@ def _drop_empty(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 class MegatronNetwork(Network):
     """A causal language model in megatron-core's form that gives log-probabilities, on every rank of a row."""
 
+    names: ShardedNames
+
     def __init__(self, model: PreTrainedModel, degrees: Degrees, device: torch.device, *, replays: bool) -> None:
         """Make this rank's part of `model`, without its weights; `replays` lets routers follow the engine's."""
         super().__init__()
@@ -188,13 +190,12 @@ class MegatronNetwork(Network):
         first_layer = self.backbone.decoder.layers[0].layer_number - 1  # type: ignore[index,union-attr]
         num_experts = config.num_experts // degrees.expert_parallel if config.model_type == "qwen3_moe" else 0
         self.names = ShardedNames(
-            config,
+            model,
             dict(self.backbone.named_parameters()),
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             first_layer=first_layer,
             first_expert=parallel_state.get_expert_model_parallel_rank() * num_experts,
         )
-        self.own_order, self.whole_order = ParameterOrder(self.backbone), ParameterOrder(model)
         self._routers = [layer.mlp.router for layer in self.backbone.decoder.layers if hasattr(layer.mlp, "router")]  # type: ignore[union-attr]
         self._first_router = sum(is_sparse(config, layer) for layer in range(first_layer))
         self._replays = replays
@@ -203,10 +204,6 @@ class MegatronNetwork(Network):
     def saved(self) -> nn.Module:
         """megatron-core's model, under its own names."""
         return self.backbone
-
-    def tensors(self) -> dict[str, Any]:
-        """Return name -> live parameter."""
-        return dict(self.backbone.named_parameters())
 
     def try_out(self, *, packs: bool) -> str | None:
         """Return why it cannot be packed."""

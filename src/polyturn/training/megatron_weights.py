@@ -1,26 +1,29 @@
-"""Weights under Hugging Face's names and under megatron-core's, and their way between rank 0 and the ranks that hold them.
+"""Weights under Hugging Face's names and under megatron-core's, and the way between whole ones and what ranks hold of them.
 
     q_proj, k_proj, v_proj      linear_qkv     of each group of heads its queries, its key and its value, over the ranks
     gate_proj, up_proj          linear_fc1     of each rank its rows of both
     experts.gate_up_proj[e]     local_experts.e.linear_fc1       on the rank that holds the expert, whole
 
 What is true of a weight is true of its gradient, its master and its moments, so all of them go the same way, one tensor at
-a time: no rank but the first ever holds a whole model. Layers and experts are counted over the whole model here.
+a time. Layers and experts are counted over the whole model here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.core.errors import ConfigError
+from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.backend import Degrees
+from polyturn.training.shards import Names, stored_tensors
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 """The model types whose weights have a place in megatron-core's model here."""
@@ -135,202 +138,162 @@ def _layer(config: PreTrainedConfig, layer: int) -> Iterator[Entry]:
         yield Entry(f"{expert}.linear_fc2.weight", (f"{theirs}.mlp.experts.down_proj",), expert=e)
 
 
-def cut(entry: Entry, tensors: Sequence[Tensor], *, num_parts: int, num_groups: int) -> list[Tensor]:
-    """Return the parts of a weight that ranks hold, from the tensors of its sources.
+def region(entry: Entry, whole: Tensor, *, part: int, num_parts: int, num_groups: int) -> Tensor:
+    """Return of a whole tensor, one of the sources of a weight, what one part of the weight holds, as a view.
 
     Args:
         entry: The weight.
-        tensors: One for each source.
-        num_parts: Ranks that share it.
+        whole: The tensor; or one number for it, which every part has.
+        part: Which part.
+        num_parts: How many ranks share the weight.
         num_groups: Of heads that have one key and value.
     """
-    if entry.layout == "whole":
-        return [tensors[0]]
-    if entry.layout == "gate_up":
-        gates, ups = (tensor.chunk(num_parts) for tensor in tensors)
-        return [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+    if whole.ndim == 0 or (entry.expert is None and entry.layout == "whole"):
+        return whole
+    if entry.expert is not None:
+        return whole[entry.expert]
     if entry.layout == "qkv":
-        tensors = [torch.cat([t.unflatten(0, (num_groups, -1)) for t in tensors], dim=1).flatten(0, 1)]
-    return list(tensors[0].chunk(num_parts, dim=1 if entry.layout == "columns" else 0))
+        whole = whole.unflatten(0, (num_groups, -1))
+    return whole.chunk(num_parts, dim=1 if entry.layout == "columns" else 0)[part]
 
 
-def join(entry: Entry, parts: Sequence[Tensor], *, num_groups: int, head_dim: int) -> list[Tensor]:
-    """Return the tensors of a weight's sources from its parts: the inverse of `cut`."""
+def pieces(entry: Entry, held: Tensor, *, num_groups: int, head_dim: int) -> Sequence[Tensor]:
+    """Return of a part of a weight what is of each of its sources, as views, each of the shape of its `region`.
+
+    Args:
+        entry: The weight.
+        held: The part; or one number for it.
+        num_groups: Of heads in this part that have one key and value.
+        head_dim: The size of a head.
+    """
+    if held.ndim == 0:
+        return [held] * len(entry.sources)
     if entry.layout == "gate_up":
-        halves = [part.chunk(2) for part in parts]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    whole = torch.cat(list(parts), dim=1 if entry.layout == "columns" else 0)
-    if entry.layout != "qkv":
-        return [whole]
-    grouped = whole.unflatten(0, (num_groups, -1))
-    queries = grouped.shape[1] - 2 * head_dim
-    return [t.flatten(0, 1) for t in grouped.split([queries, head_dim, head_dim], dim=1)]
+        return held.chunk(2)
+    if entry.layout == "qkv":
+        grouped = held.unflatten(0, (num_groups, -1))
+        return grouped.split([grouped.shape[1] - 2 * head_dim, head_dim, head_dim], dim=1)
+    return [held]
 
 
-class HeldPart(NamedTuple):
-    """What a rank holds of a weight."""
-
-    part: int
-    shape: tuple[int, ...]
-
-
-class ShardedNames:
-    """Who holds what of one model; every method is collective."""
+class ShardedNames(Names):
+    """Who holds what of one model, by Hugging Face's names."""
 
     def __init__(
-        self, config: PreTrainedConfig, own: Mapping[str, Tensor], *, tensor_rank: int, first_layer: int, first_expert: int
+        self, model: PreTrainedModel, own: Iterable[str], *, tensor_rank: int, first_layer: int, first_expert: int
     ) -> None:
-        """Tell all ranks what this one holds.
+        """Tell all ranks what this one holds; the call is collective.
 
         Args:
-            config: Of the Hugging Face model.
-            own: Name -> tensor of this rank's part of the model, layers and experts counted from 0 on every rank.
+            model: The Hugging Face model, for names and shapes.
+            own: The names of this rank's part of megatron-core's, layers and experts counted from 0 on every rank.
             tensor_rank: This rank's place among those that share layers.
             first_layer: The layer that it counts as 0.
             first_expert: The expert that it counts as 0.
         """
-        self._config = config
+        config = model.config
         self._groups = config.num_key_value_heads
         self._head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-        held = {}
+        self._tied: tuple[str, ...] = ()
+        if config.tie_word_embeddings:
+            self._tied = ("embedding.word_embeddings.weight", "output_layer.weight")
         self._local = {_counted(name, first_layer, first_expert): name for name in own}
-        self._entries = {entry.name: entry for entry in entries(config)}
-        for name, local in self._local.items():
-            part = 0 if self._entries[name].layout == "whole" else tensor_rank
-            held[name] = HeldPart(part, tuple(own[local].shape))
-        self._held: list[dict[str, HeldPart]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(self._held, held)
+        known = {entry.name: entry for entry in entries(config)}
+        self._entry_of = {local: known[name] for name, local in self._local.items()}
+        self._places: dict[str, list[tuple[Entry, int]]] = {}
+        """Hugging Face's name -> the weights that the tensor is part of, and which of their sources it is."""
+        for entry in known.values():
+            for number, source in enumerate(entry.sources):
+                self._places.setdefault(source, []).append((entry, number))
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters() if name in self._places}
+        self._held: list[dict[str, int]] = [{}] * dist.get_world_size()
+        """For each rank: weight -> the part of it that this rank holds."""
+        self._own = {entry.name: 0 if entry.layout == "whole" else tensor_rank for entry in self._entry_of.values()}
+        dist.all_gather_object(self._held, self._own)
+        self._owners: dict[str, dict[int, int]] = {}
+        """Weight -> part -> the first rank that holds it."""
+        for rank, held in enumerate(self._held):
+            for name, part in held.items():
+                self._owners.setdefault(name, {}).setdefault(part, rank)
 
     def copies(self) -> dict[str, int]:
         """Return for each tensor of this rank how many ranks hold the same; one that is tied counts for both names."""
         counts = {}
-        tied = {"output_layer.weight", "embedding.word_embeddings.weight"} if self._config.tie_word_embeddings else set()
-        for name, local in self._local.items():
-            part = self._held[dist.get_rank()][name].part
-            names = tied if name in tied else {name}
-            counts[local] = sum(held[n].part == part for held in self._held for n in names if n in held)
+        for local, entry in self._entry_of.items():
+            part, names = self._own[entry.name], self._tied if entry.name in self._tied else (entry.name,)
+            counts[local] = sum(held.get(name) == part for held in self._held for name in names)
         return counts
 
-    def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """Return Hugging Face's name -> whole tensor on the CPU on rank 0, and name -> None elsewhere.
+    def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
+        """Return name -> shape and dtype of the whole, over all ranks."""
+        like = next(iter(tensors.values()), None)
+        if like is None:
+            return {}
+        return {name: TensorKind(shape if like.ndim else (), like.dtype) for name, shape in self._shapes.items()}
 
-        Args:
-            own: This rank's parts, by the names given at construction; one that is missing counts as 0.
-        """
-        rank, whole = dist.get_rank(), dict[str, Tensor | None]()
-        dtype = next(iter(own.values())).dtype
-        for entry in self._entries.values():
-            owners = self._owners(entry.name)
-            if not owners or (entry.name == "output_layer.weight" and self._config.tie_word_embeddings):
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Return of which tensors a weight is made."""
+        return self._entry_of[name].sources
+
+    def whole(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
+        """Return a whole tensor on the CPU on rank 0, and None elsewhere."""
+        like, rank = next(iter(tensors.values())), dist.get_rank()
+        whole = torch.empty(self._shapes[name] if like.ndim else (), dtype=like.dtype) if rank == 0 else None
+        for entry, number in self._places[name] if like.ndim else self._places[name][:1]:
+            if entry.name in self._tied[1:]:  # the embedding is the same
                 continue
-            parts = [self._bring(own, entry.name, source, dtype) for source in owners]
-            if rank != 0:
-                whole |= dict.fromkeys(entry.sources)
-                continue
-            found = join(entry, [p for p in parts if p is not None], num_groups=self._groups, head_dim=self._head_dim)
-            for name, tensor in zip(entry.sources, found, strict=True):
-                if entry.expert is None:
-                    whole[name] = tensor.clone()
-                    continue
-                experts = whole.setdefault(name, tensor.new_empty(self._config.num_experts, *tensor.shape))
-                assert experts is not None
-                experts[entry.expert] = tensor
-        if self._config.tie_word_embeddings:
-            whole[TIED[0]] = whole[TIED[1]]
+            for part, owner in sorted(self._owners[entry.name].items()):
+                piece = None
+                if rank == owner:
+                    piece = self._piece(entry, number, tensors).detach().to("cpu").contiguous()
+                if whole is not None:
+                    there = self._region(entry, whole, part)
+                    if piece is None:
+                        piece = torch.empty(there.shape, dtype=there.dtype)
+                        dist.recv(piece, src=owner)
+                    there.copy_(piece)
+                elif piece is not None:
+                    dist.send(piece, dst=0)
         return whole
 
-    def scatter(self, whole: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return this rank's parts of what rank 0 gives, on the CPU, by the names given at construction.
+    def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on rank 0, which writes all of them, and nothing elsewhere."""
+        found = {name: self.whole(tensors, name) for name in self.kinds(tensors)}
+        return {name: whole for name, whole in found.items() if whole is not None}
 
-        Raises:
-            CheckpointError: on every rank, where `whole` is of another model.
-        """
-        rank, own = dist.get_rank(), dict[str, Tensor]()
-        said: list[Any] = [None if whole is None else self._problem(whole), whole and next(iter(whole.values())).dtype]
-        dist.broadcast_object_list(said, src=0)
-        problem, dtype = said
-        if problem is not None:
-            raise CheckpointError(problem)
-        for entry in self._entries.values():
-            num_parts, parts = len(self._owners(entry.name)), list[Tensor]()
-            if whole is not None and num_parts:
-                given = [whole[name] if entry.expert is None else whole[name][entry.expert] for name in entry.sources]
-                parts = cut(entry, given, num_parts=num_parts, num_groups=self._groups)
-            for holder, held in enumerate(self._held):
-                place = held.get(entry.name)
-                if place is None or rank not in (0, holder):
-                    continue
-                if whole is not None:
-                    part = parts[place.part].detach().to("cpu").contiguous()
-                    if holder != 0:
-                        dist.send(part, dst=holder)
-                        continue
-                    part = part.clone()
-                else:
-                    part = torch.empty(place.shape, dtype=dtype)
-                    dist.recv(part, src=0)
-                own[self._local[entry.name]] = part
-        return own
+    def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
+        """Fill this rank's parts, by reading the tensors that they are of, a bucket at a time."""
+        for prefix, tensors in sections.items():
+            if tensors:
+                self.take(tensors, stored_tensors(folder, prefix=prefix))
 
-    def _owners(self, name: str) -> list[int]:
-        """Return for each part of a weight the first rank that holds it; [] where none of them needs it."""
-        first: dict[int, int] = {}
-        for rank, held in enumerate(self._held):
-            if name in held:
-                first.setdefault(held[name].part, rank)
-        return [first[part] for part in sorted(first)]
+    def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Write this rank's parts of whole `weights` into live tensors; of tied ones one name is enough."""
+        for name in weights:
+            for entry, number in self._places.get(name, ()):
+                if entry.name in self._own:
+                    there = self._region(entry, weights[name], self._own[entry.name])
+                    self._piece(entry, number, tensors).copy_(there)
 
-    def _bring(self, own: Mapping[str, Tensor], name: str, source: int, dtype: torch.dtype) -> Tensor | None:
-        """Return rank 0's copy of what `source` holds; None on other ranks."""
-        rank, shape = dist.get_rank(), self._held[source][name].shape
-        if rank == source:
-            found = own.get(self._local[name])
-            part = torch.zeros(shape, dtype=dtype) if found is None else found.detach().to("cpu").contiguous()
-            if rank != 0:
-                dist.send(part, dst=0)
-            return part
-        if rank != 0:
-            return None
-        part = torch.empty(shape, dtype=dtype)
-        dist.recv(part, src=source)
-        return part
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Hashable, Tensor]]:
+        """Return name -> place in the whole -> what this rank holds there, live; replicas have one place."""
+        found: dict[str, dict[Hashable, Tensor]] = {}
+        for name, places in self._places.items():
+            for entry, number in places:
+                if entry.name in self._own:
+                    place = (entry.expert, self._own[entry.name])
+                    found.setdefault(name, {})[place] = self._piece(entry, number, tensors)
+        return found
 
-    def _problem(self, whole: Mapping[str, Tensor]) -> str | None:
-        """Return the sentence for weights of another model."""
-        used = {name: entry for entry in self._entries.values() for name in entry.sources if self._owners(entry.name)}
-        if lacking := sorted(used.keys() - whole.keys()):
-            return f"the checkpoint is of another model: it lacks {lacking[:3]}"
-        for name, entry in used.items():
-            held = self._held[self._owners(entry.name)[0]][entry.name].shape
-            columns = held[-1] * (len(self._owners(entry.name)) if entry.layout == "columns" else 1)
-            if len(held) > 1 and whole[name].shape[-1] != columns:
-                return (
-                    f"the checkpoint is of another model: its {name} has the shape {tuple(whole[name].shape)}, and this "
-                    f"model's has {columns} columns"
-                )
-        return None
+    def _region(self, entry: Entry, whole: Tensor, part: int) -> Tensor:
+        """Return of a whole tensor what a part of a weight holds."""
+        num_parts = len(self._owners[entry.name])
+        return region(entry, whole, part=part, num_parts=num_parts, num_groups=self._groups)
 
-
-class ParameterOrder:
-    """The numbers that an optimizer's state gives to parameters: matrices first, then vectors (`Optimizer`)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = list(model.named_parameters())
-        matrices = [name for name, parameter in named if parameter.ndim > 1]
-        vectors = [name for name, parameter in named if parameter.ndim <= 1]
-        self.names, self._counts = [*matrices, *vectors], (len(matrices), len(vectors))
-
-    def state(self, adamw: Mapping[str, Any], moments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state of AdamW with `moments`, by kind and name, and all else as in `adamw`."""
-        steps = [values["step"] for values in adamw["state"].values()]
-        values = {
-            number: {"step": steps[0].clone(), **{kind: found[name] for kind, found in moments.items()}}
-            for number, name in enumerate(self.names if steps else ())
-        }
-        first, second = self._counts
-        numbers = (list(range(first)), list(range(first, first + second)))
-        groups = [{**group, "params": own} for group, own in zip(adamw["param_groups"], numbers, strict=True)]
-        return {"state": values, "param_groups": groups}
+    def _piece(self, entry: Entry, number: int, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return of this rank's part of a weight what is of one of its sources."""
+        groups = self._groups // len(self._owners[entry.name])
+        return pieces(entry, tensors[self._local[entry.name]], num_groups=groups, head_dim=self._head_dim)[number]
 
 
 def _counted(name: str, first_layer: int, first_expert: int) -> str:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +41,15 @@ from polyturn.training.network import Network, PolicyNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.packed_attention import attending
 from polyturn.training.reference import Scorer
-from polyturn.training.shards import StoredInShards, cut_like, inside, require_same_shapes, whole_tensor
+from polyturn.training.shards import (
+    flat,
+    inside,
+    is_written,
+    read_shards,
+    require_same_shapes,
+    stored_kinds,
+    write_shards,
+)
 from polyturn.training.weight_shifts import WeightShifts, groups_of
 
 Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
@@ -112,7 +122,7 @@ class OneDevice:
         return adapter_replaced(model, tensors)
 
 
-class ModelBackend(StoredInShards):
+class ModelBackend:
     """Trains a network that this process holds, or holds a share of; implements `Backend`."""
 
     def __init__(
@@ -139,7 +149,7 @@ class ModelBackend(StoredInShards):
             reference: What is scored with beside the network; None where there is none.
             is_packing_refused: Whether packing was asked for and `layout` has none, because the model cannot be packed.
         """
-        self.network, self.whose = network.train(), network.whose
+        self.network = network.train()
         self.optimizer = optimizer
         self._objectives = dict(objectives)
         self._placement = placement
@@ -147,7 +157,8 @@ class ModelBackend(StoredInShards):
         self._media = media
         self._reference = reference
         self._is_packing_refused = is_packing_refused
-        self._shifts = WeightShifts(network.own_tensors)
+        self._shifts = WeightShifts()
+        self._writing: Future[Any] | None = None
         parameter = next(network.parameters())
         self._device = placement.device(network)
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -248,71 +259,62 @@ class ModelBackend(StoredInShards):
         self._placement.release(self.network)
         return self.optimizer.step()
 
-    def state_dict(self, wanted: Container[str] | None = None) -> dict[str, Any]:
-        """Return what a checkpoint keeps, live: the parameters (with LoRA those of the adapter), the optimizer's part and,
-        where it belongs to no file, the reference; on a rank its shards."""
-        self._placement.release(self.network)
-        state = _under("model/", self.network.tensors()) | self.optimizer.state_dict(wanted)
-        kept = None if self._reference is None else self._reference.kept()
-        return state | _under("reference/", kept or {})
+    def save(self, folder: Path) -> None:
+        """Begin to write this process's part of the state into `folder`, from a copy; see `Backend.save`."""
+        self._writing = write_shards(self.state_dict(), folder)
 
-    def check_state(self, found: Mapping[str, torch.Size | None], own: Mapping[str, torch.Size]) -> None:
-        """Refuse the state of another model, or one without the reference.
+    def is_saved(self) -> bool:
+        """Return whether what `save` began is written, here and on all ranks.
 
         Raises:
-            CheckpointError: with what differs.
+            CheckpointError: it could not be.
         """
-        theirs = {name: shape for name, shape in found.items() if shape is not None}
-        hint = "; model.lora must be what it was" if has_lora(self.network.saved) else ""
-        require_same_shapes(inside(theirs, "model/"), inside(own, "model/"), whose=self.whose, hint=hint)
-        if (masters := inside(theirs, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
-            raise CheckpointError(
-                f"the {self.whose} keeps float32 copies of {len(masters)} parameters and this model needs {len(needed)}; "
-                "was it written with another model.dtype?"
-            )
-        require_same_shapes(inside(theirs, "moments/"), inside(own, "moments/"), whose=f"{self.whose}'s optimizer")
-        if kept := inside(own, "reference/"):
-            if not (reference := inside(theirs, "reference/")):
-                raise CheckpointError(
-                    "the checkpoint has no reference policy and this run uses one; it was written without KL"
-                )
-            require_same_shapes(reference, kept, whose=f"{self.whose}'s reference")
+        return self._writing is None or is_written(self._writing, whose=self.network.whose)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state whose tensors are read."""
-        self.optimizer.load_state_dict(state)
-        self.optimizer.zero_grad()
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, here or on another number of ranks; every rank must call it.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, of another model, or lacks the reference.
+        """
+        whose, names, clock = self.network.whose, self.network.names, self.optimizer.state_dict()
+        found = stored_kinds(folder, whose=whose)
+        self.optimizer.make_moments(lambda name: all(f"moments/exp_avg/{n}" in found for n in names.sources(name)))
+        sections = self._sections()
+        self._check(found, flat({prefix: names.kinds(tensors) for prefix, tensors in sections.items()}))
+        names.read(sections, folder, whose=whose)
+        read_shards(clock, folder, whose=whose)
+        self.optimizer.load_state_dict(clock)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this process writes into a checkpoint: live tensors, or those that ranks have gathered, and numbers."""
+        sections = self._sections().items()
+        return self.optimizer.state_dict() | flat({p: self.network.names.written(tensors) for p, tensors in sections})
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Begin with these weights, whole, some of the model's or all: each rank takes its part, and so does a reference
         that is a copy of the model."""
-        own, kept = self.network.saved.state_dict(), None if self._reference is None else self._reference.kept()
-        with torch.no_grad():
-            for name, whole in weights.items():
-                for like in (own[name], (kept or {}).get(name)):
-                    if like is not None:
-                        like.copy_(cut_like(whole, like))
+        for tensors in (self.network.saved.state_dict(), self._sections()["reference/"]):
+            self.network.names.take(tensors, weights)
         self.optimizer.take_parameters()
 
     def kinds(self, is_merged: bool) -> dict[str, TensorKind]:
         """Return what `gathered` can gather: the model's own weights, into which an adapter is merged, or what training
         changes."""
-        tensors = self.network.own_tensors() if is_merged else self.network.tensors()
-        return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        return self.network.names.kinds(self.network.own_tensors() if is_merged else self.network.tensors())
 
     def gathered(self, names: Sequence[str], is_merged: bool) -> dict[str, Tensor] | None:
         """Return name -> whole tensor on the CPU on rank 0, and None on the others, which hold one of them at a time."""
         self._placement.release(self.network)
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
         tensors = self.network.own_tensors() if is_merged else self.network.tensors()
-        found = {}
-        with torch.no_grad():
-            for name in names:
-                whole = whole_tensor(tensors[name].detach())
-                if is_merged:
-                    whole = whole_merged(self.network.saved, name, whole)
-                if is_first:
-                    found[name] = whole.cpu()
+        is_adapted, found = is_merged and has_lora(self.network.saved), dict[str, Tensor]()
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        for name in names:
+            whole = self.network.names.whole(tensors, name)
+            if whole is not None and is_adapted:
+                whole = whole_merged(self.network.saved, name, whole)
+            if whole is not None and is_first:
+                found[name] = whole.cpu()
         return found if is_first else None
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -321,12 +323,13 @@ class ModelBackend(StoredInShards):
 
     def weight_groups(self) -> list[str]:
         """Return the groups of parameters that `shift_weights` moves, by the names that `weights` has."""
-        return list(groups_of(self.network.own_tensors()))
+        return list(groups_of(self.kinds(is_merged=True)))
 
     def shift_weights(self, group: str, scale: float) -> None:
         """Move a group of weights to `scale` times some noise of their size from where they were; 0 puts it back."""
         self._placement.release(self.network)
-        self._shifts.shift(group, scale)
+        names = groups_of(self.kinds(is_merged=True))[group]
+        self._shifts.shift(names, self.network.names.parts(self.network.own_tensors()), scale)
 
     def held(self) -> dict[str, Tensor]:
         """Return name -> what this process holds of the model that is trained, live."""
@@ -338,6 +341,34 @@ class ModelBackend(StoredInShards):
         self._reference = None
         self._objectives.clear()
 
+    def _sections(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return what a checkpoint keeps, prefix -> name -> live tensor: the parameters (with LoRA the adapter's), the
+        optimizer's part and, where it belongs to no file, the reference."""
+        self._placement.release(self.network)
+        kept = None if self._reference is None else self._reference.kept()
+        return {"model/": self.network.tensors(), **self.optimizer.sections(), "reference/": kept or {}}
+
+    def _check(self, found: Mapping[str, TensorKind], own: Mapping[str, TensorKind]) -> None:
+        """Refuse the state of another model, or one without the reference.
+
+        Raises:
+            CheckpointError: with what differs.
+        """
+        whose, hint = self.network.whose, "; model.lora must be what it was" if has_lora(self.network.saved) else ""
+        require_same_shapes(inside(found, "model/"), inside(own, "model/"), whose=whose, hint=hint)
+        if (masters := inside(found, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
+            raise CheckpointError(
+                f"the {whose} keeps float32 copies of {len(masters)} parameters and this model needs {len(needed)}; "
+                "was it written with another model.dtype?"
+            )
+        require_same_shapes(inside(found, "moments/"), inside(own, "moments/"), whose=f"{whose}'s optimizer")
+        if kept := inside(own, "reference/"):
+            if not (reference := inside(found, "reference/")):
+                raise CheckpointError(
+                    "the checkpoint has no reference policy and this run uses one; it was written without KL"
+                )
+            require_same_shapes(reference, kept, whose=f"{whose}'s reference")
+
     def _scorer(self, name: str) -> Scorer:
         assert name == REFERENCE, name
         if self._reference is None:
@@ -347,7 +378,3 @@ class ModelBackend(StoredInShards):
     def _cut(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
         """Cut samples into micro-batches, shifted to their targets; which samples, the placement says."""
         return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}

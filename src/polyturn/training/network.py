@@ -23,6 +23,7 @@ from polyturn.training.lora import adapter_tensors, base_weights, has_lora
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import why_not_packed
 from polyturn.training.router_figures import router_figures
+from polyturn.training.shards import Names
 
 
 class Network(nn.Module):
@@ -34,6 +35,8 @@ class Network(nn.Module):
     """The part with decoder layers, which may be split over ranks."""
     encoders: Sequence[nn.Module] = ()
     """What only some ranks would run (`modality_encoders`); empty where one process runs everything."""
+    names = Names()
+    """How its tensors are named and split."""
 
     @property
     def saved(self) -> nn.Module:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum
@@ -23,6 +22,9 @@ from polyturn.training.options import OptimSettings
 from polyturn.training.shards import local_part
 
 logger = logging.getLogger(__name__)
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
 
 
 def lr_factor(step: int, settings: OptimSettings) -> float:
@@ -119,11 +121,11 @@ class Optimizer:
         parameter = self._named[0][1]
         parameter.grad = torch.full_like(parameter, math.nan)
 
-    def _total_norm(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
         """Return the norm of the whole gradient."""
         return torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
 
-    def _clip(self, params: Sequence[nn.Parameter], norm: torch.Tensor) -> None:
+    def _clip(self, params: Sequence[nn.Parameter], norm: Tensor) -> None:
         """Scale the gradient, whose norm is `norm`, down to `max_grad_norm`."""
         assert self.settings.max_grad_norm is not None
         torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, norm)
@@ -155,30 +157,32 @@ class Optimizer:
         for parameter, _ in self._copies:
             parameter.grad = None
 
-    def state_dict(self, wanted: Container[str] | None = None) -> dict[str, Any]:
-        """Return the moments, the masters and the schedule's clock: flat, tensors live.
+    def state_dict(self) -> dict[str, int]:
+        """Return the schedule's clock."""
+        return {"step_count": self.step_count, "skipped": self.skipped_in_a_row}
 
-        Moments come with the first gradient. Where names are `wanted`, there are these moments alone, and what is not there
-        is made now, and is 0.
-        """
-        state: dict[str, Any] = {"step_count": self.step_count, "skipped": self.skipped_in_a_row}
-        state |= {f"masters/{name}": master.data for name, master in self._masters.items()}
-        for name, param in self._named:
-            moments = self._adamw.state[param]
-            if not moments and wanted is not None and f"moments/{name}/exp_avg" in wanted:
-                step = torch.zeros((), dtype=torch.float32, device=local_part(param).device)
-                moments |= {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-            if wanted is None or f"moments/{name}/exp_avg" in wanted:
-                state |= {f"moments/{name}/{kind}": moment.detach() for kind, moment in moments.items()}
-        return state
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from what `state_dict` returned; the settings stay those given at construction."""
+        self.step_count, self.skipped_in_a_row = state["step_count"], state["skipped"]
+        self.zero_grad()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, whose tensors are those of `state_dict`; the settings stay those given at construction."""
+    def sections(self) -> dict[str, dict[str, Tensor]]:
+        """Return masters, and each kind of moments, which come with the first gradient: prefix -> name -> live tensor."""
+        moments = {name: self._adamw.state[param] for name, param in self._named if self._adamw.state.get(param)}
+        return {"masters/": {name: master.detach() for name, master in self._masters.items()}} | {
+            f"moments/{kind}/": {name: values[kind] for name, values in moments.items()} for kind in MOMENTS
+        }
+
+    def make_moments(self, is_wanted: Callable[[str], bool]) -> None:
+        """Let the parameters with a wanted name have moments, which are 0 where they are made now, and no others."""
         for name, param in self._named:
-            if f"moments/{name}/exp_avg" not in state:
+            if not is_wanted(name):
                 self._adamw.state.pop(param, None)
-        self.step_count = int(state["step_count"])
-        self.skipped_in_a_row = int(state["skipped"])
+            elif not self._adamw.state.get(param):
+                step = torch.zeros((), dtype=torch.float32, device=local_part(param).device)
+                self._adamw.state[param] = dict(
+                    zip(MOMENTS, (step, torch.zeros_like(param), torch.zeros_like(param)), strict=True)
+                )
 
     def _non_finite_message(self, norm: float) -> str:
         bad = [n for n, p in self._named if p.grad is not None and not torch.isfinite(p.grad).all()]

@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from numpy.typing import ArrayLike
@@ -34,7 +33,7 @@ from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
-from polyturn.training.backend import OWN, REFERENCE, Backend
+from polyturn.training.backend import OWN, REFERENCE, Backend, OverBackend
 from polyturn.training.lora import has_lora
 from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTerms
 from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
@@ -45,7 +44,7 @@ from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, r
 logger = logging.getLogger(__name__)
 
 
-class ModelPolicy:
+class ModelPolicy(OverBackend):
     """A model that is trained; implements `core.protocols.Policy`."""
 
     def __init__(self, backend: Backend, *, loss: LossSettings | None = None, kl: KlController | None = None) -> None:
@@ -133,31 +132,6 @@ class ModelPolicy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.kl.load_state_dict(state.get("kl", {}))
-
-    def save(self, folder: Path) -> None:
-        """Begin to write the parameters (with LoRA those of the adapter), the optimizer and, where it belongs to no file,
-        the reference into `folder`, from a copy.
-
-        Raises:
-            CheckpointError: a rank is gone, and its shards with it.
-        """
-        self.backend.save(folder)
-
-    def is_saved(self) -> bool:
-        """Return whether what `save` began is written.
-
-        Raises:
-            CheckpointError: it could not be.
-        """
-        return self.backend.is_saved()
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, in a run of one process or another number of ranks.
-
-        Raises:
-            CheckpointError: the state is of another model, or lacks the reference.
-        """
-        self.backend.load(folder)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine, merged where an adapter changes them: live tensors here,

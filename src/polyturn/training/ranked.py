@@ -108,10 +108,7 @@ class RankedBackend:
         Raises:
             CheckpointError: a rank is gone, and its shards with it.
         """
-        try:
-            self._all("save", folder.resolve())
-        except RankLostError as problem:
-            raise CheckpointError(f"no checkpoint can be made of the {self._network} now: {problem}") from problem
+        self._shards("save", folder.resolve())
         self._folder = folder
 
     def is_saved(self) -> bool:
@@ -120,10 +117,7 @@ class RankedBackend:
         Raises:
             CheckpointError: one could not, or is gone.
         """
-        try:
-            is_done = all(self._all("is_saved"))
-        except RankLostError as problem:
-            raise CheckpointError(f"no checkpoint can be made of the {self._network} now: {problem}") from problem
+        is_done = all(self._shards("is_saved"))
         if is_done and not (self._folder / METADATA).is_file():
             raise CheckpointError(
                 f"the ranks have written to {self._folder}, and it is not here; let `out` be a folder that all machines see"
@@ -179,6 +173,12 @@ class RankedBackend:
 
     def _all(self, command: str, *share: Any) -> list[Any]:
         return self._call(command, [share] * self._group.num_ranks)
+
+    def _shards(self, command: str, *share: Any) -> list[Any]:
+        try:
+            return self._all(command, *share)
+        except RankLostError as problem:
+            raise CheckpointError(f"no checkpoint can be made of the {self._network} now: {problem}") from problem
 
     def _streamed(self, *, is_merged: bool) -> StreamedTensors:
         def bring(names: Sequence[str]) -> Mapping[str, Tensor]:

@@ -55,7 +55,7 @@ class FrozenModel:
 
     def kept(self) -> dict[str, Tensor] | None:
         """Return the weights where they are kept."""
-        return self.network.saved.state_dict() if self._is_kept else None
+        return self.network.own_tensors() if self._is_kept else None
 
 
 class AdapterReference:

@@ -1,8 +1,8 @@
 """Shards: tensors of which each rank holds a part, written and read by `torch.distributed.checkpoint`, and cut as a
 parameter is.
 
-    save     every rank writes its own part from a copy, beside training     ->  policy/.metadata, __0_0.distcp, __1_0.distcp
-    load     every rank reads its own part, into the tensors that it has     <-  of as many ranks as there were then
+    write_shards     every rank writes its own part from a copy, beside training     ->  policy/.metadata, __0_0.distcp, …
+    read_shards      every rank reads its own part, into the tensors that it has     <-  of as many ranks as there were then
 
 No rank holds a tensor of another one, so the number of ranks may change between the two; one process is a group of one.
 """
@@ -10,9 +10,8 @@ No rank holds a tensor of another one, so the number of ranks may change between
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,88 +28,58 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from polyturn.core.errors import CheckpointError, one_line
 from polyturn.engines.weight_transport import StreamedTensors, TensorKind
 
-logger = logging.getLogger(__name__)
-
 _T = TypeVar("_T")
 METADATA = ".metadata"
 """The file that is written last; a folder with it is whole."""
 
 
-class StoredInShards:
-    """What saves and loads the state of a backend. A class under it says what the state is (`Backend.state_dict`)."""
+def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
+    """Begin to write this process's part of a flat state, tensors and numbers, from a copy; every rank must call it."""
+    return dcp.async_save(  # type: ignore[return-value]  # a future, where nothing else is staged
+        state, checkpoint_id=folder, process_group=_group(), no_dist=not dist.is_initialized()
+    )
 
-    whose = "checkpoint"
-    """What sentences call a state of it."""
-    _saving: Future[Any] | None = None
 
-    def state_dict(self, wanted: Container[str] | None = None) -> dict[str, Any]:
-        """Return name -> live tensor, or number, of this process."""
-        raise NotImplementedError
+def is_written(writing: Future[Any], *, whose: str) -> bool:
+    """Return whether what `write_shards` began is written, here and on all ranks.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of which the tensors have been read already."""
-        raise NotImplementedError
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    if writing.done() and (problem := writing.exception()) is not None:
+        raise CheckpointError(f"the {whose} cannot be written: {_reason(problem)}") from problem
+    return writing.done()
 
-    def save(self, folder: Path) -> None:
-        """Begin to write this process's part of the state into `folder`, from a copy; every rank must call it."""
-        self._saving = dcp.async_save(  # type: ignore[assignment]  # a future, where nothing else is staged
-            self.state_dict(), checkpoint_id=folder, process_group=_group(), no_dist=not dist.is_initialized()
-        )
 
-    def is_saved(self) -> bool:
-        """Return whether what `save` began is written, here and on all ranks.
+def read_shards(state: dict[str, Any], folder: Path, *, whose: str = "checkpoint", is_alone: bool = False) -> None:
+    """Read what this process has of a flat state, tensors in place; every rank must call it, where none `is_alone`.
 
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if self._saving is None or not self._saving.done():
-            return self._saving is None
-        problem, self._saving = self._saving.exception(), None
-        if problem is not None:
-            raise CheckpointError(f"the {self.whose} cannot be written: {_reason(problem)}") from problem
-        return True
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, here or on another number of ranks; every rank must call it.
-
-        Raises:
-            CheckpointError: there is none, it is damaged, or it is of another model.
-        """
-        found = stored_shapes(folder, whose=self.whose)
-        state = self.state_dict(found)
-        self.check_state(found, {name: value.shape for name, value in state.items() if isinstance(value, Tensor)})
-        _read(state, folder, whose=self.whose, group=_group())
-        self.load_state_dict(state)
-
-    def check_state(self, found: Mapping[str, torch.Size | None], own: Mapping[str, torch.Size]) -> None:
-        """Refuse a state that is not this one's, by the names and shapes of its tensors.
-
-        Raises:
-            CheckpointError: with what differs.
-        """
-        require_same_shapes({name: shape for name, shape in found.items() if shape is not None}, own, whose=self.whose)
+    Raises:
+        CheckpointError: it is damaged, or lacks some of it.
+    """
+    group = None if is_alone else _group()
+    try:
+        dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except (CheckpointException, Exception) as problem:  # whatever damaged bytes come to, on whichever rank
+        said = f"the {whose} in {folder} cannot be read ({_reason(problem)}); resume from an earlier one"
+        raise CheckpointError(said) from problem
 
 
 def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
-    """Return the whole tensors in a folder that `StoredInShards.save` wrote, as a stream: those whose names begin with
-    `prefix`, named without it."""
-    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    kinds = {
-        name.removeprefix(prefix): TensorKind(tuple(entry.size), entry.properties.dtype)
-        for name, entry in found.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
-    }
+    """Return the whole tensors in a folder that ranks wrote, as a stream: those whose names begin with `prefix`, named
+    without it."""
+    kinds = inside(stored_kinds(folder), prefix)
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         state = {prefix + name: torch.empty(kinds[name].shape, dtype=kinds[name].dtype) for name in names}
-        _read(state, folder, whose="checkpoint", group=None)
+        read_shards(state, folder, is_alone=True)
         return inside(state, prefix)
 
     return StreamedTensors(kinds, read)
 
 
-def stored_shapes(folder: Path, *, whose: str = "checkpoint") -> dict[str, torch.Size | None]:
-    """Return what lies in a folder that `StoredInShards.save` wrote: name -> shape of a tensor, None of a number.
+def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, TensorKind]:
+    """Return what tensors lie in a folder that ranks wrote.
 
     Raises:
         CheckpointError: there is nothing, or it is damaged.
@@ -126,15 +95,65 @@ def stored_shapes(folder: Path, *, whose: str = "checkpoint") -> dict[str, torch
         raise CheckpointError(
             f"the {whose} in {folder} is damaged ({one_line(problem)}); resume from an earlier one"
         ) from problem
-    return {name: entry.size if isinstance(entry, TensorStorageMetadata) else None for name, entry in found.items()}
+    return {
+        name: TensorKind(tuple(entry.size), entry.properties.dtype)
+        for name, entry in found.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
-def _read(state: dict[str, Any], folder: Path, *, whose: str, group: Any) -> None:
-    try:
-        dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
-    except (CheckpointException, Exception) as problem:  # whatever damaged bytes come to, on whichever rank
-        said = f"the {whose} in {folder} cannot be read ({_reason(problem)}); resume from an earlier one"
-        raise CheckpointError(said) from problem
+class Names:
+    """The names and shapes that a network's tensors have for checkpoints and engines, and what of them this process holds:
+    its own names, and a `DTensor` where ranks hold parts.
+
+    What is true of parameters is true of their moments and float32 copies, so all methods take any of these, by the names of
+    the network: one tensor for each parameter, or one number for each, which is whole everywhere.
+    """
+
+    def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
+        """Return name -> shape and dtype of the whole."""
+        return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Return by which names a tensor of the network is written."""
+        return (name,)
+
+    def whole(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
+        """Return a whole tensor, at least on the first rank; the call is collective."""
+        return whole_tensor(tensors[name])
+
+    def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this process writes of them into a checkpoint; the call is collective."""
+        return dict(tensors)
+
+    def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
+        """Fill live tensors, prefix -> name -> tensor, from a folder; the call is collective.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        read_shards(flat(sections), folder, whose=whose)
+
+    def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Write this process's parts of whole `weights` into live tensors."""
+        for name in tensors.keys() & weights.keys():
+            tensors[name].copy_(cut_like(weights[name], tensors[name]))
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Hashable, Tensor]]:
+        """Return name -> place in the whole -> what this process holds there, live; replicas have one place."""
+        return {name: {_start(tensor): local_part(tensor)} for name, tensor in tensors.items()}
+
+
+def flat(sections: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
+    """Return prefix + name -> what is there."""
+    return {prefix + name: value for prefix, section in sections.items() for name, value in section.items()}
+
+
+def _start(tensor: Tensor) -> tuple[int, ...]:
+    """Return where in the whole this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def _reason(problem: BaseException) -> str:
@@ -191,7 +210,7 @@ def inside(tensors: Mapping[str, _T], prefix: str) -> dict[str, _T]:
 
 
 def require_same_shapes(
-    found: Mapping[str, torch.Size], own: Mapping[str, torch.Size], *, whose: str = "checkpoint", hint: str = ""
+    found: Mapping[str, TensorKind], own: Mapping[str, TensorKind], *, whose: str = "checkpoint", hint: str = ""
 ) -> None:
     """Refuse the tensors of another model before they are loaded; `whose` says where they are from.
 
@@ -204,9 +223,9 @@ def require_same_shapes(
             f"the {whose} is of another model: it lacks {absent[:3] or 'nothing'} and has {strange[:3] or 'nothing'} more"
             f"{hint}"
         )
-    for name, shape in found.items():
-        if shape != own[name]:
+    for name, kind in found.items():
+        if kind.shape != own[name].shape:
             raise CheckpointError(
-                f"the {whose} is of another model: its {name} has the shape {tuple(shape)} and this model's "
-                f"{tuple(own[name])}{hint}"
+                f"the {whose} is of another model: its {name} has the shape {kind.shape} and this model's "
+                f"{own[name].shape}{hint}"
             )

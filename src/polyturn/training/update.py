@@ -25,11 +25,10 @@ from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge, reduce
-from polyturn.core.protocols import Policy
+from polyturn.core.protocols import Policy, Stored
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
-from polyturn.training.checkpoint import Stored
 from polyturn.training.critic import Critic, value_metrics
 from polyturn.training.record import trained_of
 from polyturn.training.reward_kl import RewardKl

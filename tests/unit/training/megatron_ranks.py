@@ -5,6 +5,7 @@ python megatron_ranks.py OUT [cuda]     with RANK, WORLD_SIZE, MASTER_ADDR and M
 
 import copy
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from support.megatron_cpu import pretend
+from support.states import stored, tensors_in
 
 VOCAB = 48
 LAYERS = 2
@@ -71,15 +73,46 @@ def largest(pairs):
 
 
 def difference(one, many):
-    """Compare two states of the same nesting, tensor for tensor."""
-    if isinstance(one, torch.Tensor):
-        return float((one.cpu() - many.cpu()).abs().max()) if one.numel() else 0.0
-    if isinstance(one, dict):
-        assert one.keys() == many.keys(), one.keys() ^ many.keys()
-        return max((difference(one[k], many[k]) for k in one), default=0.0)
-    if isinstance(one, list | tuple):
-        return max((difference(a, b) for a, b in zip(one, many, strict=True)), default=0.0)
-    return 0.0
+    """Compare tensors of the same names."""
+    assert one.keys() == many.keys(), one.keys() ^ many.keys()
+    return max(float((one[name].cpu() - many[name].cpu()).abs().max()) for name in one)
+
+
+NUMBERS = itertools.count()
+
+
+def stored_by_all(made):
+    """Save what every rank has, or has a part of, and return the folder."""
+    return stored(made, Path(sys.argv[1]).parent / f"state-{dist.get_world_size()}-{next(NUMBERS)}")
+
+
+def whole_of(backend):
+    """Return the whole weights on the first rank, and None on others."""
+    return backend.gathered(list(backend.kinds(is_merged=True)), is_merged=True)
+
+
+def moved(many, model, samples, share):
+    """Return how far scores are from those of one process with the same weights, when every group was moved, and back.
+
+    Ranks that hold the same move it alike, which is what this shows.
+    """
+    backend, found = many.backend, {}
+    before = whole_of(backend)
+    for group in backend.weight_groups():
+        backend.shift_weights(group, 0.1)
+    there = [whole_of(backend)]
+    dist.broadcast_object_list(there, src=0)
+    other = local_policy(copy.deepcopy(model), optim=OptimSettings())
+    other.backend.take({name: tensor.to(DEVICE) for name, tensor in there[0].items()})
+    a, b = other.score(samples), many.score([samples[i] for i in share])
+    found["moved/scores"] = largest([(a[i], b[k]) for k, i in enumerate(share)])
+    for group in backend.weight_groups():
+        backend.shift_weights(group, 0.0)
+    after = whole_of(backend)
+    if dist.get_rank() == 0:
+        found["moved/largest"] = difference(before, there[0])
+        found["moved/back"] = difference(before, after)
+    return found
 
 
 def compare(kind, *, tied=True, **degrees):
@@ -104,9 +137,10 @@ def compare(kind, *, tied=True, **degrees):
     backend = policy_backend(copy.deepcopy(model), placement=Megatron(split, DEVICE), **options)
     many = ModelPolicy(backend, loss=options["loss"])
     found = {}
-    whole = backend.whole_weights()
+    first, whole = one.backend.network.own_tensors(), whole_of(backend)
     if dist.get_rank() == 0:
-        found["round_trip"] = difference(model.state_dict(), whole)
+        found["round_trip"] = difference(first, whole)
+    found |= moved(many, model, samples_of(5, 4), list(range(row, 4, rows)))
     for name, seed, size in (("first", 3, 5), ("second", 4, 4)):
         samples = samples_of(seed, size, routed=kind == "qwen3_moe" and name == "second")
         coefs = loss_coefs(samples, mode="token-mean")
@@ -125,8 +159,9 @@ def compare(kind, *, tied=True, **degrees):
             dist.all_reduce(loss)
             loss /= split.width
         found[f"{name}/loss"] = abs(float(loss) - first.metrics["loss/total"].total)
-        backend.optimizer._total_norm(backend.optimizer.parameters_in_order())
-        gradient = backend._placement.whole({n: p.grad for n, p in backend.network.saved.named_parameters()})
+        backend.optimizer._total_norm([p for _, p in backend.optimizer._named])
+        grads, names = {n: p.grad for n, p in backend.network.saved.named_parameters()}, backend.network.names
+        gradient = {name: names.whole(grads, name) for name in names.kinds(grads)}
         if dist.get_rank() == 0:
             own = {n: p.grad for n, p in one.backend.model.named_parameters()}
             found[f"{name}/gradient"] = max(float((gradient[n] - own[n].cpu()).abs().max()) for n in own)
@@ -136,16 +171,20 @@ def compare(kind, *, tied=True, **degrees):
         many.forward_backward(share, coefs=[coefs[i] for i in mine])
         a, b = one.optim_step(), many.optim_step()
         found[f"{name}/norm"] = abs(a["loss/grad_norm"].value - b["loss/grad_norm"].value)
-        whole = backend.whole_weights()
+        whole, own = whole_of(backend), one.backend.network.own_tensors()
         if dist.get_rank() == 0:
-            found[f"{name}/weights"] = difference(one.backend.model.state_dict(), whole)
-        state, own = backend.state_dict(), one.backend.state_dict()
-        if dist.get_rank() == 0:
-            found[f"{name}/state"] = difference(own, state)
-        backend.load_state_dict(own if dist.get_rank() == 0 else None)
-        again = backend.state_dict()
-        if dist.get_rank() == 0:
-            found[f"{name}/resumed"] = difference(own, again)
+            found[f"{name}/weights"] = difference(own, whole)
+        theirs, ours = stored_by_all(one), stored_by_all(many)
+        found[f"{name}/state"] = difference(tensors_in(theirs), tensors_in(ours))
+        back = local_policy(copy.deepcopy(model), **options)
+        back.load(ours)
+        found[f"{name}/back"] = difference(tensors_in(ours), tensors_in(stored_by_all(back)))
+        many.load(theirs)
+        found[f"{name}/resumed"] = difference(tensors_in(theirs), tensors_in(stored_by_all(many)))
+    backend.take(model.state_dict())
+    whole, first = whole_of(backend), dict(model.named_parameters())
+    if dist.get_rank() == 0:
+        found["taken"] = difference(first, whole)
     return found
 
 

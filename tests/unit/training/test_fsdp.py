@@ -19,6 +19,7 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Sum
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.rank_group import RankReply, RankWorker, assign, values_of
 from polyturn.training.ranked import merge_ranks
 from polyturn.training.shards import require_same_shapes
@@ -254,8 +255,9 @@ def test_a_rank_frees_the_policy_of_the_warm_start_before_it_makes_the_one_that_
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_a_rank_loads_it():
-    own = {"a": torch.Size([2]), "b": torch.Size([3])}
+    two, three, four = (TensorKind((n,), torch.float32) for n in (2, 3, 4))
+    own = {"a": two, "b": three}
     with pytest.raises(CheckpointError, match=r"lacks \['b'\] and has \['c'\]"):
-        require_same_shapes({"a": torch.Size([2]), "c": torch.Size([3])}, own)
+        require_same_shapes({"a": two, "c": three}, own)
     with pytest.raises(CheckpointError, match=r"its b has the shape \(4,\) and this model's \(3,\)"):
-        require_same_shapes({"a": torch.Size([2]), "b": torch.Size([4])}, own)
+        require_same_shapes({"a": two, "b": four}, own)
