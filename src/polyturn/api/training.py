@@ -311,8 +311,7 @@ def warm_start(parts: build.Parts, observer: RunObserver, signals: Signals, *, f
 
     def save(step: int) -> None:
         with clock.saving():
-            checkpoints.begin(step, {"policy": policy})
-            checkpoints.save(step, {"step": step}, export=build.stored_exporter(parts))
+            checkpoints.save(step, {"step": step}, stored={"policy": policy}, export=build.stored_exporter(parts))
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         observer.on_sft(step, sft.steps, metrics)

@@ -222,19 +222,10 @@ def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]
 def stored_exporter(parts: Parts) -> Callable[[Path], object]:
     """Return what saves the model of a checkpoint in the Hugging Face format, of an adapter's model the adapter alone, as
     the policy's shards beside the folder hold it."""
-    from polyturn.training import hf
     from polyturn.training.shards import stored_tensors
 
-    def export(folder: Path) -> None:
-        hf.save_model(
-            parts.model,
-            folder,
-            tokenizer=parts.tokenizer,
-            processor=None if parts.context.media is None else parts.context.media.processor,
-            tensors=stored_tensors(folder.parent / "policy", prefix="model/"),
-        )
-
-    return export
+    export = exporter(parts)
+    return lambda folder: export(folder, tensors=stored_tensors(folder.parent / "policy", prefix="model/"))
 
 
 def warm_start_samples(parts: Parts) -> list[TrainSample]:

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from polyturn.core.errors import CheckpointError
+from polyturn.core.protocols import Stored
 
 STATE = "state.pt"
 MODEL = "model"
@@ -36,22 +37,6 @@ _POLL_S = 0.02
 """How often it is asked whether shards are written."""
 _MAX_SAVING = 50
 """Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
-
-
-class Stored(Protocol):
-    """A part of a run whose state is written and read in shards, by all of its ranks."""
-
-    def save(self, folder: Path) -> None:
-        """Begin to write it into `folder`, from a copy that no step changes."""
-        ...
-
-    def is_saved(self) -> bool:
-        """Return whether that is done; raise CheckpointError if it could not be."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote."""
-        ...
 
 
 class Checkpoints:
@@ -66,75 +51,83 @@ class Checkpoints:
         self._keep = keep
         self._keep_every = keep_every
         self._former = former
-        self._begun: tuple[int, Mapping[str, Stored]] | None = None
-        """The step of the checkpoint that was begun, and what writes itself for it."""
 
-    def begin(self, step: int, stored: Mapping[str, Stored] | None = None) -> None:
-        """Let what is stored in shards begin to be written for the checkpoint of `step`, each in a folder of its name.
+    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> Path:
+        """Write the checkpoint of `step` and return its folder; the arguments and errors are those of `begin`."""
+        return self.begin(step, state, **options)()
 
-        Raises:
-            CheckpointError: there is no room for it, or a rank is gone.
-        """
-        self._restore()
-        self._begun, draft = (step, dict(stored or {})), self._draft(step)
-        try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            for name, one in self._begun[1].items():
-                one.save(draft / name)
-        except (OSError, CheckpointError) as problem:
-            raise self._failed(step, problem) from problem
+    def begin(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        export: Callable[[Path], object],
+        stored: Mapping[str, Stored] | None = None,
+        is_best: bool = False,
+    ) -> Callable[[], Path]:
+        """Let shards begin to be written, and return what writes the rest and returns the folder, in a thread if need be.
 
-    def save(self, step: int, state: Mapping[str, Any], *, export: Callable[[Path], object], is_best: bool = False) -> Path:
-        """Write the checkpoint of `step` and return its folder; older ones beyond `keep` go, the best one stays.
+        Older checkpoints beyond `keep` go then, the best one stays.
 
         Args:
             step: The number of optimizer steps taken.
-            state: Everything needed to continue beside the shards, whose writing `begin` began and this waits for.
+            state: Everything needed to continue beside the shards.
             export: Writes the model in Hugging Face format into the folder that it is given, once the shards are written.
+            stored: What writes itself in shards, from copies, each in a folder of its name.
             is_best: Whether this is the best one so far.
 
         Raises:
             CheckpointError: it cannot be written, for instance on a full disk; the earlier ones are intact.
         """
+        self._restore()
+        draft, parts = self.folder / f".draft-{step:06d}", stored or {}
+        with self._writing(draft, step):
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            for name, one in parts.items():
+                one.save(draft / name)
+
+        def finish() -> Path:
+            with self._writing(draft, step):
+                while not all(one.is_saved() for one in parts.values()):
+                    time.sleep(_POLL_S)
+                export(draft / MODEL)
+                final = self._write(draft, step, state)
+            if is_best:
+                self.mark_best(step)
+            self._prune()
+            if self._former is not None:
+                shutil.rmtree(self._former, ignore_errors=True)
+            return final
+
+        return finish
+
+    def _write(self, draft: Path, step: int, state: Mapping[str, Any]) -> Path:
+        """Write the rest of a draft, and give it its name."""
         final = self.folder / f"step-{step:06d}"
-        draft = self._draft(step)
+        with (draft / STATE).open("wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
         former = self.folder / f"{_FORMER}{final.name}"
-        if self._begun is None or self._begun[0] != step:
-            self.begin(step)
-        assert self._begun is not None
-        stored, self._begun = self._begun[1], None
-        try:
-            while not all(one.is_saved() for one in stored.values()):
-                time.sleep(_POLL_S)
-            export(draft / MODEL)
-            with (draft / STATE).open("wb") as file:
-                torch.save(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
-            if final.exists():
-                final.rename(former)
-            draft.rename(final)
-        except (OSError, RuntimeError, SafetensorError) as problem:
-            raise self._failed(step, problem) from problem
+        if final.exists():
+            final.rename(former)
+        draft.rename(final)
         _discard(former)
-        if is_best:
-            self.mark_best(step)
-        self._prune()
-        if self._former is not None:
-            shutil.rmtree(self._former, ignore_errors=True)
         return final
 
-    def _draft(self, step: int) -> Path:
-        return self.folder / f".draft-{step:06d}"
-
-    def _failed(self, step: int, problem: Exception) -> CheckpointError:
-        shutil.rmtree(self._draft(step), ignore_errors=True)
-        last = self.latest()
-        return CheckpointError(
-            f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); "
-            f"the last good one is {last if last else 'none'}"
-        )
+    @contextmanager
+    def _writing(self, draft: Path, step: int) -> Iterator[None]:
+        """Remove a draft that cannot be written, and say what is there."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as problem:
+            shutil.rmtree(draft, ignore_errors=True)
+            last = self.latest()
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); "
+                f"the last good one is {last if last else 'none'}"
+            ) from problem
 
     def mark_best(self, step: int) -> None:
         """Say that the checkpoint of `step` is the best one; it stays, however many follow."""
@@ -236,27 +229,19 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        export: Callable[[Path], object],
-        stored: Mapping[str, Stored] | None = None,
-        is_best: bool = False,
-    ) -> None:
-        """Begin to write the checkpoint of `step`, once the one before it is written; `state` and `export` share nothing
-        with what is trained.
+    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
+        """Begin to write the checkpoint of `step`, once the one before it is written; `state` and `export`, of the
+        options of `Checkpoints.begin`, share nothing with what is trained.
 
         Raises:
             CheckpointError: the one before it could not be written.
         """
         self.wait()
-        self._checkpoints.begin(step, stored)
+        finish = self._checkpoints.begin(step, state, **options)
 
         def work() -> None:
             try:
-                self._checkpoints.save(step, state, export=export, is_best=is_best)
+                finish()
             except BaseException as problem:
                 self._problem = problem
 

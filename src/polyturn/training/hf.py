@@ -288,21 +288,16 @@ def save_model(
     A model with an adapter is written merged, as one without; with `adapter_only` its adapter alone, in peft's format.
     `tensors` are written in place of what training changes of it, an adapter's alone; they are asked for a few at a time.
     """
-    is_adapted = lora.has_lora(model)
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex[:8]
     fresh, old = folder.with_name(f".{folder.name}.{mark}.new"), folder.with_name(f".{folder.name}.{mark}.old")
     try:
-        if is_adapted and (adapter_only or tensors is not None):
+        if lora.has_lora(model) and (adapter_only or tensors is not None):
             lora.save_adapter(model, fresh, tensors)
-        elif is_adapted:
-            lora.save_merged(model, fresh)
-        elif tensors is None:
-            model.save_pretrained(fresh)
         else:
             _save_config(model, fresh)
-            write_safetensors(buckets(as_checkpoint(model, tensors)), fresh)
+            write_safetensors(buckets(as_checkpoint(model, plain_weights(model) if tensors is None else tensors)), fresh)
         if processor is not None:
             processor.save_pretrained(fresh)
         if tokenizer is not None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.training.options import LoraSettings
-from polyturn.training.shards import whole_tensor
+from polyturn.training.shards import Names, require_same_shapes, whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,27 +112,6 @@ def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
             parameter.data = saved[name]
 
 
-def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter's values in place.
-
-    Raises:
-        CheckpointError: they are those of another adapter.
-    """
-    own = adapter_tensors(model)
-    if own.keys() != tensors.keys():
-        odd = sorted(own.keys() ^ tensors.keys())[0]
-        raise CheckpointError(f"the checkpoint does not fit this model's adapter: {odd!r} is in one of the two alone")
-    for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
-            raise CheckpointError(
-                f"the checkpoint does not fit this model's adapter: {name!r} is {tuple(tensors[name].shape)} there and "
-                f"{tuple(tensor.shape)} here; model.lora must be what it was"
-            )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-
-
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's own weights without the adapter, as live tensors under the model's own names."""
     return {
@@ -175,16 +154,6 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     return weight + (added.T if layer.fan_in_fan_out else added).to(weight)
 
 
-def save_merged(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model without adapter modules that holds `merged_weights`."""
-    with torch.device("meta"):
-        plain: PreTrainedModel = type(model)(model.config)
-    plain.load_state_dict(merged_weights(model), strict=True, assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(folder)
-
-
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write the adapter alone, in peft's format; with `tensors` in place of its own."""
     model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
@@ -203,10 +172,13 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     file = folder / WEIGHTS_FILE
     if not file.is_file():
         raise CheckpointError(f"there is no adapter in {folder}; a folder with one holds {WEIGHTS_FILE}")
-    saved: dict[str, Any] = load_file(str(file))
-    own = {name.replace(f".{ADAPTER}.", "."): name for name in adapter_tensors(model)}
-    found = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
-    load_adapter_tensors(model, {own.get(name, name): tensor for name, tensor in found.items()})
+    own = adapter_tensors(model)
+    named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
+    saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
+    found, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()
+    hint = "; model.lora must be what it was"
+    require_same_shapes(names.kinds(found), names.kinds(own), whose=f"adapter in {folder}", hint=hint)
+    names.take(own, found)
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

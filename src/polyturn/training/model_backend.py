@@ -287,7 +287,7 @@ class ModelBackend:
         self.optimizer.load_state_dict(clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process writes into a checkpoint: live tensors, or those that ranks have gathered, and numbers."""
+        """Return what this process writes into a checkpoint: live tensors, or what ranks have gathered, and numbers."""
         sections = self._sections().items()
         return self.optimizer.state_dict() | flat({p: self.network.names.written(tensors) for p, tensors in sections})
 

@@ -521,9 +521,9 @@ def test_checkpoints_keep_a_time_apart(tmp_path: Path, every_s: float | None, ex
     now = [0.0]
 
     class Counting(Checkpoints):
-        def save(self, step: int, *args: Any, **kwargs: Any) -> Path:
+        def begin(self, step: int, *args: Any, **kwargs: Any) -> Callable[[], Path]:
             saved.append(step)
-            return super().save(step, *args, **kwargs)
+            return super().begin(step, *args, **kwargs)
 
     saved: list[int] = []
     rig = Rig(tmp_path, steps=6, checkpoint_every_s=every_s, checkpoints=Counting(tmp_path), clock=lambda: now[0])
