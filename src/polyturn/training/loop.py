@@ -352,7 +352,7 @@ class Trainer:
             if not in_thread:
                 self._wait_for_saver()
             self._saver.save(step, state, stored=self.update.stored, export=self._saving.export, is_best=is_best)
-            if not in_thread:
+            if not in_thread or step == 0:  # of the first one, so that a run that is killed can go on
                 self._saver.wait()
         except CheckpointError as problem:
             if self.settings.needs_checkpoints or not in_thread:
