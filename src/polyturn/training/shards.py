@@ -36,7 +36,7 @@ METADATA = ".metadata"
 def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
     """Begin to write this process's part of a flat state, tensors and numbers, from a copy; every rank must call it."""
     return dcp.async_save(  # type: ignore[return-value]  # a future, where nothing else is staged
-        state, checkpoint_id=folder, process_group=_group(), no_dist=not dist.is_initialized()
+        state, checkpoint_id=folder, process_group=_group(folder), no_dist=not dist.is_initialized()
     )
 
 
@@ -57,7 +57,7 @@ def read_shards(state: dict[str, Any], folder: Path, *, whose: str = "checkpoint
     Raises:
         CheckpointError: it is damaged, or lacks some of it.
     """
-    group = None if is_alone else _group()
+    group = None if is_alone else _group(folder)
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except (CheckpointException, Exception) as problem:  # whatever damaged bytes come to, on whichever rank
@@ -163,14 +163,18 @@ def _reason(problem: BaseException) -> str:
     return one_line(problem)
 
 
-def _group() -> Any:
-    """Return the group in which ranks agree about files, apart from what training says meanwhile; None for one process."""
+def _group(folder: Path) -> Any:
+    """Return the group in which ranks agree about the files of a folder; None for one process.
+
+    It is apart from what training says meanwhile, and from folders of other names: a policy and its critic are written at the
+    same time, by a thread each, and in one group their words would meet in another order on each rank.
+    """
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
-    return _new_group(dist.group.WORLD) if dist.is_initialized() else None
+    return _new_group(dist.group.WORLD, folder.name) if dist.is_initialized() else None
 
 
 @functools.cache
-def _new_group(world: Any) -> Any:
+def _new_group(world: Any, name: str) -> Any:
     return dist.new_group(backend="gloo")
 
 

@@ -125,6 +125,11 @@ def test_a_critic_over_ranks_is_that_of_one_process(results, name):
     assert found["state"] < EXACT and found["loaded"] == 0.0
 
 
+def test_a_policy_and_its_critic_are_written_at_the_same_time(results):
+    """Also where ranks come to the two in another order."""
+    assert results["critic"]["together"] == 0.0
+
+
 @pytest.mark.parametrize("name", ["critic", "critic_tensor_parallel"])
 def test_a_value_loss_that_is_not_finite_on_one_rank_is_skipped_on_all_then_ends_the_run(results, name):
     found = results[name]

@@ -11,6 +11,7 @@ import itertools
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -258,7 +259,23 @@ def compare_critic(tp):
     found["skipped_changed"] = same_parts(inside(state, "model/"), inside(state_of(many), "model/"))
     other = local_critic(tiny_model(VOCAB, hidden=32, layers=1), **options)
     found["refused"] = error_of_all(lambda: hand_over(other, many))
+    policy = sharded_policy(exact_model(layers=1), mesh, optim=options["optim"])
+    found["together"] = same_parts(state_of(many), dict(tensors_in(written_together({"policy": policy, "critic": many}))))
     return found
+
+
+def written_together(made):
+    """Write several states at the same time, on each rank in another order, and return the folder of the last."""
+    folder = Path(sys.argv[1]).parent / f"together-{next(NUMBERS)}"
+    for first in ("alone", "together"):
+        names = sorted(made, reverse=first == "together" and dist.get_rank() == 1)
+        for name in names:
+            made[name].save(folder / first / name)
+            while first == "alone" and not made[name].is_saved():
+                time.sleep(0.01)
+    while not all([one.is_saved() for one in made.values()]):
+        time.sleep(0.01)
+    return folder / "together" / "critic"
 
 
 def compare_bfloat16():
