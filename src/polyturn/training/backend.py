@@ -11,6 +11,7 @@ Another way of holding a model (pipelines, experts spread over nodes) is another
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from polyturn.core.metrics import Metrics
 from polyturn.core.protocols import PassResult, Stored
 from polyturn.core.registry import Registry
 from polyturn.core.sample import TrainSample
+
+warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
+# megatron-core's, as it is imported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

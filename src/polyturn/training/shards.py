@@ -28,6 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from polyturn.core.errors import CheckpointError, one_line
 from polyturn.engines.weight_transport import StreamedTensors, TensorKind
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
+
 _T = TypeVar("_T")
 METADATA = ".metadata"
 """The file that is written last; a folder with it is whole."""
@@ -166,10 +168,9 @@ def _reason(problem: BaseException) -> str:
 def _group(folder: Path) -> Any:
     """Return the group in which ranks agree about the files of a folder; None for one process.
 
-    It is apart from what training says meanwhile, and from folders of other names: a policy and its critic are written at the
-    same time, by a thread each, and in one group their words would meet in another order on each rank.
+    It is apart from what training says meanwhile, and from folders of other names: a policy and its critic are written at
+    the same time, by a thread each, and in one group their words would meet in another order on each rank.
     """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
     return _new_group(dist.group.WORLD, folder.name) if dist.is_initialized() else None
 
 

@@ -273,7 +273,7 @@ def written_together(made):
             made[name].save(folder / first / name)
             while first == "alone" and not made[name].is_saved():
                 time.sleep(0.01)
-    while not all([one.is_saved() for one in made.values()]):
+    while not all(one.is_saved() for one in made.values()):
         time.sleep(0.01)
     return folder / "together" / "critic"
 
