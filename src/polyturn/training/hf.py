@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,9 +221,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} cannot compute layers again; set model.gradient_checkpointing to false")
-    with warnings.catch_warnings():  # the only name that all of transformers 5 knows; late releases announce another
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
 def takes_media(model: PreTrainedModel) -> bool:

@@ -70,7 +70,7 @@ class Megatron:
         Raises:
             ConfigError: it cannot be split so.
         """
-        if model.is_gradient_checkpointing and self._device.type == "cpu":
+        if model.is_activation_checkpointing and self._device.type == "cpu":
             raise ConfigError(
                 "model.gradient_checkpointing is on and there is no GPU: megatron-core computes activations again with the "
                 "random state of one; leave it out"

@@ -91,19 +91,7 @@ class Router(TopKRouter):
 def make_gpt(config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, recomputes: bool) -> GPTModel:
     """Return this rank's part of megatron-core's model of a Hugging Face config, its weights unset."""
     has_experts = config.model_type == "qwen3_moe"
-    experts: dict[str, Any] = {}
-    if has_experts:
-        experts = {
-            "num_moe_experts": config.num_experts,
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
-            "moe_router_topk": config.num_experts_per_tok,
-            "moe_router_pre_softmax": not config.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_layer_freq": [int(is_sparse(config, layer)) for layer in range(config.num_hidden_layers)],
-            "expert_model_parallel_size": degrees.expert_parallel,
-            "expert_tensor_parallel_size": 1,
-        }
+    experts = _experts(config, degrees) if has_experts else {}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     own = TransformerConfig(
         num_layers=config.num_hidden_layers,
@@ -135,6 +123,7 @@ def make_gpt(config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, 
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        cuda_graph_scope=[],
         **experts,
         **(recompute if recomputes else {}),
     )
@@ -164,6 +153,21 @@ def make_gpt(config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, 
     return gpt
 
 
+def _experts(config: PreTrainedConfig, degrees: Degrees) -> dict[str, Any]:
+    """Return megatron-core's settings of sparse layers; their balance is our own loss, where there is one."""
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_layer_freq": [int(is_sparse(config, layer)) for layer in range(config.num_hidden_layers)],
+        "expert_model_parallel_size": degrees.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def _drop_empty(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Leave out what megatron-core's layers keep for transformer_engine, which is nothing."""
     for name in [name for name in state if name.endswith("_extra_state")]:
@@ -179,7 +183,7 @@ class MegatronNetwork(Network):
         """Make this rank's part of `model`, without its weights; `replays` lets routers follow the engine's."""
         super().__init__()
         config = model.config
-        recomputes = bool(model.is_gradient_checkpointing)
+        recomputes = bool(model.is_activation_checkpointing)
         self._is_first = parallel_state.is_pipeline_first_stage()
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._is_tied = bool(config.tie_word_embeddings)
