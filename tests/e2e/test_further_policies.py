@@ -21,6 +21,7 @@ from polyturn.store.stored_run import open_store
 from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
 from polyturn.training.checkpoint import Checkpoints
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
+from support.states import tensors_in
 
 LETTERS = """
 from polyturn.environments.base import Adapter
@@ -98,8 +99,7 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     checkpoints = Checkpoints(folder / "checkpoints")
     latest = checkpoints.latest()
     assert latest is not None
-    weights: dict[str, torch.Tensor] = checkpoints.load(latest)["policy"]["model"]
-    return weights
+    return dict(tensors_in(latest / "policy", "model/"))
 
 
 def test_a_game_against_another_model_trains_the_policys_seat_alone(tmp_path: Path) -> None:
