@@ -150,3 +150,44 @@ def test_ctrl_c_in_the_middle_of_what_ignores_it(tmp_path: Path, name: str):
     process.send_signal(signal.SIGINT)
     assert process.wait(ENDS_WITHIN_S) == 130, process.err
     check_named(process.err)
+
+
+STANDS = """
+import time
+from polyturn.core import standstill
+
+standstill.GRACE_S = 1.0
+
+
+class Stands:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(3600)
+
+
+async def scored(trajectory):
+    if any(Path(__file__).parent.glob("runs/tiny/checkpoints/step-*")):
+        STANDING
+    return score(trajectory)
+"""
+
+
+@pytest.mark.parametrize("standing", ["time.sleep(3600)", "Stands()"])
+def test_a_run_whose_thread_is_never_given_back_ends_with_a_sentence_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, standing: str
+):
+    """No deadline passes while the event loop stands, and a finalizer stands in whichever thread collects."""
+    config = write_tiny_run(tmp_path)
+    plugins = tmp_path / "plugins.py"
+    plugins.write_text("from pathlib import Path\n" + plugins.read_text() + STANDS.replace("STANDING", standing))
+    parts = ("rollout.tools.", "rollout.interaction_", "rollout.scheduler_", "reward.")
+    deadlines = [f"{part}timeout_s=1" for part in parts]
+    settings = [*deadlines, "reward.routes={tiny: plugins.py:scored}", "train.checkpoint_every=1", "train.steps=40"]
+    done = run_forked("train", config, *settings, cwd=tmp_path)
+    assert done.returncode == 2, done.err
+    assert "a plug-in has held" in done.err and "plugins.py:" in done.err and "--resume" in done.err, done.err
+    plugins.write_text(plugins.read_text().replace(f"    {standing}\n", "    pass\n"))
+    resumed = run_forked("train", config, *settings, "train.steps=2", "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0 and "resumed in" in resumed.err, resumed.err

@@ -61,7 +61,7 @@ def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, che
     keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        found = run_loop(_all(parts.context, place.config, sets, observer))
+        found = run_loop(_all(parts.context, place.config, sets, observer), deadline_s=place.config.deadline_s)
     return _reported(folder, found)
 
 
@@ -75,7 +75,9 @@ def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], en
     context.codec.tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        found = run_loop(_all(context, place.config, sets, observer, finish=engine.finish))
+        found = run_loop(
+            _all(context, place.config, sets, observer, finish=engine.finish), deadline_s=place.config.deadline_s
+        )
     return _reported(folder, found)
 
 

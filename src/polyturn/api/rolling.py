@@ -67,5 +67,5 @@ def roll_out(
         return groups
 
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        groups = run_loop(run_all(observer))
+        groups = run_loop(run_all(observer), deadline_s=config.deadline_s)
     return RolledOut(folder, groups)

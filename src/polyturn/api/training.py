@@ -235,7 +235,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         gc.collect()
         gc.freeze()
         try:
-            state = run_loop(_until_done(trainer, parts, signals, again=line))
+            state = run_loop(_until_done(trainer, parts, signals, again=line), deadline_s=config.deadline_s)
         finally:
             gc.unfreeze()
     best = trainer.checkpoints.best() if state.best > 0 else None

@@ -146,7 +146,7 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
         )
         await serve(service, app, bound=options.bind(), rules=rules, grace_s=options.grace_s)
 
-    run_loop(serve_parts())
+    run_loop(serve_parts(), deadline_s=loaded.config.deadline_s)
 
 
 def overrides_of(

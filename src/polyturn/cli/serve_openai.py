@@ -83,7 +83,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
                 store.add(group, step=0, split="served")
                 store.flush()
 
-        run_loop(serve(record))
+        run_loop(serve(record), deadline_s=values.deadline_s)
 
 
 def _names(config: Any) -> list[str]:

@@ -2,14 +2,17 @@
 
     run_loop(work)    work ends ──▶ the tasks and generators that are left are cancelled ──▶ GRACE_S ──▶ its result
                                                                                      └──▶ what is left is named
+                      a plug-in holds the event loop, or a finalizer its thread, for minutes ──▶ the process ends
 
 In place of `asyncio.run`, which after the coroutine's end waits without a limit for tasks that ignore their cancellation,
-for asynchronous generators, and for the threads of the default executor.
+for asynchronous generators, and for the threads of the default executor. Code that never gives its thread back cannot be
+cancelled at all, and no deadline on the loop passes while the loop stands.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import threading
@@ -19,6 +22,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from polyturn.core.code_origin import place_of
+from polyturn.core.standstill import DEADLINE_S, Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +38,23 @@ _ABANDONED: list[object] = []
 """What ignored its end. It is kept, because the collection of a pending coroutine runs the code of a plug-in once more."""
 
 
-def run_loop(work: Coroutine[Any, Any, T]) -> T:
+def run_loop(work: Coroutine[Any, Any, T], *, deadline_s: float = DEADLINE_S) -> T:
     """Return what `work` returns, run in an event loop of its own; what it leaves running is cancelled, then abandoned.
 
     SIGINT cancels `work`, and a second one raises KeyboardInterrupt at once.
+
+    Args:
+        work: The coroutine.
+        deadline_s: The longest deadline of its plug-ins. The process ends minutes after it where one still holds the loop,
+            because nothing else can end that.
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
+    standstill = Standstill(loop, deadline_s=deadline_s)
     try:
         return runner.run(work)
     finally:
+        standstill.end_loop()
         # In a thread: what a plug-in does when it is cancelled may stand still, and the loop with it.
         ending = threading.Thread(target=_end, args=(loop,), name="polyturn-end-tasks", daemon=True)
         ending.start()
@@ -66,6 +77,7 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(_end_tasks(loop))
     except BaseException as problem:
         logger.warning("a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
+    gc.collect()  # here, where finalizers of plug-ins may stand still
 
 
 async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:

@@ -78,6 +78,14 @@ class RunConfig(Section):
     """Trackers beside metrics.jsonl: names, or {name: wandb, project: …} with keys of the tracker's own."""
     compat: CompatConfig = CompatConfig()
 
+    @property
+    def deadline_s(self) -> float:
+        """The longest deadline of a plug-in's call."""
+        rollout = self.rollout
+        return max(
+            rollout.tools.timeout_s, rollout.interaction_timeout_s, rollout.scheduler_timeout_s, self.reward.timeout_s
+        )
+
     @field_validator("name")
     @classmethod
     def _stays_below_out(cls, name: str) -> str:
