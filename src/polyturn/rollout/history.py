@@ -115,7 +115,8 @@ class History(HistoryState):
         """
         coming, waiting = self._next, self._waiting
         if isinstance(coming, Given):
-            return Prompt(coming.ids, True, max(0, len(coming.ids) - self.num_tokens), len(coming.ids))
+            num_new = max(0, len(coming.ids) - self.num_tokens) if self.builder.is_open else 0
+            return Prompt(coming.ids, True, num_new, len(coming.ids))
         if not self.builder.is_open or isinstance(coming, Render) or (self._renders_history and waiting):
             return self._rendered()
         if isinstance(coming, Continue):

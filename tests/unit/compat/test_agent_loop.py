@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -146,6 +147,20 @@ async def test_limits_are_the_episodes() -> None:
 
     trajectory = await run(Endless, lambda request: "more", limits=Limits(max_turns=3))
     assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.MAX_TURNS, 3)
+    trajectory = await run(Endless, lambda request: "more", limits=Limits(max_tokens=8))  # the first prompt is longer
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert sum(len(turn.message.text) for turn in trajectory.turns) >= len("more")
+
+
+async def test_a_limit_that_a_loop_swallows_ends_the_trajectory_all_the_same() -> None:
+    class Swallows(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+            with contextlib.suppress(Exception):
+                await self.server_manager.generate("r", prompt_ids=[1, 2, 3], sampling_params=sampling_params)
+            return AgentLoopOutput(prompt_ids=[0], response_ids=[0], response_mask=[1])
+
+    trajectory = await run(Swallows, ["x"], limits=Limits(max_context=2))
+    assert (trajectory.stop_reason, trajectory.error) == (StopReason.CONTEXT_FULL, None)
 
 
 @pytest.mark.parametrize("answer", ["raises", "none", "silent"])

@@ -205,6 +205,8 @@ class AgentLoopScheduler(MultiTurnScheduler):
             if not isinstance(one, AgentLoopOutput):
                 raise SchedulerError(f"the agent loop returned {one!r:.200}; return an AgentLoopOutput, or a list of them")
         if not server.claims:
+            if server.over is not None:
+                return server.over
             raise SchedulerError("the agent loop returned without a single call of server_manager.generate")
         _weigh(episode, server.claims, outputs)
         _score(server.claims, outputs)
