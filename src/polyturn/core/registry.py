@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ from polyturn.core.errors import (
 T = TypeVar("T")
 NAMESPACES = "polyturn.namespaces"
 """Entry points of libraries that polyturn can stand in for: the root name, and a function that puts that in place."""
+_LOADING = threading.RLock()
+"""Held while a file is imported, which several threads may ask for at once."""
 
 
 class Registry(Generic[T]):
@@ -185,8 +188,13 @@ def _installed_hint(problem: Exception) -> str:
     )
 
 
-@functools.cache
 def _load_file(path: str) -> ModuleType:
+    with _LOADING:
+        return _load_once(path)
+
+
+@functools.cache
+def _load_once(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise MissingModuleError(f"there is no file {path!r}; a path in a config is relative to the config's folder")
     digest = hashlib.sha256(path.encode()).hexdigest()[:8]

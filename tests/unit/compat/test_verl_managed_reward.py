@@ -9,9 +9,11 @@ import pytest
 
 from polyturn.compat import install
 from polyturn.compat.verl.managed_reward import as_batch, score
+from polyturn.compat.verl.reward_manager import NaiveRewardManager, register
 from polyturn.compat.verl_config.compose import compose_name
 from polyturn.compat.verl_config.translate import translate
 from polyturn.core.errors import ConfigError
+from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.run_episode import run_episode
@@ -105,3 +107,14 @@ def test_an_agent_loop_that_samples_what_comes_of_a_turn_has_room_for_it(tmp_pat
     assert limits["max_tokens_per_turn"] == 100
     told = native["scheduler_kwargs"]["config"]["actor_rollout_ref"]["rollout"]["multi_turn"]
     assert told["num_repeat_rollouts"] == 3 and told["max_assistant_turns"] == 3
+
+
+def test_a_file_that_was_mended_registers_its_manager_anew(file: Path) -> None:
+    broken = file.with_name("broken.py")
+    broken.write_text(MANAGER.replace("talkative", "mended") + "\nraise RuntimeError('no key')\n")
+    with pytest.raises(ConfigError, match="no key"):
+        import_attr(f"{broken}:judge")
+    broken.write_text(MANAGER.replace("talkative", "mended"))
+    import_attr(f"{broken}:judge")
+    with pytest.raises(ConfigError, match="already been registered"):
+        register("mended")(NaiveRewardManager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,11 @@ def test_a_module_that_fails_when_imported_says_why(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MissingModuleError, match="ZeroDivisionError: division by zero"):
         import_attr("polyturn_test_broken_module:x")
+
+
+def test_a_file_that_threads_ask_for_at_once_is_imported_once(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("import time\n\ntime.sleep(0.05)\nx = object()\n")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(import_attr, [f"{path}:x"] * 4))
+    assert len(set(map(id, found))) == 1

@@ -59,15 +59,17 @@ class AbstractRewardManager(ABC):
 
 
 def register(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a class.
+    """Return a decorator that registers a class; one from a file that is imported anew takes the place of its former self.
 
     Raises:
         ConfigError: the name is taken by another class.
     """
 
     def add(cls: _Class) -> _Class:
-        if REWARD_MANAGER_REGISTRY.setdefault(name, cls) is not cls:
-            raise ConfigError(f"Reward manager {name} has already been registered: {REWARD_MANAGER_REGISTRY[name]} vs {cls}")
+        held = REWARD_MANAGER_REGISTRY.get(name, cls)
+        if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(f"Reward manager {name} has already been registered: {held} vs {cls}")
+        REWARD_MANAGER_REGISTRY[name] = cls
         return cls
 
     return add
