@@ -143,7 +143,7 @@ def outcome(tree: Composed, key: str, value: Any) -> str:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_no_wrong_value_is_silent(release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Over keys whose values travel: words, lists and mappings in place of what they hold, and null where none is."""
+    """Words, lists and mappings for keys whose values travel, and null for any key that is not ignored and never has it."""
     monkeypatch.chdir(tmp_path)
     tree = compose_name("ppo_trainer", folder=None, overrides=["actor_rollout_ref.model.path=m", "data.train_files=t"])
     rows = {key: table().find(key) for key in keys_of(release)}
@@ -151,7 +151,11 @@ def test_no_wrong_value_is_silent(release: str, tmp_path: Path, monkeypatch: pyt
     travels = [k for k, row in rows.items() if row is not None and (row.to or row.means) and k not in through]
     chance = random.Random(RELEASES.index(release))
     wrong = [(key, chance.choice(["wrong", ["wrong"], {"wrong": 1}, -7.5])) for key in chance.sample(travels, 30)]
-    wrong += [(k, None) for k in chance.sample([k for k in travels if wrong_kind(k, None)], 6)]
+    matters = [k for k, row in rows.items() if row is not None and (row.to or row.means or row.rejected)]
+    nulls = [k for k in matters if wrong_kind(k, None)]
+    wrong += [(k, None) for k in chance.sample(nulls, 12)]
+    wrong += [("actor_rollout_ref.model.override_config", None), ("actor_rollout_ref.rollout.val_kwargs.do_sample", True)]
+    wrong += [("actor_rollout_ref.actor.megatron.qat._target_", "wrong"), ("algorithm.rollout_is", True)]
     outcomes = {f"{key}={value}": outcome(tree, key, value) for key, value in wrong}
     assert [one for one, found in outcomes.items() if found == "silent"] == []
     assert sum(found == "refused" for found in outcomes.values()) > 12

@@ -198,9 +198,12 @@ def top_k(s: Source) -> None:
 def validation(s: Source) -> None:
     """Describe the one way in which verl validates."""
     at = f"{ROLLOUT}.val_kwargs"
-    k = s.whole(f"{at}.top_k", -1, least=-1)
+    k, samples = s.whole(f"{at}.top_k", -1, least=-1), s.switch(f"{at}.do_sample")
+    temperature = s.number(f"{at}.temperature", 0) if samples else 0
+    if samples and not temperature:
+        s.notes[f"{at}.do_sample"] = "at temperature 0 the likeliest token is taken all the same"
     sampling = {
-        "temperature": s.number(f"{at}.temperature", 0) if s.switch(f"{at}.do_sample") else 0,
+        "temperature": temperature,
         "top_p": s.number(f"{at}.top_p", 1.0),
         "top_k": k if k > 0 else -1,
     }

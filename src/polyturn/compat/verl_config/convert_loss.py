@@ -81,6 +81,8 @@ def correction(s: Source) -> None:
         s.put("algorithm.loss.correction", {"weight": "token", "cap": float(cap)}, by=f"{ACTOR}.tis_imp_ratio_cap")
     elif s.get("algorithm.rollout_is") and s.get("algorithm.rollout_is_threshold") is not None:
         s.put("algorithm.loss.correction", _of_first_release(s), by="algorithm.rollout_is")
+    elif s.get("algorithm.rollout_is"):
+        s.notes["algorithm.rollout_is"] = "without algorithm.rollout_is_threshold nothing is corrected"
 
 
 def _weight(s: Source, key: str, name: str, threshold: Any) -> dict[str, Any]:

@@ -89,10 +89,7 @@ def translate(
         row = known.find(key)
         if row is None or row.native:
             continue
-        why = _refusal(key, value, row)
-        if why is None and (row.to or row.means is not None) and tree.is_written(key):
-            why = None if value is None and row.may_be_null else wrong_kind(key, value)
-        if why is not None:
+        if (why := _refusal(key, value, row) or _wrong_kind(key, value, row, tree)) is not None:
             refused.append((key, why))
         elif row.convert is not None:
             wanted[row.convert] = None
@@ -230,6 +227,16 @@ def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
     return None
 
 
+def _wrong_kind(key: str, value: Any, row: KeyRule, tree: Composed) -> str | None:
+    """Return why a value that somebody wrote is of no kind that its key has; of what is accepted as nothing, of null."""
+    if row.to or row.means is not None:
+        given = [] if value is None and row.may_be_null else [(key, value)]
+    else:
+        nulls = leaves(value) if row.rejected is not None else ()
+        given = [(".".join((key, *path)), one) for path, one in nulls if one is None]
+    return next((why for k, one in given if tree.is_written(k) and (why := wrong_kind(k, one)) is not None), None)
+
+
 def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
@@ -244,6 +251,8 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
         if row.convert is not None and value is not None and not notice and key not in source.read:
             notice = UNREAD
         nothing = "it asks for nothing" if row.rejected is not None else ""
+        if isinstance(value, Mapping) and any(v for _, v in leaves(value)):
+            notice = notice or nothing  # of a section that names verl's class and no more
         target = known.find(row.means) if row.means is not None else None
         kind = "native" if row.native else "mapped" if row.to or target is not None else "ignored"
         kind = "ignored" if notice == UNREAD else kind
