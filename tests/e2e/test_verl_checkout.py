@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import polyturn.testing
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
 from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer, write_brief_model
@@ -29,6 +30,8 @@ pytestmark = [
     pytest.mark.skipif(not (CHECKOUT / "verl").is_dir(), reason="POLYTURN_VERL_CHECKOUT names no checkout of verl"),
 ]
 NUM_STEPS = 2
+QWEN = Path(polyturn.testing.__file__).parent / "qwen" / "qwen2_5.jinja"
+"""The chat template of the models that verl's scripts name."""
 SMALL = [
     "data.train_batch_size=2",
     "data.max_prompt_length=1400",
@@ -153,3 +156,53 @@ def test_the_recipe_char_count(home: Path):
     run_as(home, "python3", "recipe/char_count/create_dataset.py", "--total_number", 20)
     found = trained(home, "train_grpo.sh", at="recipe/char_count")
     assert all(len(t.turns) == 1 for t in found) and {t.task.data_source for t in found} == {"char_count"}
+
+
+USER_MODEL = """
+import json
+from types import SimpleNamespace
+
+
+class RateLimitError(Exception):
+    pass
+
+
+async def acompletion(*, model, messages, **kwargs):
+    said = {"current_answer": "?", "thought": "?", "response": "Go on.", "accuracy": 1, "interactivity": 0.5}
+    return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=json.dumps(said)))])
+"""
+"""What the recipe collabllm asks for its simulated user and its judges, with one answer to all of them."""
+
+
+def test_the_recipe_collabllm(home: Path):
+    """An agent loop that forks conversations with a simulated user, and a reward manager that judges them."""
+    if not (CHECKOUT / "recipe" / "collabllm" / "train_rl_collabllm.sh").is_file():
+        pytest.skip("this release has no recipe collabllm")
+    (home / "litellm.py").write_text(USER_MODEL)
+    problems = [{"prompt": [{"role": "user", "content": f"Add 2 to {i}."}], "completion": f"{i + 2}"} for i in range(20)]
+    told = {"single_turn_prompt": "What is the sum?", "single_turn_completion": "3"}
+    write_rows(home / "dialogues", [{**problem, **told} for problem in problems])
+    folder = home / "data" / "collabllm-math-hard-large"
+    program = "recipe/collabllm/process_dataset.py"
+    run_as(home, "python3", program, "--dataset", home / "dialogues", "--local_dir", folder, "--num_proc", 1)
+    sizes = ["data.max_prompt_length=1500", "data.max_response_length=500"]
+    found = trained(home, "recipe/collabllm/train_rl_collabllm.sh", *sizes)
+    assert {t.task.extra["agent_name"] for t in found} == {"collabllm_agent"}
+    assert all(t.reward is not None for t in found)
+
+
+def test_an_agent_loop_of_langgraph(home: Path):
+    """A graph of LangGraph's over the model of the run, with a tool."""
+    pytest.importorskip("langgraph")
+    program = "recipe/langgraph_agent/example/create_dataset.py"
+    if not (CHECKOUT / program).is_file():
+        pytest.skip("this release has no recipe langgraph_agent")
+    folder = home / "data" / "math_expression_tool"
+    run_as(home, "python3", program, "--train_size", 8, "--test_size", 2, "--output_dir", folder)
+    write_brief_model(home / "qwen")
+    (home / "qwen" / "chat_template.jinja").write_text(QWEN.read_text())
+    found = trained(
+        home, "recipe/langgraph_agent/example/run_qwen2.5_3b.sh", f"actor_rollout_ref.model.path={home / 'qwen'}"
+    )
+    assert {t.task.extra["agent_name"] for t in found} == {"math_expression"}
+    assert all(t.turns for t in found)
