@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.media import Media
 from polyturn.core.routing import routes_array
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+"""Between these, logits over the temperature are finite in single precision; one row that is not ends its whole batch."""
 
 
 class FinishReason(Enum):
@@ -44,10 +48,15 @@ class Sampling:
     """Sample among so many of the likeliest tokens; -1 or 0 means no limit."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; use 0 for greedy decoding or a positive number")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {self.temperature}; use 0 for greedy decoding or a number from {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if not (isinstance(self.top_k, Integral) and -1 <= self.top_k < 2**31):
+            raise ConfigError(f"top_k is {self.top_k}; it is a whole number of tokens, -1 or 0 for no limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +71,8 @@ class SamplingParams(Sampling):
     """Ids that are never sampled, such as those that stand for an image. As top-k, it leaves the logprobs as they are."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; a completion needs at least 1 token")
+        if not (isinstance(self.max_tokens, Integral) and self.max_tokens >= 1):
+            raise ConfigError(f"max_tokens is {self.max_tokens}; a completion needs a whole number of tokens, at least 1")
         Sampling.__post_init__(self)
 
     @classmethod

@@ -115,7 +115,9 @@ def _asked(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, f
         raise HTTPException(422, "infer_requests is a list of requests, each an object with `messages`")
     if config is not None and not isinstance(config, dict):
         raise HTTPException(422, "request_config is an object, or null")
-    if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
+    if timeout_s is not None and (
+        isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0
+    ):
         raise HTTPException(422, f"timeout_s is {timeout_s!r}; it is a positive number of seconds, or null")
     return requests, config, timeout_s
 

@@ -37,10 +37,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_APPLIED = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-_MEANINGLESS = ("stream", "logprobs", "top_logprobs", "return_details")
-"""Token ids and logprobs are always in the reply."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (None, 1.0), "min_p": (None, 0.0)}
+_APPLIED: Mapping[str, tuple[type, ...]] = {
+    "max_tokens": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,)
+}  # fmt: skip
+"""What a request may choose, and the numbers that it takes."""
+_FLAGS = ("logprobs", "return_details")
+"""Ask for token ids and logprobs, which are in every reply."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0), "min_p": (None, 0.0), "top_logprobs": (None, 0, 1)
+}  # fmt: skip
 _PROBE_TOKENS = 8
 
 
@@ -126,14 +131,19 @@ class RolloutService:
         for name, value in config.items():
             if name not in known:
                 raise ConfigError(f"request_config has no {name!r}.{did_you_mean(name, known)}")
+            if name in _FLAGS and not isinstance(value, bool | None):
+                raise ConfigError(f"request_config.{name} is {value!r:.100}; it is true or false")
             neutral = _NEUTRAL.get(name, (None, [], known[name]))
-            if name not in (*_APPLIED, *_MEANINGLESS, "stop") and value not in neutral:
-                raise ConfigError(f"request_config.{name} is {value!r}, which this server cannot do; leave it out")
+            if name not in (*_APPLIED, *_FLAGS, "stop") and value not in neutral:
+                raise ConfigError(f"request_config.{name} is {value!r:.100}, which this server cannot do; leave it out")
         values = {name: config[name] for name in _APPLIED if config.get(name) is not None}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, _APPLIED[name]):
+                raise ConfigError(
+                    f"request_config.{name} is {value!r:.100}; it is a {'whole ' * (_APPLIED[name] == (int,))}number"
+                )
         seed = values.pop("seed", None)
-        if not isinstance(seed, int | None) or any(isinstance(v, bool | str | list | dict) for v in values.values()):
-            raise ConfigError(f"request_config holds {dict(config)!r:.300}; {', '.join(_APPLIED)} are numbers")
-        stop = config.get("stop") or []
+        stop = [] if config.get("stop") is None else config["stop"]
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
             raise ConfigError(f"request_config.stop is {stop!r:.100}; it is a list of texts that end a turn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,18 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest, 
 from polyturn.core.protocols import Engine, EngineCapabilities, Interaction, Tool
 
 
-@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"max_tokens": v} for v in (0, 1.0, float("nan"))),
+        *({"temperature": v} for v in (-0.1, 1e-45, 1e-320, 1e39, float("nan"), float("inf"))),
+        *({"top_p": v} for v in (0.0, 1.1, float("nan"))),
+        *({"top_k": v} for v in (-2, 1.5, 2**63, float("nan"))),
+    ],
+)
 def test_sampling_that_cannot_work_names_the_field_and_its_value(bad: dict[str, Any]) -> None:
     ((name, value),) = bad.items()
-    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {value}")):
         SamplingParams(**bad)
 
 

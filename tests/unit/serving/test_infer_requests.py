@@ -45,7 +45,7 @@ async def test_a_stop_word_of_the_request_ends_the_reply(scheduler: Any) -> None
     assert len(stopped["response_token_ids"][0]) < len(whole["response_token_ids"][0])
 
 
-@pytest.mark.parametrize("stop", [3, [1], [""], {"a": 1}])
+@pytest.mark.parametrize("stop", [3, 0, "", [1], [""], {"a": 1}, {}])
 async def test_a_stop_that_is_no_list_of_texts_is_refused(stop: Any) -> None:
     service = RolloutService(scripted_context([SAID]))
     with pytest.raises(ConfigError, match=r"request_config\.stop is"):
@@ -59,3 +59,22 @@ async def test_a_field_that_is_not_read_is_refused_where_it_says_something(field
     service = RolloutService(scripted_context([SAID]))
     (reply,) = await service.infer([{**asdict(REQUEST), field: value}])
     assert f"the request's {field} is" in reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_tokens", v) for v in (1.0, 0, -1, "1", True, float("inf"))),
+        *(("temperature", v) for v in (1e-45, -1, float("nan"), True, "x", [1])),
+        *(("top_k", v) for v in (1.5, -2, 2**63, float("-inf"), {})),
+        *(("seed", v) for v in (1.5, True, "1")),
+        *((name, v) for name in ("logprobs", "return_details") for v in ("yes", 3, [])),
+        *(("top_logprobs", v) for v in (5, -1, "x")),
+        *(("stream", v) for v in (True, "x")),
+    ],
+)
+async def test_sampling_that_no_engine_can_do_is_refused_before_an_episode_begins(name: str, value: Any) -> None:
+    """Some of these break the whole batch that they are sampled in."""
+    service = RolloutService(scripted_context([SAID]))
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        await service.infer([asdict(REQUEST)], {name: value})

@@ -22,6 +22,7 @@ from polyturn.serving.openai.chat_request import (
     normal_messages,
     normal_tools,
     number,
+    temperature,
     texts,
     whole,
 )
@@ -110,7 +111,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Cha
         wants_texts=bool(body.get("logprobs")),
         stops=texts(body, "stop"),
         max_tokens=whole(body, "max_completion_tokens", "max_tokens"),
-        temperature=number(body, "temperature", low=0, high=100),
+        temperature=temperature(body),
         top_p=number(body, "top_p", low=0, high=1, above=True),
         top_k=whole(body, "top_k", low=-1),
         seed=whole(body, "seed", low=-(1 << 62), high=(1 << 63) - 1),

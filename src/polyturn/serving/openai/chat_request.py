@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import did_you_mean
+from polyturn.core.generation import MIN_TEMPERATURE
 from polyturn.core.messages import ToolCall
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -245,6 +246,18 @@ def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or (above and value == low):
         raise BadRequest(f"{name} is {_short(value)}; it is a number from {low:g} to {high:g}", param=name)
     return float(value)
+
+
+def temperature(body: Mapping[str, Any]) -> float | None:
+    """Return the temperature of a request, None where it is not given.
+
+    Raises:
+        BadRequest: it is none that an engine samples at.
+    """
+    value = number(body, "temperature", low=0, high=100)
+    if value and value < MIN_TEMPERATURE:
+        raise BadRequest(f"temperature is {value}; use 0 for greedy decoding", param="temperature")
+    return value
 
 
 def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 31) -> int | None:

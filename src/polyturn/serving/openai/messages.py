@@ -24,6 +24,7 @@ from polyturn.serving.openai.chat_request import (
     normal_messages,
     normal_tools,
     number,
+    temperature,
     texts,
     whole,
 )
@@ -79,7 +80,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
         goes_on=last["role"] == "assistant" and not last.get("tool_calls") and len(messages) > 1,
         stops=texts(body, "stop_sequences"),
         max_tokens=whole(body, "max_tokens"),
-        temperature=number(body, "temperature", low=0, high=100),
+        temperature=temperature(body),
         top_p=number(body, "top_p", low=0, high=1, above=True),
         top_k=whole(body, "top_k", low=-1),
     )

@@ -25,6 +25,7 @@ from polyturn.serving.openai.chat_request import (
     normal_messages,
     normal_tools,
     number,
+    temperature,
     whole,
 )
 from polyturn.serving.wire import dumps
@@ -125,7 +126,7 @@ def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] 
         may_call=may_call(body.get("tool_choice"), ignored),
         wants_texts=TEXTS in (body.get("include") or ()),
         max_tokens=whole(body, "max_output_tokens"),
-        temperature=number(body, "temperature", low=0, high=100),
+        temperature=temperature(body),
         top_p=number(body, "top_p", low=0, high=1, above=True),
         seed=whole(body, "seed", low=-(1 << 62), high=(1 << 63) - 1),
     )
