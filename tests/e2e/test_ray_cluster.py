@@ -118,14 +118,26 @@ async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_i
 
 
 @pytest.mark.slow
-async def test_a_call_waits_behind_no_other_however_many_run(address):
+async def test_a_call_waits_behind_no_other_however_many_run(address, tmp_path):
+    asked = tmp_path / "asked"
+    asked.touch()
+
+    def build():
+        class Silent(ScriptedEngine):
+            """Writes down that it was asked, and takes a minute."""
+
+            async def generate(self, request):
+                with asked.open("a") as file:
+                    file.write("x")
+                return await super().generate(request)
+
+        return Silent([[5]] * 1100, latency_s=60.0)
+
     cluster = Cluster(address)
     try:
-        engine = cluster.engines(
-            ResourceRequest(count=1, resources={"rollout": 0.5}), partial(ScriptedEngine, [[5]] * 1100, latency_s=60.0)
-        )
+        engine = cluster.engines(ResourceRequest(count=1, resources={"rollout": 0.5}), build)
         running = [asyncio.create_task(engine.generate(request(f"{i}/0", session=f"{i}"))) for i in range(1100)]
-        await asyncio.sleep(2.0)
+        await asyncio.to_thread(wait_until, lambda: asked.stat().st_size == 1100)
         await asyncio.wait_for(engine.update_weights(1, weights={}), timeout=20.0)
         assert not any(task.done() for task in running)
         for task in running:
