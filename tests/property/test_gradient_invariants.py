@@ -18,7 +18,14 @@ from polyturn.algorithms.aggregate import MODES, loss_coefs
 from polyturn.algorithms.correction import correct
 from polyturn.algorithms.kl import entropy, k3
 from polyturn.algorithms.losses import policy_losses, ppo_clip
-from polyturn.algorithms.options import Bounds, CorrectionSettings
+from polyturn.algorithms.options import (
+    AlgorithmOptions,
+    AverageOptions,
+    Bounds,
+    CorrectionSettings,
+    DistillSettings,
+    KlOptions,
+)
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny_models import tiny_model
@@ -82,11 +89,16 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -
     assert max(float((a[n] - b[n]).abs().max()) for n in a) < tolerance
 
 
+def algorithm_of(mode: str, estimator: str | None = None) -> AlgorithmOptions:
+    kl = KlOptions(coef=0.1, estimator=estimator)
+    return AlgorithmOptions(aggregate=AverageOptions(name=mode), kl=kl, entropy_coef=0.01)  # type: ignore[arg-type]
+
+
 def policy_of(dtype: torch.dtype, tokens: int, targets: int | None = None, mode: str = "token-mean") -> ModelPolicy:
     return local_policy(
         copy.deepcopy(MODEL).to(dtype),
         optim=OptimSettings(),
-        loss=LossSettings(aggregation=mode, kl_coef=0.1, entropy_coef=0.01, policy_loss_kwargs={"clip_high": 0.28}),
+        loss=LossSettings(policy_loss_kwargs={"clip_high": 0.28}, algorithm=algorithm_of(mode)),
         layout=LayoutSettings(max_tokens_per_batch=tokens, max_targets_per_batch=targets),
         reference=True,
     )
@@ -211,11 +223,8 @@ def test_no_loss_depends_on_the_split(name, seed, tokens, targets, mode):
             optim=OptimSettings(),
             loss=LossSettings(
                 policy_loss=policy_losses.resolve(name),
-                aggregation=mode,
-                kl_coef=0.1,
-                kl_estimator="k3+",
-                entropy_coef=0.01,
-                distill_coef=0.2,
+                distill=DistillSettings(teacher="teacher", coef=0.2),
+                algorithm=algorithm_of(mode, estimator="k3+"),
             ),
             layout=LayoutSettings(max_tokens_per_batch=max_tokens, max_targets_per_batch=max_targets),
             reference=True,
@@ -249,7 +258,7 @@ def test_no_combination_of_loss_average_layout_split_and_ranks_changes_the_gradi
     """Each rank's share is laid out as the plan over all of them says; its gradients add up to that of one batch of rows."""
     samples = [s.replace(token_ids=np.concatenate([np.arange(8), s.token_ids])[: len(s)]) for s in batch_of(seed)]
     coefs = loss_coefs(samples, mode=mode)
-    loss = LossSettings(policy_loss=policy_losses.resolve(name), aggregation=mode, kl_coef=0.1, entropy_coef=0.01)
+    loss = LossSettings(policy_loss=policy_losses.resolve(name), algorithm=algorithm_of(mode))
     model = copy.deepcopy(MODEL).double()
     one = local_policy(model, optim=OptimSettings(), loss=loss, reference=True)
     marked = with_marks(samples, loss, score=one.score, seed=0)

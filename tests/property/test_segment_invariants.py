@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from polyturn.algorithms.advantages import assign_advantages, grpo
 from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS, loss_coefs
+from polyturn.algorithms.options import AlgorithmOptions, AverageOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.batching.samples import to_samples
 from polyturn.core.builder import TrajectoryBuilder
@@ -229,7 +230,10 @@ def exact_policy(mode: str, segment_weight: str) -> ModelPolicy:
     return local_policy(
         model,
         optim=OptimSettings(),
-        loss=LossSettings(aggregation=mode, segment_weight=segment_weight, policy_loss_kwargs={"clip_high": 0.28}),
+        loss=LossSettings(
+            policy_loss_kwargs={"clip_high": 0.28},
+            algorithm=AlgorithmOptions(aggregate=AverageOptions(name=mode), segment_weight=segment_weight),
+        ),
         layout=LayoutSettings(max_tokens_per_batch=64),
     )
 

@@ -1,4 +1,4 @@
-"""What can be chosen about the mathematics of training: averages, KL terms, off-policy correction and distillation.
+"""What can be chosen about the mathematics of training: averages, KL terms, routers, off-policy correction, distillation.
 
     algorithm: {loss: {correction: {cap: 2.0, reject: {seq_mean_k1: [0.99, 1.01]}}}, aggregate: seq-mean-token-sum}
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 
@@ -24,6 +24,11 @@ REJECTIONS = (
 )
 """What is held to bounds: an estimate of the divergence of pi from mu, for a token or summed, averaged or maximal over a
 sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho."""
+
+
+def by_name(value: Any) -> Any:
+    """Return the options of a part that is written by its name alone."""
+    return {"name": value} if isinstance(value, str) else value
 
 
 class Bounds(NamedTuple):
@@ -135,3 +140,61 @@ class DistillSettings:
     """The estimator of KL(policy || teacher), a name that `kl.estimator` takes."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the teacher's weights; null takes the model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingOptions:
+    """The routers of a mixture of experts."""
+
+    PART: ClassVar[str] = "a mixture of experts"
+
+    replay: Literal["auto", "on", "off"] = "auto"
+    """Whether tokens go to the experts in training that they went to when they were sampled, while the weights of these
+    experts are computed anew (R3, arXiv 2510.11370). auto does so for every model with experts whose engine says where
+    tokens went; on refuses a model or an engine that cannot."""
+    balance_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the loss that evens out how routers use their experts (`algorithms/balance.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmOptions:
+    """From rewards to a loss, whatever estimator and policy loss are taken."""
+
+    aggregate: Annotated[AverageOptions, BeforeValidator(by_name)] = AverageOptions()
+    segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
+    """How much a trajectory's segments weigh together: as its tokens do (per_token), or as much as any other trajectory
+    (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
+    loss_scale: str = "default"
+    """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),
+    ignore_empty_think, `file.py:function`, or several as `a+b`. What a scheduler weighed itself stays."""
+    kl: KlOptions | list[KlOptions] = KlOptions()
+    """The KL from the weights at the start of the run, or from `model.reference`; a list for one in each place."""
+    entropy_coef: float = 0.0
+    """Weight of the bonus for entropy."""
+    routing: RoutingOptions = RoutingOptions()
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
+    or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""
+    drop_truncated: bool = False
+    """Leave trajectories out of the loss that a limit ended; they still count in the statistics of their group."""
+    drop_zero_variance: bool | None = None
+    """Leave groups out of the loss whose members all have the same reward; null does so where the estimator looks at nothing
+    but rewards, so that every advantage of such a group is 0."""
+
+    def __post_init__(self) -> None:
+        places = [one.place for one in self._kl_terms]
+        if len(set(places)) < len(places):
+            raise ConfigError("algorithm.kl: two of them have the same place; give one for the loss and one for the reward")
+
+    def kl_in(self, place: Literal["loss", "reward"]) -> KlOptions:
+        """Return the KL of the loss or of the reward, with weight 0 where there is none."""
+        return next((one for one in self._kl_terms if one.place == place), KlOptions(place=place))
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether a reference is needed."""
+        return any(one.coef for one in self._kl_terms)
+
+    @property
+    def _kl_terms(self) -> list[KlOptions]:
+        return self.kl if isinstance(self.kl, list) else [self.kl]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polyturn.algorithms.options import CorrectionSettings, KlOptions
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
-from polyturn.config.models import AlgorithmConfig
-from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function
 from polyturn.core.signature import required
@@ -34,11 +32,6 @@ def build_policy_loss(place: ConfigSource) -> PolicyLoss:
         return adapted  # type: ignore[no-any-return]
     check_function(loss, dataclasses.replace(_LOSS, names=required(loss)[_LOSS.num :]), where=f"algorithm.loss {name!r}")
     return loss
-
-
-def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Return the arguments of the policy loss that the configuration sets."""
-    return arguments_of(algorithm.loss, but=("correction", "distill"))
 
 
 def kl_controller(kl: KlOptions) -> KlController:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from polyturn.algorithms.options import RoutingOptions
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, find_engine, route_shape
 from polyturn.build.environments import build_env_scheduler, build_env_tools
@@ -45,7 +46,6 @@ from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.registry import check_tools, initialize_tools_from_config, load_function_tools
-from polyturn.training.options import RoutingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyturn.algorithms.options import RoutingOptions
 from polyturn.build.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_model
@@ -24,7 +25,6 @@ from polyturn.engines.options import EmbeddedOptions
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser, build_parser
-from polyturn.training.options import RoutingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,7 +131,7 @@ def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> Co
     config = place.config
     # Servers of the run's own model serve no other.
     engine = one.engine or (config.engine if isinstance(config.engine, EmbeddedOptions) else EmbeddedOptions())
-    untrained = config.algorithm.model_copy(update={"routing": RoutingOptions(replay="off")})
+    untrained = dataclasses.replace(config.algorithm, routing=RoutingOptions(replay="off"))
     changed = config.model_copy(
         update={"model": model, "engine": engine, "rollout": RolloutConfig(), "algorithm": untrained}
     )

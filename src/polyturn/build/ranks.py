@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from polyturn.build.backend import degrees_of
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
-from polyturn.build.loss import build_policy_loss, build_reference, build_teacher, loss_arguments
+from polyturn.build.loss import build_policy_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
 from polyturn.build.parts import Parts
 from polyturn.config.models import RunConfig
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label
 from polyturn.core.plugins import load_plugins
@@ -54,24 +55,15 @@ def policy_options(
     from polyturn.training.loss_terms import LossSettings
 
     algorithm, train = place.config.algorithm, place.config.train
-    distill = algorithm.loss.distill
     if place.config.model.gradient_checkpointing:
         checkpoint_activations(model)
     return {
         "optim": spec.optim.over(spec.steps),
         "loss": LossSettings(
             policy_loss=build_policy_loss(place),
-            policy_loss_kwargs=loss_arguments(algorithm),
-            aggregation=algorithm.aggregate.name,
-            segment_weight=algorithm.segment_weight,
-            norm_length=algorithm.aggregate.norm_length,
-            kl_coef=algorithm.kl_in("loss").coef,
-            kl_estimator=algorithm.kl_in("loss").name,
-            entropy_coef=algorithm.entropy_coef,
-            balance_coef=algorithm.routing.balance_coef,
-            is_engine_old=algorithm.old_logprobs == "engine",
-            distill_coef=0.0 if distill is None else distill.coef,
-            distill_estimator="k1+" if distill is None else distill.estimator,
+            policy_loss_kwargs=arguments_of(algorithm.loss, but=("correction", "distill")),
+            distill=algorithm.loss.distill,
+            algorithm=algorithm,
         ),
         "layout": LayoutSettings(
             max_tokens_per_batch=spec.max_tokens_per_batch,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS
 from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
+from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
 from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
@@ -28,53 +29,39 @@ from polyturn.training.network import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The loss: sum over tokens of coef * (policy_loss + kl_coef * kl - entropy_coef * entropy + distill_coef * distill)."""
+    """The loss: sum over tokens of coef * (policy_loss + kl - entropy + distill), each of them weighed."""
 
     policy_loss: PolicyLoss = ppo_clip
     """What a token contributes."""
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Its options, such as clip_low and clip_high."""
-    aggregation: str = "token-mean"
-    """One of `algorithms.aggregate.MODES`."""
-    segment_weight: str = "per_token"
-    """One of `algorithms.aggregate.SEGMENT_WEIGHTS`."""
-    norm_length: float | None = None
-    """The constant of seq-mean-token-sum-norm; None takes the longest trajectory of the batch."""
-    kl_coef: float = 0.0
-    """Above 0 the loss holds the policy near the reference."""
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    balance_coef: float = 0.0
-    """Above 0 the loss evens out how routers use experts (`algorithms/balance.py`); a sequence counts as its tokens do."""
-    distill_coef: float = 0.0
-    """Above 0 the loss draws the policy to the teacher, on the tokens that the policy sampled."""
-    distill_estimator: str = "k1+"
-    """The estimator of KL(policy || teacher)."""
-    old_logprobs: Literal["sample", "rollout"] = "sample"
-    """The denominator of the ratio. "sample": the samples' old_logprobs; where the whole batch has none it is on-policy by
-    definition, the ratio is 1 and only its gradient counts, which is right for exactly one update on fresh rollouts.
-    "rollout": the engine's own logprobs, which saves a forward pass where engine and trainer agree."""
-    is_engine_old: bool = False
-    """Whether the samples' old_logprobs are the engine's: then they say nothing about how far engine and trainer agree."""
+    distill: DistillSettings | None = None
+    """Draws the policy to the teacher, on the tokens that the policy sampled."""
+    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    """How tokens are averaged, and what stands beside the policy loss. The ratio's denominator is the samples' old_logprobs;
+    where the whole batch has none it is on-policy by definition, the ratio is 1 and only its gradient counts, which is right
+    for exactly one update on fresh rollouts."""
+
+    @property
+    def kl(self) -> KlOptions:
+        """Of the KL to the reference, with weight 0 where there is none."""
+        return self.algorithm.kl_in("loss")
 
     def __post_init__(self) -> None:
-        if self.aggregation not in MODES:
-            raise UnknownNameError(
-                f"there is no aggregation mode {self.aggregation!r}.{did_you_mean(self.aggregation, MODES)}"
-            )
-        if self.segment_weight not in SEGMENT_WEIGHTS:
-            raise UnknownNameError(
-                f"there is no segment weight {self.segment_weight!r}.{did_you_mean(self.segment_weight, SEGMENT_WEIGHTS)}"
-            )
-        if self.old_logprobs not in ("sample", "rollout"):
-            raise ConfigError(f"loss.old_logprobs is {self.old_logprobs!r}; it must be 'sample' or 'rollout'")
+        mode, segment_weight = self.algorithm.aggregate.name, self.algorithm.segment_weight
+        if mode not in MODES:
+            raise UnknownNameError(f"there is no aggregation mode {mode!r}.{did_you_mean(mode, MODES)}")
+        if segment_weight not in SEGMENT_WEIGHTS:
+            hint = did_you_mean(segment_weight, SEGMENT_WEIGHTS)
+            raise UnknownNameError(f"there is no segment weight {segment_weight!r}.{hint}")
         low, high, dual = (self.policy_loss_kwargs.get(name) for name in ("clip_low", "clip_high", "dual_clip"))
         if not 0 <= (low or 0.0) <= 1 or not (high or 0.0) >= 0:
             raise ConfigError(f"the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must hold 1 and stay above 0")
         if dual is not None and dual <= 1:
             raise ConfigError(f"dual_clip is {dual}; it must be above 1, or None")
-        kl_estimators.resolve(self.kl_estimator)
-        kl_estimators.resolve(self.distill_estimator)
+        kl_estimators.resolve(self.kl.name)
+        if self.distill is not None:
+            kl_estimators.resolve(self.distill.estimator)
 
 
 class Terms(NamedTuple):
@@ -126,20 +113,20 @@ class PolicyTerms:
             ConfigError: a KL term without a reference, a distillation term without a teacher, or an option that the policy
                 loss does not take.
         """
-        if settings.kl_coef and not has_reference:
-            raise ConfigError(f"kl_coef is {settings.kl_coef} and there is no reference policy; pass reference=True")
-        if settings.distill_coef and teacher is None:
-            raise ConfigError(f"distill_coef is {settings.distill_coef} and there is no teacher; pass one")
+        if settings.kl.coef and not has_reference:
+            raise ConfigError(f"kl.coef is {settings.kl.coef} and there is no reference policy; pass reference=True")
+        if settings.distill is not None and teacher is None:
+            raise ConfigError(f"distill.coef is {settings.distill.coef} and there is no teacher; pass one")
         self._settings = settings
         self._policy_loss = bind(settings.policy_loss, kwargs=settings.policy_loss_kwargs)
         self._teacher = teacher
-        self._kl = kl_estimators.resolve(settings.kl_estimator)
-        self._distill = kl_estimators.resolve(settings.distill_estimator)
+        self._kl = kl_estimators.resolve(settings.kl.name)
 
     def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
         """Return the terms of micro-batches of `samples`, the KL to the reference weighed by `kl_coef`."""
-        entropy_grad, balance_grad = self._settings.entropy_coef != 0, self._settings.balance_coef != 0
-        options = {"entropy_grad": entropy_grad} | ({"balance_grad": True} if balance_grad else {})
+        algorithm = self._settings.algorithm
+        options = {"entropy_grad": algorithm.entropy_coef != 0}
+        options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
         return lambda network, batch: self._terms(batch, network(batch, **options), kl_coef)
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
@@ -148,11 +135,11 @@ class PolicyTerms:
 
     def _terms(self, batch: MicroBatch, scores: TargetScores, kl_coef: float) -> Terms:
         """Return the loss of each target, which the policy loss, its correction, the KL term and the teacher add up to."""
-        settings = self._settings
+        settings, algorithm = self._settings, self._settings.algorithm
         logprobs_S = scores.logprobs_S
         if batch.advantages_S is None:
             raise TrainingError("the samples have no advantages; run an advantage estimator before forward_backward")
-        old_S = self._old_logprobs(batch, logprobs_S)
+        old_S = logprobs_S.detach() if batch.old_logprobs_S is None else batch.old_logprobs_S
         sequence_S = torch.from_numpy(batch.sample_S).to(old_S.device)
         policy = self._policy_loss(logprobs_S, old_S, batch.advantages_S, sequence_S, batch.marks_S)
         loss_S = policy.loss_T if batch.correction_S is None else policy.loss_T * batch.correction_S
@@ -161,40 +148,31 @@ class PolicyTerms:
         stats_S["policy/advantage"] = batch.advantages_S
         own_S: Tensor | None = None
         if batch.rollout_logprobs_S is not None:
-            is_ours = batch.old_logprobs_S is not None and not settings.is_engine_old
+            is_ours = batch.old_logprobs_S is not None and algorithm.old_logprobs == "trainer"
             own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
-        if settings.kl_coef:
+        if settings.kl.coef:
             assert batch.ref_logprobs_S is not None  # the policy scores what samples lack before
             kl_S = self._kl(logprobs_S, batch.ref_logprobs_S)
             loss_S = loss_S + kl_coef * kl_S
             parts_S["loss/kl"] = kl_coef * kl_S.detach()
             stats_S["policy/kl_to_reference"] = kl_S.detach()
-        if settings.distill_coef and self._teacher is not None:
-            distill_S = self._distill(logprobs_S, self._teacher(batch))
+        if settings.distill is not None and self._teacher is not None:
+            distill_S = kl_estimators.resolve(settings.distill.estimator)(logprobs_S, self._teacher(batch))
             stats_S["policy/kl_to_teacher"] = distill_S.detach()
             if batch.correction_S is not None:
                 distill_S = distill_S * batch.correction_S
-            loss_S = loss_S + settings.distill_coef * distill_S
-            parts_S["loss/distill"] = settings.distill_coef * distill_S.detach()
+            loss_S = loss_S + settings.distill.coef * distill_S
+            parts_S["loss/distill"] = settings.distill.coef * distill_S.detach()
         if scores.entropy_S is not None:
             stats_S["policy/entropy"] = scores.entropy_S.detach()
-            if settings.entropy_coef:
-                loss_S = loss_S - settings.entropy_coef * scores.entropy_S
-                parts_S["loss/entropy"] = -settings.entropy_coef * scores.entropy_S.detach()
-        if scores.balance_S is not None and settings.balance_coef:
-            loss_S = loss_S + settings.balance_coef * scores.balance_S
-            parts_S["loss/router_balance"] = settings.balance_coef * scores.balance_S.detach()
+            if algorithm.entropy_coef:
+                loss_S = loss_S - algorithm.entropy_coef * scores.entropy_S
+                parts_S["loss/entropy"] = -algorithm.entropy_coef * scores.entropy_S.detach()
+        balance_coef = algorithm.routing.balance_coef
+        if scores.balance_S is not None and balance_coef:
+            loss_S = loss_S + balance_coef * scores.balance_S
+            parts_S["loss/router_balance"] = balance_coef * scores.balance_S.detach()
         return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.metrics)
-
-    def _old_logprobs(self, batch: MicroBatch, logprobs_S: Tensor) -> Tensor:
-        if self._settings.old_logprobs == "sample":
-            return logprobs_S.detach() if batch.old_logprobs_S is None else batch.old_logprobs_S
-        if batch.rollout_logprobs_S is None:
-            raise TrainingError(
-                "loss.old_logprobs is 'rollout' and the engine returned no logprobs; use an engine that returns them, or "
-                "'sample' with old_logprobs from Policy.score"
-            )
-        return batch.rollout_logprobs_S
 
 
 class SupervisedTerms:

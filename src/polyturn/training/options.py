@@ -18,11 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from polyturn.algorithms.options import by_name
 from polyturn.core.errors import ConfigError
-
-
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,7 @@ class OptimSettings:
     warmup_steps: Annotated[int | float, Field(ge=0)] = 0
     """Steps in which the learning rate rises linearly; the first one already has lr / warmup_steps. Below 1, a share of the
     steps of the schedule."""
-    schedule: Annotated[ScheduleOptions, BeforeValidator(_named)] = ScheduleOptions()
+    schedule: Annotated[ScheduleOptions, BeforeValidator(by_name)] = ScheduleOptions()
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients of a larger norm are scaled down to it; null never scales."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
@@ -124,20 +121,6 @@ class LoraSettings:
     """Of the target modules, those that get no adapter."""
     adapter: str | None = None
     """Folder of an adapter of this shape to start from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingOptions:
-    """The routers of a mixture of experts."""
-
-    PART: ClassVar[str] = "a mixture of experts"
-
-    replay: Literal["auto", "on", "off"] = "auto"
-    """Whether tokens go to the experts in training that they went to when they were sampled, while the weights of these
-    experts are computed anew (R3, arXiv 2510.11370). auto does so for every model with experts whose engine says where
-    tokens went; on refuses a model or an engine that cannot."""
-    balance_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the loss that evens out how routers use their experts (`algorithms/balance.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,11 +53,11 @@ class ModelPolicy(OverBackend):
         Args:
             backend: From `policy_backend`, or over the ranks of a group; made with the same `loss`.
             loss: The loss, for what is computed over a whole batch; None takes the defaults.
-            kl: Steers the weight of the KL term; None keeps it at `loss.kl_coef`.
+            kl: Steers the weight of the KL term; None keeps it at `loss.kl.coef`.
         """
         self.backend = backend
         self.loss_settings = loss or LossSettings()
-        self.kl = kl or FixedKl(coef=self.loss_settings.kl_coef)
+        self.kl = kl or FixedKl(coef=self.loss_settings.kl.coef)
         self.train_seconds = 0.0
         """Seconds spent in forward and backward so far, `score` included."""
         self.optim_seconds = 0.0
@@ -83,9 +83,9 @@ class ModelPolicy(OverBackend):
         """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on.
 
         Args:
-            samples: With `advantages`; with old_logprobs or rollout_logprobs as `LossSettings.old_logprobs` says. Missing
+            samples: With `advantages`; with old_logprobs, unless they are on-policy. Missing
                 ref_logprobs are computed here when the loss has a KL term.
-            coefs: For each sample [T]; None computes them over `samples` by `LossSettings.aggregation`.
+            coefs: For each sample [T]; None computes them over `samples` by `AlgorithmOptions.aggregate`.
 
         Raises:
             TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
@@ -95,14 +95,13 @@ class ModelPolicy(OverBackend):
         lacking = next((s.id for s in samples if s.advantages is None), None)
         if lacking is not None:
             raise TrainingError(f"sample {lacking} has no advantages; run an advantage estimator before forward_backward")
-        if loss.kl_coef and any(s.ref_logprobs is None for s in samples):
+        if loss.kl.coef and any(s.ref_logprobs is None for s in samples):
             scores = self.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         samples = with_marks(samples, loss, score=self.score, seed=self.step_count)
         if coefs is None:
-            coefs = loss_coefs(
-                samples, mode=loss.aggregation, norm_length=loss.norm_length, segment_weight=loss.segment_weight
-            )
+            average, weight = loss.algorithm.aggregate, loss.algorithm.segment_weight
+            coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
         return self._pass(samples, coefs, "policy")
 
     def sft_forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
@@ -204,7 +203,7 @@ def policy_backend(
     for other, name in ((reference, "reference"), (teacher, "teacher")):
         if isinstance(other, PreTrainedModel):
             require_same_vocabulary(model, other, name=name)
-    balance = 0.0 if loss is None else loss.balance_coef
+    balance = 0.0 if loss is None else loss.algorithm.routing.balance_coef
     routers = Routers.of(model) if replays_routes or balance else None
     if balance and routers is None:
         raise ConfigError(f"balance_coef is {balance:g} and {type(model).__name__} has no experts; set it to 0")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from polyturn.algorithms.advantages import advantages, bind_estimator, traits_of
 from polyturn.config.models import AlgorithmConfig
@@ -35,7 +36,7 @@ def test_its_docstring_names_its_source(name: str) -> None:
 
 @pytest.mark.parametrize("line", re.findall(r"^algorithm: (\{.*\})$", SECTION, re.M))
 def test_every_line_of_configuration_is_taken(line: str) -> None:
-    config = AlgorithmConfig(**yaml.safe_load(line))
+    config = TypeAdapter(AlgorithmConfig).validate_python(yaml.safe_load(line))
     bind_estimator(advantages.resolve(config.advantage.name), offered={}, kwargs=arguments_of(config.advantage))
 
 

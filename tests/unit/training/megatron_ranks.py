@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny_models import tiny_model
@@ -124,7 +125,9 @@ def compare(kind, *, tied=True, **degrees):
     torch.manual_seed(0)
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, weight_decay=0.1, max_skipped=1),
-        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, policy_loss_kwargs={"clip_high": 0.28}),
+        "loss": LossSettings(
+            algorithm=AlgorithmOptions(kl=KlOptions(coef=0.1), entropy_coef=0.01), policy_loss_kwargs={"clip_high": 0.28}
+        ),
         "layout": LayoutSettings(max_tokens_per_batch=40),
         "reference": True,
     }

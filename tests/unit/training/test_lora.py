@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.sample import SampleId, TrainSample
@@ -46,7 +47,8 @@ def adapted(seed: int = 0, **settings: object) -> PreTrainedModel:
 
 
 def policy(model: PreTrainedModel, *, kl: float = 0.0) -> ModelPolicy:
-    return local_policy(model, optim=OptimSettings(lr=0.05), loss=LossSettings(kl_coef=kl), reference=kl > 0)
+    loss = LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(coef=kl)))
+    return local_policy(model, optim=OptimSettings(lr=0.05), loss=loss, reference=kl > 0)
 
 
 def train(made: ModelPolicy, steps: int = 3, first: int = 0) -> ModelPolicy:

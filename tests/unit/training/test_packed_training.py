@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.batching.packing import common_prefix, pack, sorted_rows
 from polyturn.core.errors import CheckpointError
@@ -81,7 +82,7 @@ def policy_of(kind: str, layout: LayoutSettings, *, checkpointing: bool = False)
     model = copy.deepcopy(MODELS[kind])
     if checkpointing:
         checkpoint_activations(model)
-    loss = LossSettings(kl_coef=0.1, entropy_coef=0.01)
+    loss = LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(coef=0.1), entropy_coef=0.01))
     return local_policy(model, optim=OptimSettings(), loss=loss, layout=layout, reference=True)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from polyturn.algorithms.kl import AdaptiveKl
 from polyturn.algorithms.losses import TokenLoss, policy_losses
+from polyturn.algorithms.options import AlgorithmOptions, AverageOptions, DistillSettings, KlOptions
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.protocols import Policy
@@ -42,6 +43,10 @@ def samples(seed: int = 0, num: int = 4, **changes: Any) -> list[TrainSample]:
             ).replace(**changes)
         )
     return made
+
+
+def with_kl(coef: float) -> AlgorithmOptions:
+    return AlgorithmOptions(kl=KlOptions(coef=coef))
 
 
 def policy(*, reference: bool = False, lr: float = 1e-2, seed: int = 0, **loss: Any) -> ModelPolicy:
@@ -86,16 +91,13 @@ def test_without_old_logprobs_the_batch_is_on_policy():
 
 
 def test_the_engines_logprobs_can_be_the_old_ones():
-    made = policy(old_logprobs="rollout")
+    made = policy(algorithm=AlgorithmOptions(old_logprobs="engine"))
     batch = samples()
-    engine = [
-        s.replace(rollout_logprobs=o - 0.1 * (s.loss_weights > 0)) for s, o in zip(batch, made.score(batch), strict=True)
-    ]
+    theirs = [o - 0.1 * (s.loss_weights > 0) for s, o in zip(batch, made.score(batch), strict=True)]
+    engine = [s.replace(rollout_logprobs=o, old_logprobs=o) for s, o in zip(batch, theirs, strict=True)]
     metrics = reduce(made.forward_backward(engine).metrics)
     assert metrics["policy/ratio"] == pytest.approx(math.exp(0.1), rel=1e-4)
     assert metrics["policy/rollout_difference_max"] == pytest.approx(0.1, abs=1e-4)
-    with pytest.raises(TrainingError, match="the engine returned no logprobs"):
-        made.forward_backward(batch)
 
 
 def test_training_raises_what_was_rewarded_and_lowers_what_was_not():
@@ -137,7 +139,7 @@ def test_supervised_training_fits_the_weighted_tokens():
 
 
 def test_the_reference_stays_while_the_policy_moves_and_the_kl_term_pulls_back():
-    made = policy(reference=True, kl_coef=0.5)
+    made = policy(reference=True, algorithm=with_kl(0.5))
     batch = samples()
     start = made.score(batch, reference=True)
     assert reduce(made.forward_backward(batch).metrics)["policy/kl_to_reference"] == pytest.approx(0, abs=1e-6)
@@ -180,13 +182,13 @@ def test_resuming_is_exact(reference, tmp_path: Path):
             made.forward_backward(samples(step))
             made.optim_step()
 
-    straight = policy(reference=reference, kl_coef=kl)
+    straight = policy(reference=reference, algorithm=with_kl(kl))
     run(straight, range(8))
-    first = policy(reference=reference, kl_coef=kl)
+    first = policy(reference=reference, algorithm=with_kl(kl))
     run(first, range(4))
     first.save(tmp_path / "state")
     run(first, range(4, 6))  # what happens later does not reach into the state
-    second = policy(reference=reference, kl_coef=kl, seed=9)
+    second = policy(reference=reference, algorithm=with_kl(kl), seed=9)
     while not first.is_saved():
         time.sleep(0.01)
     second.load(tmp_path / "state")
@@ -267,7 +269,7 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher():
     made = local_policy(
         student,
         optim=OptimSettings(),
-        loss=LossSettings(policy_loss=policy_losses.resolve("none"), distill_coef=1.0),
+        loss=LossSettings(policy_loss=policy_losses.resolve("none"), distill=DistillSettings(teacher="teacher")),
         teacher=teacher,
     )
     every = [
@@ -305,7 +307,11 @@ def test_marks_are_chosen_over_the_whole_step_from_the_log_probabilities_it_begi
 def test_an_adaptive_kl_weight_is_what_the_loss_uses_and_what_a_checkpoint_keeps():
     control = AdaptiveKl(coef=0.1, target=1.0)
     made = local_policy(
-        tiny_model(VOCAB, hidden=16), optim=OptimSettings(), loss=LossSettings(kl_coef=0.1), reference=True, kl=control
+        tiny_model(VOCAB, hidden=16),
+        optim=OptimSettings(),
+        loss=LossSettings(algorithm=with_kl(0.1)),
+        reference=True,
+        kl=control,
     )
     batch = [s.replace(ref_logprobs=np.full(len(s), -5.0)) for s in samples()]
     before = reduce(made.forward_backward(batch).metrics)["loss/kl"]
@@ -318,17 +324,17 @@ def test_missing_pieces_are_named():
     with pytest.raises(TrainingError, match="no advantages"):
         policy().forward_backward(samples(advantages=None))
     with pytest.raises(ConfigError, match="no reference policy"):
-        policy(kl_coef=0.1)
+        policy(algorithm=with_kl(0.1))
     with pytest.raises(ConfigError, match="there is no teacher"):
-        policy(distill_coef=0.1)
+        policy(distill=DistillSettings(teacher="teacher", coef=0.1))
     with pytest.raises(ConfigError, match="the reference has a vocabulary of 32 and the model of 48"):
         local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(32))
     with pytest.raises(ConfigError, match="built without a reference"):
         policy().score(samples(), reference=True)
     with pytest.raises(UnknownNameError, match="Did you mean 'token-mean'"):
-        LossSettings(aggregation="token-means")
+        LossSettings(algorithm=AlgorithmOptions(aggregate=AverageOptions(name="token-means")))  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="'k4'"):
-        LossSettings(kl_estimator="k4")
+        LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(estimator="k4")))
     with pytest.raises(ConfigError, match="dual_clip is 1"):
         LossSettings(policy_loss_kwargs={"dual_clip": 1.0})
 

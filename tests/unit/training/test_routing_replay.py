@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from polyturn.algorithms.options import AlgorithmOptions, RoutingOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.metrics import reduce
@@ -67,7 +68,7 @@ def policy(model: Any, *, replays: bool = True, balance: float = 0.0, **layout: 
     return local_policy(
         model,
         optim=OptimSettings(lr=1e-2),
-        loss=LossSettings(balance_coef=balance),
+        loss=LossSettings(algorithm=AlgorithmOptions(routing=RoutingOptions(balance_coef=balance))),
         layout=LayoutSettings(**layout),
         replays_routes=replays,
     )
@@ -216,7 +217,7 @@ def test_the_reference_chooses_for_itself() -> None:
 
 def test_what_cannot_be_replayed_is_refused_in_a_sentence() -> None:
     with pytest.raises(ConfigError, match="has no experts"):
-        local_policy(tiny_model(VOCAB), optim=OptimSettings(), loss=LossSettings(balance_coef=0.1))
+        policy(tiny_model(VOCAB), balance=0.1)
     batch = samples(num=1)
     assert batch[0].routed_experts is not None
     three = dataclasses.replace(batch[0], routed_experts=np.repeat(batch[0].routed_experts, 2, axis=1)[:, :3])

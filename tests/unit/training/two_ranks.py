@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.losses import mark, policy_losses, selection_of
+from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import PolyturnError
 from polyturn.core.messages import Message
@@ -52,6 +53,8 @@ from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 VOCAB = 48
 CPU = torch.device("cpu")
+ALGORITHM = AlgorithmOptions(kl=KlOptions(coef=0.1), entropy_coef=0.01)
+DISTILL = DistillSettings(teacher="teacher", coef=0.1)
 
 
 def exact_model(seed=0, layers=2):
@@ -145,7 +148,7 @@ def compare(tp):
     row, rows = dist.get_rank() // tp, dist.get_world_size() // tp
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, max_skipped=1),
-        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, policy_loss_kwargs={"clip_high": 0.28}, distill_coef=0.1),
+        "loss": LossSettings(policy_loss_kwargs={"clip_high": 0.28}, distill=DISTILL, algorithm=ALGORITHM),
         "layout": LayoutSettings(max_tokens_per_batch=20),
         "reference": True,
     }
@@ -319,7 +322,7 @@ def compare_lora(tp):
             torch.nn.init.normal_(tensor, std=0.1)
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1),
-        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01),
+        "loss": LossSettings(algorithm=ALGORITHM),
         "layout": LayoutSettings(max_tokens_per_batch=20),
         "reference": True,
     }
@@ -379,7 +382,7 @@ def read_in_parts(folder):
 
     options = {
         "optim": OptimSettings(lr=1e-2),
-        "loss": LossSettings(kl_coef=0.1, distill_coef=0.1),
+        "loss": LossSettings(distill=DISTILL, algorithm=AlgorithmOptions(kl=KlOptions(coef=0.1))),
         "layout": LayoutSettings(max_tokens_per_batch=20),
         "reference": True,
     }
@@ -513,7 +516,7 @@ def compare_losses():
     coefs = loss_coefs(samples, mode="seq-mean-token-mean")
     found = {}
     for number, name in enumerate(sorted(policy_losses)):
-        loss = LossSettings(policy_loss=policy_losses.resolve(name), kl_coef=0.1, entropy_coef=0.01)
+        loss = LossSettings(policy_loss=policy_losses.resolve(name), algorithm=ALGORITHM)
         kind = list(LAYOUTS)[number % len(LAYOUTS)]
         selection = selection_of(loss.policy_loss, kwargs={})
         marks = [np.zeros(len(s)) for s in samples] if selection is None else mark(samples, selection, seed=0)
@@ -558,7 +561,7 @@ def compare_leader():
     Shares of unlike weight, an idle rank, and the supervised loss: what each rank gets is normalised over the whole batch.
     """
     options = {"optim": OptimSettings(lr=1e-2, max_grad_norm=0.1), "layout": LayoutSettings(max_tokens_per_batch=20)}
-    loss = LossSettings(kl_coef=0.1, entropy_coef=0.01)
+    loss = LossSettings(algorithm=ALGORITHM)
 
     def make(spec, held):
         return policy_backend(exact_model(), placement=Sharded(make_mesh(CPU), CPU), loss=loss, reference=True, **options)
