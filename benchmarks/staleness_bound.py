@@ -16,6 +16,8 @@ import logging
 import random
 import time
 
+from polyturn.evaluation.options import EvalOptions
+from polyturn.training.options import TrainOptions
 from polyturn.training.state import LoopSettings
 from support.asynchrony import run_simulated
 
@@ -37,17 +39,18 @@ def main() -> None:
         rng = random.Random(seed)
         bound, groups = rng.randint(0, 4), rng.randint(1, 6)
         carries = bound > 0 and rng.random() < 0.3
-        settings = LoopSettings(
+        train = TrainOptions(
             steps=rng.randint(5, 25),
             groups_per_step=groups,
             group_size=rng.choice((2, 4, 8)),
             max_staleness=bound,
-            eval_before=False,
-            carries_over=carries,
-            extra_groups=rng.randint(1, bound * groups) if carries else rng.choice((0, 0, 2)),
-            max_attempts=rng.choice((0, 0, 2)),
-            replayed_groups=rng.choice((0, 2)) if bound else 0,
+            leftover="carry" if carries else "cancel",
+            oversample=(rng.randint(1, bound * groups) if carries else rng.choice((0, 0, 2))) / groups,
+            dynamic_sampling=rng.choice((0, 0, 2)),
+            replay=(rng.choice((0, 2)) if bound else 0) / groups,
+            checkpoint_every=0,
         )
+        settings = LoopSettings(train=train, evaluation=EvalOptions(before=False))
         run = run_simulated(
             settings, seed=seed, train_s=rng.choice((0.1, 1.0, 5.0)), update=rng.choice(MODES), flat_share=0.25
         )

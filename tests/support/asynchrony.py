@@ -1,6 +1,6 @@
 """A training loop on a simulated engine and a virtual clock: real slots, groups and updates; made-up lengths and times.
 
-    result = run_simulated(LoopSettings(steps=20, groups_per_step=4, group_size=4, max_staleness=1), seed=3)
+    result = run_simulated(LoopSettings(train=TrainOptions(steps=20, groups_per_step=4, max_staleness=1)), seed=3)
     result.staleness        {0: 51310, 1: 40922}      tokens by how stale they were when they were trained on
 
 For the bound on staleness under any order of events, and for what over-sampling drops: thousands of steps take seconds, the
@@ -185,9 +185,7 @@ def run_simulated(
     async def main(path: Path) -> None:
         trainer = Trainer(
             settings,
-            update=Update(
-                policy, estimator=grpo, settings=UpdateSettings(is_stale=settings.max_staleness > 0, drop_zero_variance=True)
-            ),
+            update=Update(policy, estimator=grpo, settings=UpdateSettings(train=settings.train)),
             engine=EngineLink(
                 channel=_Channel(gate, policy, train_s=lambda: rng.expovariate(1 / train_s)), busy_s=lambda: engine.busy_s
             ),

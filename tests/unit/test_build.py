@@ -63,7 +63,7 @@ def test_the_engine_samples_from_the_trainers_own_tensors(parts: build.Parts, tm
     assert trainer.policy.backend.model is parts.model  # type: ignore[attr-defined]
     served = dict(parts.engine.module.named_parameters())
     assert {name: value.data_ptr() for name, value in served.items()} == {n: v.data_ptr() for n, v in mine.items()}
-    assert trainer.settings.steps == 3
+    assert trainer.settings.train.steps == 3
 
 
 def test_the_same_seed_gives_the_same_model_and_another_does_not(tmp_path: Path, parts: build.Parts):

@@ -28,7 +28,6 @@ from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
-from polyturn.config.models.train import BACKEND
 from polyturn.config.unknown import as_of_now
 from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.run_loop import run_loop
@@ -37,6 +36,7 @@ from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.checkpoint import WARM_START, Checkpoints, SavingClock
 from polyturn.training.loop import Trainer
 from polyturn.training.observer import RunObserver
+from polyturn.training.options import BACKEND
 from polyturn.training.process_group import GroupTeam
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.resume import changed_settings

@@ -8,9 +8,9 @@ from polyturn.build.config_source import ConfigSource
 from polyturn.build.credit import build_estimator
 from polyturn.build.model import build_codec, build_outline
 from polyturn.config.models import RunConfig
-from polyturn.config.models.train import BACKEND
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
+from polyturn.training.options import BACKEND
 
 if TYPE_CHECKING:
     from polyturn.training.backend import Degrees

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,7 +250,7 @@ def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
             f"train.epochs is {train.epochs} and data.train has {len(tasks.train)} tasks, which do not fill one step of "
             f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
         )
-    train = train.model_copy(update={"steps": visits // train.groups_per_step, "epochs": None})
+    train = dataclasses.replace(train, steps=visits // train.groups_per_step, epochs=None)
     place = ConfigSource(config=config.model_copy(update={"train": train}), base=parts.place.base)
     return dataclasses.replace(parts, place=place), tasks
 
@@ -266,7 +265,7 @@ def build_sampler(place: ConfigSource, tasks: Sequence[Task]) -> Callable[[], Ta
     sampler = data.sampler
     if isinstance(sampler, MixOptions):
         train = place.config.train
-        extra = 0 if train.leftover == "carry" else math.ceil(train.oversample * train.groups_per_step)
+        extra = 0 if train.carries_over else train.extra_groups
         return functools.partial(
             TaskMix,
             tasks,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from polyturn.build.loss import build_correction, kl_controller
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
-from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import is_label
 from polyturn.core.sample import TrainSample
@@ -30,7 +28,7 @@ from polyturn.training.options import OptimSettings
 if TYPE_CHECKING:
     from polyturn.training.loop import Trainer
     from polyturn.training.policy import ModelPolicy
-    from polyturn.training.state import LoopSettings, TrainObserver, WeightChannel
+    from polyturn.training.state import TrainObserver, WeightChannel
     from polyturn.training.update import Update
 
 
@@ -61,7 +59,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     from polyturn.training.journal_file import FOLDER, JournalFile
     from polyturn.training.loop import Trainer
     from polyturn.training.policy_snapshots import PolicySnapshots
-    from polyturn.training.state import Data, EngineLink, Saving
+    from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 
     place, config = parts.place, parts.place.config
     train = config.train
@@ -72,7 +70,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     if parts.pool is not None:
         parts.pool.keep_in(flights)
     return Trainer(
-        _loop_settings(config, update),
+        LoopSettings(train=train, evaluation=config.evaluation, seed=config.seed),
         update=update,
         pool=parts.pool
         or RolloutPool(
@@ -103,34 +101,6 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     )
 
 
-def _loop_settings(config: RunConfig, update: Update) -> LoopSettings:
-    from polyturn.algorithms.advantages import traits_of
-    from polyturn.training.state import LoopSettings
-
-    train, evaluation = config.train, config.evaluation
-    return LoopSettings(
-        steps=train.steps,
-        groups_per_step=train.groups_per_step,
-        group_size=train.group_size,
-        has_baseline=traits_of(update.estimator).needs_greedy,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        max_staleness=train.max_staleness,
-        extra_groups=math.ceil(train.oversample * train.groups_per_step),
-        carries_over=train.leftover == "carry",
-        max_attempts=train.dynamic_sampling,
-        replayed_groups=math.ceil(train.replay * train.groups_per_step),
-        eval_before=evaluation.before,
-        eval_every=evaluation.every,
-        eval_limit_during=evaluation.limit_during,
-        stop_at=evaluation.stop_at,
-        patience=evaluation.patience,
-        checkpoint_every=train.checkpoint_every if isinstance(train.checkpoint_every, int) else 0,
-        checkpoint_every_s=train.checkpoint_every_s,
-        needs_checkpoints=train.on_checkpoint_error == "stop",
-    )
-
-
 def build_update(parts: Parts, policy: ModelPolicy) -> Update:
     """Make what turns the groups of a step into new parameters."""
     from polyturn.algorithms.advantages import members_needed
@@ -145,16 +115,13 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
         policy,
         estimator=estimator,
         settings=UpdateSettings(
-            minibatches=train.minibatches,
+            train=train,
+            algorithm=algorithm,
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
             min_members=members_needed(estimator, group_size=train.group_size),
             drop_small_groups=algorithm.loss.distill is None,  # a teacher has something to say about every trajectory
             drop_zero_variance=drops_zero_variance(place, estimator),
-            drop_truncated=algorithm.drop_truncated,
-            is_stale=train.max_staleness > 0,
-            needs_reference=algorithm.kl_in("loss").coef > 0,
-            uses_engine_logprobs=algorithm.old_logprobs == "engine",
             correction=build_correction(place),
         ),
         kl=policy.kl if algorithm.kl_in("loss").target is not None else None,

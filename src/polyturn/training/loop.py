@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Slot
@@ -68,16 +69,14 @@ class Trainer:
         self._saving = saving
         self._saver = Saver(saving.checkpoints)
         self._observer = observer
-        self._new_sampler = data.sampler or partial(
-            TaskSampler, len(data.tasks), seed=settings.seed, shuffle=settings.shuffle
-        )
+        self._new_sampler = data.sampler or partial(TaskSampler, len(data.tasks), seed=settings.seed)
         self._thread = OneThread("polyturn-update") if engine.trains_in_thread else None
         self._buffer: GroupBuffer | None = None
         self._pending: list[int] = []
         self._training: list[int] = []
         """Tickets of the groups that are being trained on."""
-        self._saving_clock = SavingClock(settings.checkpoint_every_s, clock=clock)
-        self._replay = Replay(max_staleness=settings.max_staleness, seed=settings.seed)
+        self._saving_clock = SavingClock(settings.train.checkpoint_every_s, clock=clock)
+        self._replay = Replay(max_staleness=settings.train.max_staleness, seed=settings.seed)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -95,13 +94,13 @@ class Trainer:
             await self._engine.snapshots.start(self.state.step)
             if self.state.step == 0:
                 self._save()
-                if self.settings.eval_before:
+                if self.settings.evaluation.before:
                     results = await self._evaluate(self._data.eval_sets)
                     self.state.reports["before"] = _reports(results)
                     if self._is_best(results):
                         self._saver.wait()
                         self.checkpoints.mark_best(self.state.step)
-            if self.state.step < self.settings.steps:
+            if self.state.step < self.settings.train.steps:
                 with first_error():
                     async with asyncio.TaskGroup() as tasks:
                         await self._train(tasks)
@@ -129,7 +128,7 @@ class Trainer:
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
         self._sampler().load_state_dict(saved["sampler"])
-        require_same_identity(saved.get("identity", {}), identity_of(self.settings, self._data.tasks), path=path)
+        require_same_identity(saved.get("identity", {}), self._identity(), path=path)
         self.policy.load_state_dict(saved["policy"])
         self.update.load(path)
         self.update.load_state_dict(saved.get("update", {}))
@@ -142,30 +141,30 @@ class Trainer:
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """Take the steps that are left: a task fills the buffer, and each step takes its groups from there."""
-        settings, state, drops = self.settings, self.state, DropStats()
+        train, state, drops = self.settings.train, self.state, DropStats()
         if self._is_validation_due() and state.evaluated != state.step and await self._is_done():
             return  # the run that is resumed ended before this validation did
         buffer = self._buffer = GroupBuffer(
-            groups_per_step=settings.groups_per_step,
-            max_staleness=settings.max_staleness,
+            groups_per_step=train.groups_per_step,
+            max_staleness=train.max_staleness,
             version=state.step,
-            extra=settings.extra_groups,
-            carries=settings.carries_over,
+            extra=train.extra_groups,
+            carries=train.carries_over,
             pending=self._pending,
         )
         sampler = self._sampler()
         producer = self._producer(buffer, sampler, drops)
-        num_groups = (settings.steps - state.step) * buffer.tickets_per_step
+        num_groups = (train.steps - state.step) * buffer.tickets_per_step
         producing = tasks.create_task(producer.run(tasks, num_groups=num_groups), name="producer")
         try:
-            while state.step < settings.steps:
+            while state.step < train.steps:
                 clock = _StepClock(self._engine.busy_s)
                 groups, self._training, left = await buffer.take()
                 if self._pool.failures.max_share < 1:
                     self._pool.failures.require_any()
                 producer.cut(left, tasks)
-                check_staleness(groups, step=state.step, max_staleness=settings.max_staleness)
-                replayed = self._replay.draw(settings.replayed_groups, step=state.step)
+                check_staleness(groups, step=state.step, max_staleness=train.max_staleness)
+                replayed = self._replay.draw(train.replayed_groups, step=state.step)
                 (metrics, trained), cancelled = await self._run_update([*groups, *replayed])
                 state.step += 1
                 if self._saving.journal is not None:
@@ -183,7 +182,7 @@ class Trainer:
                     metrics["time/other_share"] = _other_share(metrics)
                     left_out = {id for id, made in trained.items() if made.dropped is not None}
                     metrics |= {**self._engine.metrics(), **drops.read(groups, left_out=left_out)}
-                    if settings.replayed_groups:
+                    if train.replayed_groups:
                         self._replay.add(groups)
                         metrics["buffer/groups_replayed"] = float(len(replayed))
                     self._observer.on_step(state.step, metrics, groups, trained)
@@ -196,6 +195,9 @@ class Trainer:
             producing.cancel()
             producer.stop()
 
+    def _identity(self) -> dict[str, Any]:
+        return identity_of(self.settings.train, self._data.tasks, has_baseline=self.update.has_baseline)
+
     def _producer(self, buffer: GroupBuffer, sampler: TaskSampler, drops: DropStats) -> Producer:
         return Producer(
             buffer,
@@ -204,13 +206,13 @@ class Trainer:
             sampler=sampler,
             drops=drops,
             settings=self.settings,
-            has_signal=self.update.has_signal,
-            on_group=partial(self._observer.on_group, phase="rollout", total=self.settings.groups_per_step),
+            update=self.update,
+            on_group=partial(self._observer.on_group, phase="rollout", total=self.settings.train.groups_per_step),
         )
 
     def _forget(self, journal: JournalFile, left: Sequence[Slot]) -> Mapping[str, float]:
         """Take the groups that were trained, and those that are cut off, out of the journal; return its metrics."""
-        oldest = self.state.step - 1 - self.settings.max_staleness
+        oldest = self.state.step - 1 - self.settings.train.max_staleness
         journal.forget(self._training, oldest=oldest)
         journal.forget((slot.ticket for slot in left), oldest=oldest, are_cut=True)
         return journal.read_metrics()
@@ -224,43 +226,43 @@ class Trainer:
 
     def _untrained(self) -> list[int]:
         """Return the tickets that were granted out of turn and not trained; a run that goes on grants them first."""
-        if self._buffer is None or not self.settings.carries_over:
+        if self._buffer is None or not self.settings.train.carries_over:
             return self._pending
         return sorted([*self._buffer.pending, *self._training])
 
     def _sampler(self) -> TaskSampler:
         """Return the order of tasks, at the first one that no step so far was trained on."""
-        sampler, settings = self._new_sampler(), self.settings
-        wave = settings.groups_per_step + (0 if settings.carries_over else settings.extra_groups)
+        sampler, train = self._new_sampler(), self.settings.train
+        wave = train.groups_per_step + (0 if train.carries_over else train.extra_groups)
         sampler.seek(self.state.step * wave)
         return sampler
 
     async def _is_done(self) -> bool:
         """Validate and save where it is time to; return whether training ends early."""
-        settings, state = self.settings, self.state
-        if state.step >= settings.steps:
+        evaluation, state = self.settings.evaluation, self.state
+        if state.step >= self.settings.train.steps:
             return True
         sets = [s for s in self._data.eval_sets if s.is_periodic]
         is_best = is_enough = False
         if sets and self._is_validation_due():
-            results = await self._evaluate(sets, limit=settings.eval_limit_during)
+            results = await self._evaluate(sets, limit=evaluation.limit_during)
             is_best = self._is_best(results)
             state.evals_since_best = 0 if is_best else state.evals_since_best + 1
             state.evaluated = state.step
             success = self._success(results)
-            if settings.stop_at is not None and success >= settings.stop_at:
+            if evaluation.stop_at is not None and success >= evaluation.stop_at:
                 logger.info("step %d: success %.3f reached evaluation.stop_at; training ends", state.step, success)
                 is_enough = True
-            elif settings.patience is not None and state.evals_since_best >= settings.patience:
-                logger.info("step %d: no better result in %d validations; training ends", state.step, settings.patience)
+            elif evaluation.patience is not None and state.evals_since_best >= evaluation.patience:
+                logger.info("step %d: no better result in %d validations; training ends", state.step, evaluation.patience)
                 is_enough = True
         if is_best or self._is_checkpoint_due():
             self._save(is_best=is_best)
         return is_enough
 
     def _is_checkpoint_due(self) -> bool:
-        settings, state = self.settings, self.state
-        if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
+        every = self.settings.train.checkpoint_every
+        if isinstance(every, int) and every and self.state.step % every == 0:
             return True
         return self._saving_clock.is_due()
 
@@ -280,7 +282,7 @@ class Trainer:
         chooser = next((s for s in self._data.eval_sets if s.is_periodic), None)
         if chooser is None:
             return math.nan
-        groups = results[chooser.name].groups[: self.settings.eval_limit_during]
+        groups = results[chooser.name].groups[: self.settings.evaluation.limit_during]
         return report([t for g in groups for t in g.trajectories], success_at=chooser.success_at).success
 
     async def _evaluate(self, sets: Sequence[EvalSet], *, limit: int | None = None) -> dict[str, EvalResult]:
@@ -302,15 +304,15 @@ class Trainer:
         return out
 
     def _is_validation_due(self) -> bool:
-        every, step = self.settings.eval_every, self.state.step
+        every, step = self.settings.evaluation.every, self.state.step
         return every > 0 and step > 0 and step % every == 0
 
     def _oldest_version(self, ticket: int) -> int:
         """Return the oldest policy version that tokens of a group may have which is trained by the run that goes on."""
-        settings = self.settings
-        if settings.carries_over:
+        train = self.settings.train
+        if train.carries_over:
             return self.state.step  # its slot says that it starts now
-        return ticket // (settings.groups_per_step + settings.extra_groups) - settings.max_staleness
+        return ticket // (train.groups_per_step + train.extra_groups) - train.max_staleness
 
     def _save_last_words(self) -> None:
         """Save where the run ended by an error or a cancellation, unless that is in the middle of a step."""
@@ -341,7 +343,7 @@ class Trainer:
             "sampler": self._sampler().state_dict(),
             "pending": self._untrained(),
             "fingerprint": self._saving.fingerprint,
-            "identity": identity_of(self.settings, self._data.tasks),
+            "identity": self._identity(),
         }
         step = self.state.step
         if followers := self._engine.snapshots.state_dict(step):
@@ -355,7 +357,7 @@ class Trainer:
             if not in_thread or step == 0:  # of the first one, so that a run that is killed can go on
                 self._saver.wait()
         except CheckpointError as problem:
-            if self.settings.needs_checkpoints or not in_thread:
+            if self.settings.train.on_checkpoint_error == "stop" or not in_thread:
                 raise
             logger.warning("%s; the run goes on, and tries again at the next checkpoint", problem)
 

@@ -1,5 +1,6 @@
-"""What can be chosen about training: the optimizer, the critic, the adapter, the supervised start.
+"""What can be chosen about training: the loop, the optimizer, the critic, the adapter, the supervised start.
 
+    train: {steps: 200, groups_per_step: 32, distributed: {ranks: 4}}       TrainOptions
     train: {optim: {lr: 1.0e-6, warmup_steps: 0.03, schedule: cosine}}      OptimSettings
     algorithm: {critic: {warmup: 10, optim: {lr: 1.0e-5}}}                  CriticSettings
     model: {lora: {rank: 16}}                                               LoraSettings
@@ -12,14 +13,20 @@ because a configuration is read where torch is not.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from polyturn.algorithms.options import by_name
+from polyturn.batching.options import LayoutOptions
 from polyturn.core.errors import ConfigError
+
+BACKEND = "torch"
+"""The backend of a run that names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,3 +149,117 @@ class SftOptions:
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Stop after this many seconds, whatever `steps` says."""
     optim: OptimSettings = OptimSettings(lr=1e-4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedOptions:
+    """How the model that trains is spread over devices, by `train.backend`."""
+
+    ONLY: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "torch, megatron",
+        "pipeline_parallel": "megatron",
+        "expert_parallel": "megatron",
+    }
+    """Keys that belong to a backend, and to which."""
+
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Processes that train together, a GPU each where there are GPUs; `polyturn train` starts them. Under
+    torchrun its own number counts."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split every layer among them and see the same samples; for models too wide for one device."""
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that have a share of the layers each and see the same samples, one after the other."""
+    expert_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that have a share of the experts of each layer."""
+
+
+def _steps_or_time(value: int | str) -> int | str:
+    if not (value >= 0 if isinstance(value, int) else re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[smh]", value)):
+        raise ValueError("write a number of steps, or a time such as 30s, 10m or 2h")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """The training loop."""
+
+    steps: Annotated[int, Field(ge=0)] = 100
+    """Optimizer steps of the run."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Passes over the tasks, which replace `steps` once the tasks are counted; a last step that is not full is not taken."""
+    groups_per_step: Annotated[int, Field(ge=1)] = 32
+    """Tasks whose groups are trained in one step."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Trajectories of one task that are compared with one another."""
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer updates per step, each on its share of the step's trajectories."""
+    max_tokens_per_batch: Annotated[int, Field(ge=16)] = 4096
+    """Tokens in one forward and backward, padding included."""
+    layout: Annotated[LayoutOptions, BeforeValidator(by_name)] = field(default_factory=LayoutOptions)
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """How many policy versions a token may be behind when it is trained on; 0 is synchronous training."""
+    oversample: Annotated[float, Field(ge=0, le=8)] = 0.0
+    """Groups that are started beyond those that a step trains on, as a share of these; the first complete ones are taken."""
+    leftover: Literal["cancel", "carry"] = "cancel"
+    """What becomes of the others: they are cut off and counted (cancel), or go on and are trained in a later step, within
+    max_staleness (carry), so that no length is left out."""
+    dynamic_sampling: Annotated[int, Field(ge=0)] = 0
+    """How many further tasks are tried in place of a group whose rewards are all equal (for an estimator of turns also
+    the scores of their turns); 0 is none."""
+    replay: Annotated[float, Field(ge=0, le=4)] = 0.0
+    """Groups of earlier steps that are trained on again beside the new ones, as a share of these, within max_staleness."""
+    checkpoint_every: Annotated[int | str, AfterValidator(_steps_or_time)] = "10m"
+    """Steps between checkpoints, or the time between them as 30s, 10m or 2h, further apart where writing one takes more than
+    a fiftieth of it; 0 saves only at the start, at the end, and when the run is interrupted by anything but kill -9. A warm
+    start is saved by time alone."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """How many of the newest ones stay; the best one always does."""
+    keep_checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints of every so many steps stay for good; 0 is none."""
+    on_checkpoint_error: Literal["stop", "warn"] = "stop"
+    """What follows a checkpoint that cannot be written, on a full disk for instance: the run ends, with the last good one
+    intact (stop), or goes on and tries again at the next (warn)."""
+    backend: str = BACKEND
+    """What holds and splits the model that trains: torch (FSDP2 where there are several ranks), megatron (megatron-core, the
+    extra `megatron`; docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
+    distributed: DistributedOptions = DistributedOptions()
+    optim: OptimSettings = OptimSettings()
+
+    def __post_init__(self) -> None:
+        if self.leftover == "carry" and not 0 < self.oversample <= self.max_staleness:
+            raise ConfigError(
+                f"train.leftover is carry with train.oversample {self.oversample:g} and train.max_staleness "
+                f"{self.max_staleness}; a group that is carried over is trained by newer weights, so set oversample above 0 "
+                "and at most to max_staleness"
+            )
+        if self.replay and not self.max_staleness:
+            raise ConfigError(
+                f"train.replay is {self.replay:g} and train.max_staleness is 0; groups of earlier steps are of older "
+                "weights, so set max_staleness to 1 or more"
+            )
+        if self.dynamic_sampling and self.group_size == 1:
+            raise ConfigError(
+                f"train.dynamic_sampling is {self.dynamic_sampling} and train.group_size is 1: the rewards of a group of "
+                "one are always equal; raise group_size, or set dynamic_sampling to 0"
+            )
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups that are started beyond those of a step."""
+        return math.ceil(self.oversample * self.groups_per_step)
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether what is left of them is trained in a later step."""
+        return self.leftover == "carry"
+
+    @property
+    def replayed_groups(self) -> int:
+        """Groups of earlier steps that a step trains on again."""
+        return math.ceil(self.replay * self.groups_per_step)
+
+    @property
+    def checkpoint_every_s(self) -> float | None:
+        """Seconds between checkpoints; None where steps are counted."""
+        every = self.checkpoint_every
+        return None if isinstance(every, int) else float(every[:-1]) * {"s": 1, "m": 60, "h": 3600}[every[-1]]

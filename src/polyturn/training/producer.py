@@ -23,6 +23,7 @@ from polyturn.data.sampler import TaskSampler, Visit
 from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.state import LoopSettings
+from polyturn.training.update import Update
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Producer:
         sampler: TaskSampler,
         drops: DropStats,
         settings: LoopSettings,
-        has_signal: Callable[[TrajectoryGroup], bool],
+        update: Update,
         on_group: Callable[[TrajectoryGroup], None],
     ) -> None:
         """Take what it needs.
@@ -62,7 +63,7 @@ class Producer:
             sampler: At the first visit that no step was trained on.
             drops: Is told what is not trained on.
             settings: The loop's: the size of a group, the seed, how often a group without signal is replaced.
-            has_signal: Whether a group has something to learn from.
+            update: Says what a group must have, and whether it has something to learn from.
             on_group: Is told every finished group that a step may train on.
         """
         self._buffer = buffer
@@ -71,7 +72,7 @@ class Producer:
         self._sampler = sampler
         self._drops = drops
         self._settings = settings
-        self._has_signal = has_signal
+        self._update = update
         self._on_group = on_group
         self._started: dict[int, _Started] = {}
         self._cutting: set[asyncio.Task[None]] = set()
@@ -103,20 +104,21 @@ class Producer:
     async def _fill(self, ticket: int, visit: Visit, live: LiveGroup) -> None:
         """Run groups until one has something to learn from, or too many had not, and hand the last one in."""
         index, seed = visit.task, derive_seed(self._settings.seed, visit.epoch)
+        max_attempts = self._settings.train.dynamic_sampling
         try:
-            for attempt in range(self._settings.max_attempts + 1):
+            for attempt in range(max_attempts + 1):
                 live.episodes.clear()
                 spec = GroupSpec(
                     id=f"g{ticket}" if attempt == 0 else f"g{ticket}r{attempt}",
                     task=self._tasks[index],
-                    size=self._settings.group_size,
-                    has_baseline=self._settings.has_baseline,
+                    size=self._settings.train.group_size,
+                    has_baseline=self._update.has_baseline,
                     seed=seed if attempt == 0 else derive_seed(seed, ticket, attempt),
                 )
                 group = await self._pool.run_one(spec, live=live)
                 if live.is_cut:
                     return
-                if attempt == self._settings.max_attempts or self._has_signal(group):
+                if attempt == max_attempts or self._update.has_signal(group):
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)

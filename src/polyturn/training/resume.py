@@ -13,6 +13,7 @@ from typing import Any
 
 from polyturn.core.errors import CheckpointError
 from polyturn.core.task import Task
+from polyturn.training.options import TrainOptions
 
 _NAMES = {
     "groups_per_step": "train.groups_per_step",
@@ -26,20 +27,20 @@ _NUM_LOOKED_AT = 64
 """Tasks that stand for a dataset, which may be too large to be read when a run starts."""
 
 
-def identity_of(settings: Any, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return what must stay the same when a run goes on, from its `LoopSettings` and its tasks."""
+def identity_of(train: TrainOptions, tasks: Sequence[Task], *, has_baseline: bool) -> dict[str, Any]:
+    """Return what must stay the same when a run goes on: how groups are made, and its tasks."""
     digest = hashlib.blake2b(digest_size=8)
     count = min(len(tasks), _NUM_LOOKED_AT)
     for index in (i * len(tasks) // count for i in range(count)):
         task = tasks[index]
         digest.update(repr((task.id, task.data_source, [(m.role, str(m.content)) for m in task.prompt])).encode())
     values = {
-        "groups_per_step": settings.groups_per_step,
-        "group_size": settings.group_size,
-        "has_baseline": settings.has_baseline,
-        "extra_groups": settings.extra_groups,
-        "carries_over": settings.carries_over,
-        "max_attempts": settings.max_attempts,
+        "groups_per_step": train.groups_per_step,
+        "group_size": train.group_size,
+        "has_baseline": has_baseline,
+        "extra_groups": train.extra_groups,
+        "carries_over": train.carries_over,
+        "max_attempts": train.dynamic_sampling,
     }
     return {**values, "tasks": digest.hexdigest()}
 

@@ -17,10 +17,12 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalSet
+from polyturn.evaluation.options import EvalOptions
 from polyturn.evaluation.report import EvalReport
 from polyturn.store.schema import Trained
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
+from polyturn.training.options import TrainOptions
 from polyturn.training.policy_snapshots import PolicySnapshots
 
 
@@ -47,33 +49,9 @@ class TrainObserver(Protocol):
 class LoopSettings:
     """How long and how much."""
 
-    steps: int
-    groups_per_step: int
-    group_size: int
-    has_baseline: bool = False
-    """Whether each group has one more trajectory, decoded greedily and never trained, for the estimator."""
+    train: TrainOptions = field(default_factory=TrainOptions)
+    evaluation: EvalOptions = field(default_factory=EvalOptions)
     seed: int = 0
-    shuffle: bool = True
-    max_staleness: int = 0
-    extra_groups: int = 0
-    """Groups that are started beyond those of a step; the first complete ones are taken."""
-    carries_over: bool = False
-    """Whether the others are trained in a later step instead of being cut off."""
-    max_attempts: int = 0
-    """How many further tasks are tried in place of a group that has nothing to learn from."""
-    replayed_groups: int = 0
-    """Groups of earlier steps that are trained on again beside those of a step."""
-    eval_before: bool = True
-    eval_every: int = 0
-    eval_limit_during: int | None = None
-    stop_at: float | None = None
-    patience: int | None = None
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 counts none."""
-    checkpoint_every_s: float | None = None
-    """Seconds between checkpoints; None is no limit of time."""
-    needs_checkpoints: bool = True
-    """Whether a checkpoint that cannot be written ends the run, instead of being warned of and tried again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +74,7 @@ class Data(NamedTuple):
     tasks: Sequence[Task]
     eval_sets: Sequence[EvalSet] = ()
     sampler: Callable[[], TaskSampler] | None = None
-    """Makes the order of the tasks; None takes the shuffled one of the settings."""
+    """Makes the order of the tasks; None takes a shuffled one."""
 
 
 class WeightChannel(Protocol):

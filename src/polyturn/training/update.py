@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages, components_of, traits_of
 from polyturn.algorithms.correction import CorrectionSettings, correct
 from polyturn.algorithms.kl import KlController
+from polyturn.algorithms.options import AlgorithmOptions
 from polyturn.batching.filters import FilteredGroups, filter_groups, filter_samples, has_signal
 from polyturn.batching.loss_scale import LossScale
 from polyturn.batching.samples import dropped_by_scale, to_samples
@@ -30,6 +31,7 @@ from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
 from polyturn.training.critic import Critic, value_metrics
+from polyturn.training.options import TrainOptions
 from polyturn.training.record import trained_of
 from polyturn.training.reward_kl import RewardKl
 from polyturn.training.rollout_metrics import greedy_metrics, rollout_metrics
@@ -41,8 +43,8 @@ logger = logging.getLogger(__name__)
 class UpdateSettings:
     """What one step computes beside the loss itself."""
 
-    minibatches: int = 1
-    """Optimizer updates per step, each on its share of the trajectories."""
+    train: TrainOptions = field(default_factory=TrainOptions)
+    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     temperature: float = 1.0
     loss_scale: LossScale | None = None
     """Which sampled tokens are trained; None is all but those that a scheduler masked."""
@@ -51,14 +53,13 @@ class UpdateSettings:
     drop_small_groups: bool = True
     """Whether a smaller group leaves the loss; else its advantages are 0 and what else the loss holds is trained."""
     drop_zero_variance: bool = True
-    drop_truncated: bool = False
-    is_stale: bool = False
-    """Whether trajectories may come from earlier weights than those that are trained."""
-    needs_reference: bool = False
     correction: CorrectionSettings | None = None
     """How tokens are weighed and rejected that were sampled off the policy; None takes them as they are."""
-    uses_engine_logprobs: bool = False
-    """Take the engine's logprobs as the old ones instead of computing them."""
+
+    @property
+    def uses_engine_logprobs(self) -> bool:
+        """Take the engine's logprobs as the old ones instead of computing them."""
+        return self.algorithm.old_logprobs == "engine"
 
 
 class StepResult(NamedTuple):
@@ -126,6 +127,11 @@ class Update:
         self._has_scored = False
         """Whether a step has brought what the estimator needs of turns; one that does not is no mistake afterwards."""
 
+    @property
+    def has_baseline(self) -> bool:
+        """Whether each group has one more trajectory, decoded greedily and never trained, for the estimator."""
+        return traits_of(self.estimator).needs_greedy
+
     def has_signal(self, group: TrajectoryGroup) -> bool:
         """Return whether a group's members differ in what the estimator reads: rewards, their parts, scores of turns."""
         traits = traits_of(self.estimator)
@@ -155,12 +161,12 @@ class Update:
             samples, found = correct(samples, settings.correction, version=step)
             rejected = before - {s.id.trajectory for s in samples if s.num_weighted}
             parts.append(found)
-        filtered = filter_samples(samples, kept.groups, drop_truncated=settings.drop_truncated)
+        filtered = filter_samples(samples, kept.groups, drop_truncated=settings.algorithm.drop_truncated)
         prepare_s += time.perf_counter() - began
         parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
         is_warm = step >= self._critic_warmup
         logprobs: list[Floats] | None = [] if is_warm else None
-        shares = _shares(filtered.samples, settings.minibatches)
+        shares = _shares(filtered.samples, settings.train.minibatches)
         if filtered.samples:
             began = time.perf_counter()
             parts += self._train_critic(shares)
@@ -178,7 +184,8 @@ class Update:
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
-        made = trained_of(groups, kept.groups, order, logprobs, rejected=rejected, drops_truncated=settings.drop_truncated)
+        drops = settings.algorithm.drop_truncated
+        made = trained_of(groups, kept.groups, order, logprobs, rejected=rejected, drops_truncated=drops)
         return StepResult(metrics, made)
 
     def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
@@ -217,11 +224,12 @@ class Update:
         settings = self._settings
         if not samples:
             return samples
-        needs_old = settings.minibatches > 1 or settings.is_stale or settings.correction is not None
+        is_on_policy = settings.train.minibatches == 1 and not settings.train.max_staleness
+        needs_old = not is_on_policy or settings.correction is not None
         if needs_old or self._reward_kl is not None:
             scores = self._engine_logprobs(samples) if settings.uses_engine_logprobs else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
-        if settings.needs_reference or self._reward_kl is not None:
+        if settings.algorithm.kl_in("loss").coef or self._reward_kl is not None:
             scores = self.policy.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         if self.critic is not None:

@@ -13,6 +13,8 @@ import pytest
 
 from polyturn.core.aio import OneThread, finish
 from polyturn.core.lifecycle import Lifecycle, RequestState, suspended
+from polyturn.evaluation.options import EvalOptions
+from polyturn.training.options import TrainOptions
 from polyturn.training.state import LoopSettings
 from support.asynchrony import run_simulated
 
@@ -20,7 +22,8 @@ MODES = ["in_flight", "wait", "abort_resume"]
 
 
 def loop(**settings: Any) -> LoopSettings:
-    return LoopSettings(**{"steps": 8, "groups_per_step": 4, "group_size": 4, "eval_before": False, **settings})
+    values = {"steps": 8, "groups_per_step": 4, "group_size": 4, "checkpoint_every": 0, **settings}
+    return LoopSettings(train=TrainOptions(**values), evaluation=EvalOptions(before=False))
 
 
 @pytest.mark.parametrize("update", MODES)
@@ -43,7 +46,7 @@ def test_rollout_beside_training_takes_less_time_than_in_turns():
 
 def test_over_sampling_that_cuts_off_takes_less_time_and_says_that_it_drops_the_long_ones():
     plain = run_simulated(loop(), seed=3, train_s=0.01)
-    cut = run_simulated(loop(extra_groups=3), seed=3, train_s=0.01)
+    cut = run_simulated(loop(oversample=0.75), seed=3, train_s=0.01)
     assert cut.duration_s < plain.duration_s
     total: Counter[str] = Counter()
     for metrics in cut.metrics:
@@ -56,14 +59,14 @@ def test_over_sampling_that_cuts_off_takes_less_time_and_says_that_it_drops_the_
 
 
 def test_over_sampling_that_carries_over_trains_every_task_and_drops_nothing():
-    run = run_simulated(loop(max_staleness=1, extra_groups=3, carries_over=True, steps=16), seed=3)
+    run = run_simulated(loop(max_staleness=1, oversample=0.75, leftover="carry", steps=16), seed=3)
     assert sorted(t for step in run.tasks for t in step) == sorted(f"t{i}" for i in range(64)), "each task once an epoch"
     assert max(run.staleness) == 1
     assert not any("buffer/groups_left_over" in metrics for metrics in run.metrics)
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_staleness": 1}, {"max_staleness": 1, "extra_groups": 2, "carries_over": True}]
+    "settings", [{}, {"max_staleness": 1}, {"max_staleness": 1, "oversample": 0.5, "leftover": "carry"}]
 )
 def test_a_run_that_goes_on_trains_no_task_twice_and_forgets_none(tmp_path: Path, settings: dict[str, Any]):
     first = run_simulated(loop(steps=7, checkpoint_every=7, **settings), seed=5, folder=tmp_path)
@@ -74,21 +77,21 @@ def test_a_run_that_goes_on_trains_no_task_twice_and_forgets_none(tmp_path: Path
 
 def test_dynamic_sampling_tries_other_tasks_in_place_of_groups_without_signal_a_bounded_number_of_times():
     plain = run_simulated(loop(), seed=4, flat_share=0.5)
-    again = run_simulated(loop(max_attempts=4), seed=4, flat_share=0.5)
+    again = run_simulated(loop(dynamic_sampling=4), seed=4, flat_share=0.5)
     flat = [sum(m["buffer/groups_zero_variance"] for m in run.metrics) for run in (plain, again)]
     assert flat[0] > 8 > 4 > flat[1]
     assert sum(m.get("buffer/groups_resampled", 0) for m in again.metrics) >= flat[0]
-    never = run_simulated(loop(steps=2, max_attempts=3), seed=4, flat_share=1.0)
+    never = run_simulated(loop(steps=2, dynamic_sampling=3), seed=4, flat_share=1.0)
     assert [m["buffer/groups_resampled"] for m in never.metrics] == [12, 12], "three more tasks for each of four places"
 
 
 def test_the_tasks_that_stand_in_do_not_depend_on_which_group_finishes_first():
-    runs = [run_simulated(loop(max_attempts=2), seed=seed, flat_share=0.5) for seed in (6, 7)]
+    runs = [run_simulated(loop(dynamic_sampling=2), seed=seed, flat_share=0.5) for seed in (6, 7)]
     assert runs[0].tasks == runs[1].tasks
 
 
 def test_replayed_groups_are_trained_beside_the_new_ones_within_the_bound():
-    run = run_simulated(loop(max_staleness=3, replayed_groups=2), seed=8)
+    run = run_simulated(loop(max_staleness=3, replay=0.5), seed=8)
     assert max(run.staleness) <= 3
     assert sum(m["buffer/groups_replayed"] for m in run.metrics) >= 3
     assert [len(step) for step in run.tasks] == [4] * 8, "they are not recorded again"

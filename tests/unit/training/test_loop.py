@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from polyturn.algorithms.advantages import grpo
+from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.core.errors import CheckpointError, EngineError, RolloutError, TrainingError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
@@ -23,6 +24,7 @@ from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.evaluate import EvalSet
+from polyturn.evaluation.options import EvalOptions
 from polyturn.evaluation.report import EvalReport
 from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -31,6 +33,7 @@ from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.loop import Trainer
+from polyturn.training.options import TrainOptions
 from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
 from polyturn.training.weight_sync import SharedWeights
@@ -103,6 +106,10 @@ def is_right_by_seed(request: GenerateRequest, version: int) -> bool:
     return (request.sampling.seed or 0) % 2 == 0
 
 
+ALGORITHM = {f.name for f in fields(AlgorithmOptions)} - {"drop_zero_variance"}
+EVALUATION = {"eval_before", "eval_every", "eval_limit_during", "stop_at", "patience"}
+
+
 class Rig:
     """A trainer with everything around it scripted, and what happened as a list of events."""
 
@@ -148,14 +155,14 @@ class Rig:
         if flights is not None:
             context = dataclasses.replace(context, journal=flights)
         self.context = context
-        values = {"steps": 3, "groups_per_step": 2, "group_size": 4, **settings}
-        own = {f.name for f in fields(UpdateSettings)}
-        steps = UpdateSettings(
-            **{"drop_zero_variance": False, "is_stale": bool(values.get("max_staleness"))}
-            | {name: values.pop(name) for name in list(values) if name in own}
-        )
+        evaluation = EvalOptions(**{n.removeprefix("eval_"): settings.pop(n) for n in EVALUATION & settings.keys()})
+        algorithm = AlgorithmOptions(**{n: settings.pop(n) for n in ALGORITHM & settings.keys()})
+        also = {n: settings.pop(n) for n in ["drop_zero_variance"] if n in settings}
+        values = {"steps": 3, "groups_per_step": 2, "group_size": 4, "checkpoint_every": 0, **settings}
+        train = TrainOptions(**values)
+        steps = UpdateSettings(**{"drop_zero_variance": False} | also, train=train, algorithm=algorithm)
         self.trainer = Trainer(
-            LoopSettings(**values),
+            LoopSettings(train=train, evaluation=evaluation),
             update=Update(self.policy, estimator=partial(grpo), settings=steps),  # type: ignore[arg-type]
             engine=EngineLink(channel=SharedWeights(context.engine), busy_s=lambda: 0.0),
             pool=RolloutPool(context, max_failed_share=max_failed_share),
@@ -358,7 +365,7 @@ def test_minibatches_keep_the_segments_of_a_trajectory_together(tmp_path: Path):
 
 
 def test_the_reference_is_asked_for_only_where_the_loss_needs_it(tmp_path: Path):
-    rig = Rig(tmp_path, needs_reference=True, steps=1).run()
+    rig = Rig(tmp_path, kl=KlOptions(coef=0.1), steps=1).run()
     assert rig.of("score") == [("score", True)]
     assert all(s.ref_logprobs is not None for s in rig.policy.batches[0])
 
@@ -455,7 +462,7 @@ def test_the_report_before_training_survives_a_resume(tmp_path: Path):
 
 
 def test_the_engines_logprobs_can_be_the_old_ones_and_save_a_forward_pass(tmp_path: Path):
-    rig = Rig(tmp_path, minibatches=2, steps=1, uses_engine_logprobs=True).run()
+    rig = Rig(tmp_path, minibatches=2, steps=1, old_logprobs="engine").run()
     trained = [s for batch in rig.policy.batches for s in batch]
     assert trained
     assert all(np.array_equal(s.old_logprobs, s.rollout_logprobs) for s in trained)
@@ -485,19 +492,19 @@ def test_a_validation_that_a_kill_prevented_is_done_when_the_run_goes_on(tmp_pat
     assert [e[1] for e in third.of("eval")] == [4], "what was done is not done again"
 
 
-@pytest.mark.parametrize(("name", "value"), [("group_size", 2), ("groups_per_step", 1), ("extra_groups", 1)])
-def test_a_resume_refuses_settings_that_would_skip_or_repeat_tasks(tmp_path: Path, name: str, value: int):
+@pytest.mark.parametrize(("name", "value"), [("group_size", 2), ("groups_per_step", 1), ("oversample", 0.5)])
+def test_a_resume_refuses_settings_that_would_skip_or_repeat_tasks(tmp_path: Path, name: str, value: float):
     latest = Rig(tmp_path, steps=1).run().checkpoints.latest()
     assert latest is not None
     with pytest.raises(CheckpointError, match=r"tasks would be skipped or visited twice; resume with the same"):
         Rig(tmp_path, steps=2, **{name: value}).trainer.resume(latest)
 
 
-@pytest.mark.parametrize("needs_checkpoints", [True, False])
+@pytest.mark.parametrize("on_checkpoint_error", ["stop", "warn"])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, needs_checkpoints: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_checkpoint_error: str
 ):
-    rig = Rig(tmp_path, checkpoint_every=1, needs_checkpoints=needs_checkpoints)
+    rig = Rig(tmp_path, checkpoint_every=1, on_checkpoint_error=on_checkpoint_error)
 
     def export(path: Path) -> None:
         if "000001" in str(path):
@@ -505,7 +512,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
         path.mkdir()
 
     rig.export = export
-    if needs_checkpoints:
+    if on_checkpoint_error == "stop":
         with pytest.raises(CheckpointError, match=r"the checkpoint of step 1 cannot be written .*step-000000"):
             rig.run()
     else:
@@ -514,9 +521,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("every_s", "expected"), [(None, [0, 6]), (10.0, [0, 6]), (2.5, [0, 3, 6]), (1.0, [0, 1, 2, 3, 4, 5, 6])]
+    ("every", "expected"), [(0, [0, 6]), ("10s", [0, 6]), ("2.5s", [0, 3, 6]), ("1s", [0, 1, 2, 3, 4, 5, 6])]
 )
-def test_checkpoints_keep_a_time_apart(tmp_path: Path, every_s: float | None, expected: list[int]):
+def test_checkpoints_keep_a_time_apart(tmp_path: Path, every: int | str, expected: list[int]):
     """A clock that a step moves on by one second."""
     now = [0.0]
 
@@ -526,7 +533,7 @@ def test_checkpoints_keep_a_time_apart(tmp_path: Path, every_s: float | None, ex
             return super().begin(step, *args, **kwargs)
 
     saved: list[int] = []
-    rig = Rig(tmp_path, steps=6, checkpoint_every_s=every_s, checkpoints=Counting(tmp_path), clock=lambda: now[0])
+    rig = Rig(tmp_path, steps=6, checkpoint_every=every, checkpoints=Counting(tmp_path), clock=lambda: now[0])
     on_step = rig.observer.on_step
 
     def moved_on(*args: Any, **kwargs: Any) -> None:
@@ -540,7 +547,7 @@ def test_checkpoints_keep_a_time_apart(tmp_path: Path, every_s: float | None, ex
 
 def test_checkpoints_by_time_cost_a_fiftieth_of_it_at_most(tmp_path: Path):
     ticks = iter(range(0, 100_000, 7))  # whatever is measured takes 7 s, and two checkpoints are never 350 s apart
-    rig = Rig(tmp_path, steps=6, checkpoint_every_s=1.0, keep=9, clock=lambda: float(next(ticks))).run()
+    rig = Rig(tmp_path, steps=6, checkpoint_every="1s", keep=9, clock=lambda: float(next(ticks))).run()
     assert sorted(p.name for p in rig.checkpoints.folder.glob("step-*")) == ["step-000000", "step-000006"]
 
 

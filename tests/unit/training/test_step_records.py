@@ -6,11 +6,12 @@ import numpy as np
 from test_loop import NotingPolicy
 
 from polyturn.algorithms.advantages import grpo
-from polyturn.algorithms.options import Bounds, CorrectionSettings
+from polyturn.algorithms.options import AlgorithmOptions, Bounds, CorrectionSettings
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
+from polyturn.training.options import TrainOptions
 from polyturn.training.update import Update, UpdateSettings
 
 TASK = Task(id="t", prompt=())
@@ -59,7 +60,7 @@ def group(id: str, *members: Trajectory) -> TrajectoryGroup:
 
 
 def test_a_trained_trajectory_keeps_its_advantages_and_the_trainers_logprobs():
-    found = records(group("g0", trajectory("g0/0", 1.0), trajectory("g0/1", 0.0)), minibatches=2)
+    found = records(group("g0", trajectory("g0/0", 1.0), trajectory("g0/1", 0.0)), train=TrainOptions(minibatches=2))
     for id, sign in (("g0/0", 1), ("g0/1", -1)):
         assert found[id].dropped is None and found[id].weights is None
         assert np.sign(found[id].advantages).tolist() == [sign, sign]
@@ -82,7 +83,8 @@ def test_what_was_left_out_says_why():
 
 def test_truncated_trajectories_are_left_out_where_that_is_asked_for_and_stay_in_the_statistics():
     cut, other = trajectory("g0/0", 1.0, stop=StopReason.MAX_TOKENS), trajectory("g0/1", 0.0)
-    kept, dropped = (records(group("g0", cut, other), drop_truncated=flag) for flag in (False, True))
+    options = (AlgorithmOptions(drop_truncated=flag) for flag in (False, True))
+    kept, dropped = (records(group("g0", cut, other), algorithm=algorithm) for algorithm in options)
     assert kept["g0/0"].dropped is None and dropped["g0/0"].dropped == "truncated"
     assert dropped["g0/1"].advantages.tolist() == kept["g0/1"].advantages.tolist()
 

@@ -20,6 +20,7 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.critic import CriticSettings, local_critic
 from polyturn.training.optim import OptimSettings
+from polyturn.training.options import TrainOptions
 from polyturn.training.policy import local_policy
 from polyturn.training.reward_kl import RewardKl
 from polyturn.training.update import Update, UpdateSettings
@@ -56,7 +57,7 @@ def update(
     return Update(
         local_policy(model, optim=optim, reference=coef > 0),
         estimator=bind_estimator(advantages.resolve(name), offered={}, kwargs=kw),
-        settings=UpdateSettings(drop_zero_variance=False, minibatches=minibatches),
+        settings=UpdateSettings(drop_zero_variance=False, train=TrainOptions(minibatches=minibatches)),
         critic=local_critic(model, optim=optim, settings=CriticSettings(warmup=warmup)) if critic else None,
         reward_kl=RewardKl(FixedKl(coef=coef)) if coef else None,
     )

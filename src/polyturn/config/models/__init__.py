@@ -28,7 +28,6 @@ from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.run import CompatConfig, RunConfig
-from polyturn.config.models.train import DistributedConfig, TrainConfig
 
 __all__ = [
     "ActorsConfig",
@@ -36,7 +35,6 @@ __all__ = [
     "ClusterConfig",
     "CompatConfig",
     "DataConfig",
-    "DistributedConfig",
     "DumpConfig",
     "EnvConfig",
     "EvalConfig",
@@ -49,6 +47,5 @@ __all__ = [
     "RunConfig",
     "TaskSourceConfig",
     "TrackerConfig",
-    "TrainConfig",
     "TrainTokenizerConfig",
 ]

@@ -7,11 +7,14 @@ The first set that runs during training chooses the best checkpoint and may end 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from pydantic import Field
 
 from polyturn.config.models.base import Section
 from polyturn.config.models.data import TaskSourceConfig
 from polyturn.core.generation import Sampling
+from polyturn.evaluation.options import EvalOptions
 
 
 class EvalSetConfig(Section):
@@ -26,21 +29,12 @@ class EvalSetConfig(Section):
     """Whether it also runs every `evaluation.every` steps; else only before and after training."""
 
 
-class EvalConfig(Section):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig(EvalOptions):
     """Validation: before training, every few steps, and after it."""
 
     data: TaskSourceConfig | None = None
-    sets: dict[str, EvalSetConfig] = {"greedy": EvalSetConfig()}
+    sets: dict[str, EvalSetConfig] = field(default_factory=lambda: {"greedy": EvalSetConfig()})
     """Name of each set to how it decodes; the first that runs every `every` steps chooses the best checkpoint."""
-    before: bool = True
-    """Validate before training; without it there is nothing to compare the end with."""
-    every: int = Field(0, ge=0)
-    """Steps between validations; 0 validates only before and after."""
-    limit_during: int | None = Field(None, ge=1)
-    """During training only the first so many tasks are used."""
     success_at: float = 1.0
     """The outcome that counts as success."""
-    stop_at: float | None = None
-    """End training early once the first set's success reaches this."""
-    patience: int | None = Field(None, ge=1)
-    """End training after so many validations without a better result. The one before training counts as a result."""

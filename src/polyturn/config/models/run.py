@@ -25,11 +25,10 @@ from polyturn.config.models.policies import SELF, PolicyConfig
 from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
-from polyturn.config.models.train import TrainConfig
 from polyturn.data.options import MixOptions
 from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, is_deterministic
 from polyturn.store.options import StoreSettings
-from polyturn.training.options import SftOptions
+from polyturn.training.options import SftOptions, TrainOptions
 
 TAKEN = ("policy", "random", SELF)
 """Names that no further policy may have."""
@@ -69,7 +68,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warm_start: SftOptions = SftOptions()
-    train: TrainConfig = TrainConfig()
+    train: TrainOptions = TrainOptions()
     evaluation: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     dump: DumpConfig = DumpConfig()
