@@ -71,7 +71,6 @@ def policy_options(
             shared_prefix=train.layout.shared_prefix == "auto",
         ),
         "media": media,
-        "replays_routes": algorithm.routing.replay != "off",
         "reference": build_reference(place, model) if has_frozen else False,
         "teacher": build_teacher(place, model) if has_frozen else None,
     }

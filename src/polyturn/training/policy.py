@@ -179,35 +179,33 @@ def policy_backend(
     teacher: PreTrainedModel | None = None,
     media: MediaProcessor | None = None,
     placement: Placement | None = None,
-    replays_routes: bool = True,
 ) -> ModelBackend:
     """Return what trains `model`, which is used as it is, not copied, and only ever written in place.
 
     Args:
         model: On its device, in its dtype; whole, or unread and filled by `placement`, on every rank of many.
         optim: The optimizer and its schedule.
-        loss: The policy loss; None takes the defaults.
+        loss: The policy loss, and whether tokens go to the experts that samples say they went to; None takes the defaults.
         layout: The size of micro-batches and how samples lie in them; where a model cannot be packed they lie in rows.
         reference: Keep the model as it is now (a frozen copy; with LoRA its adapter alone), or another model, for the KL
             term and what `REFERENCE` scores.
         teacher: The model to distil from.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
         placement: Where the parameters go; None leaves them where they are.
-        replays_routes: Let tokens go to the experts that samples say they went to, where the model has experts.
 
     Raises:
         ConfigError: a balance term without experts, a KL term without a reference, a distillation term without a teacher,
             one of another vocabulary, or a model that cannot be split as `placement` asks.
     """
-    placement = placement or OneDevice()
+    placement, loss = placement or OneDevice(), loss or LossSettings()
     for other, name in ((reference, "reference"), (teacher, "teacher")):
         if isinstance(other, PreTrainedModel):
             require_same_vocabulary(model, other, name=name)
-    balance = 0.0 if loss is None else loss.algorithm.routing.balance_coef
-    routers = Routers.of(model) if replays_routes or balance else None
+    balance, replays = loss.algorithm.routing.balance_coef, loss.algorithm.routing.replay != "off"
+    routers = Routers.of(model) if replays or balance else None
     if balance and routers is None:
         raise ConfigError(f"balance_coef is {balance:g} and {type(model).__name__} has no experts; set it to 0")
-    network = placement.policy(model.train(), routers=routers, replays=replays_routes)
+    network = placement.policy(model.train(), routers=routers, replays=replays)
     scorer: Scorer | None = None
     if isinstance(reference, PreTrainedModel):
         scorer = _frozen(reference, placement, is_kept=False)
@@ -220,7 +218,7 @@ def policy_backend(
     frozen = [one.network for one in (scorer, teaching) if isinstance(one, FrozenModel)]
     fitting, is_refused = _that_fits(layout or LayoutSettings(), [network, *frozen], placement)
     teacher_logprobs = None if teaching is None else teaching.logprobs
-    terms = PolicyTerms(loss or LossSettings(), has_reference=scorer is not None, teacher=teacher_logprobs)
+    terms = PolicyTerms(loss, has_reference=scorer is not None, teacher=teacher_logprobs)
     return ModelBackend(
         network,
         optimizer=optimizer,

@@ -68,9 +68,10 @@ def policy(model: Any, *, replays: bool = True, balance: float = 0.0, **layout: 
     return local_policy(
         model,
         optim=OptimSettings(lr=1e-2),
-        loss=LossSettings(algorithm=AlgorithmOptions(routing=RoutingOptions(balance_coef=balance))),
+        loss=LossSettings(
+            algorithm=AlgorithmOptions(routing=RoutingOptions(replay="auto" if replays else "off", balance_coef=balance))
+        ),
         layout=LayoutSettings(**layout),
-        replays_routes=replays,
     )
 
 
