@@ -30,29 +30,36 @@ class EstimatorOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOptions(EstimatorOptions):
-    """A reward against those of its group."""
+class DividedOptions(EstimatorOptions):
+    """An estimator that divides by a spread."""
 
-    name: Literal["grpo"] = "grpo"
-    """A registered estimator, or `file.py:function`."""
-    norm_by_std: bool = True
-    """Divide the group's advantages by their standard deviation; false is Dr. GRPO."""
     eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassAtKOptions(EstimatorOptions):
+class NormOptions(DividedOptions):
+    """An estimator that may divide by the standard deviation of a group."""
+
+    norm_by_std: bool = True
+    """Divide the group's advantages by their standard deviation; false makes grpo Dr. GRPO."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions(NormOptions):
+    """A reward against those of its group."""
+
+    name: Literal["grpo"] = "grpo"
+    """A registered estimator, or `file.py:function`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassAtKOptions(NormOptions):
     """The best of k tries."""
 
     name: Literal["grpo_passk"]
-    """A registered estimator, or `file.py:function`."""
     k: Annotated[int, Field(ge=1)] | None = None
     """How many tries; null is the whole group."""
-    norm_by_std: bool = True
-    """Divide the group's advantages by their standard deviation."""
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Added to what divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,31 +67,24 @@ class PlainEstimatorOptions(EstimatorOptions):
     """An estimator without arguments."""
 
     name: Literal["dr_grpo", "rloo", "opo", "remax"]
-    """A registered estimator, or `file.py:function`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineOptions(EstimatorOptions):
+class BaselineOptions(DividedOptions):
     """REINFORCE++ with the group's mean as a baseline."""
 
     name: Literal["reinforce_plus_plus_baseline"]
-    """A registered estimator, or `file.py:function`."""
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Added to what divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReinforceOptions(EstimatorOptions):
+class ReinforceOptions(DividedOptions):
     """REINFORCE++: discounted returns, normalised over the batch."""
 
     name: Literal["reinforce_plus_plus"]
-    """A registered estimator, or `file.py:function`."""
     gamma: Share | None = None
     """Discount of later rewards, per token."""
     outcome: Outcome | None = None
     """How the reward and the scores of turns combine."""
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Added to what divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,37 +92,29 @@ class GpgOptions(EstimatorOptions):
     """Group policy gradient."""
 
     name: Literal["gpg"]
-    """A registered estimator, or `file.py:function`."""
     f_norm: Positive | None = None
     """What the differences are divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GdpoOptions(EstimatorOptions):
+class GdpoOptions(NormOptions):
     """Each score normalised apart."""
 
     name: Literal["gdpo"]
-    """A registered estimator, or `file.py:function`."""
     weights: Mapping[str, Weight] | None = None
     """Weight of each named score; null takes those of the reward."""
-    norm_by_std: bool = True
-    """Divide the group's advantages by their standard deviation."""
     whiten_batch: bool | None = None
     """Normalise the sum over the batch."""
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Added to what divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GaeOptions(EstimatorOptions):
-    """Generalised advantage estimation with a critic."""
+class ValueOptions(EstimatorOptions):
+    """An estimator that reads a critic's values."""
 
-    name: Literal["gae", "turn_gae"]
-    """A registered estimator, or `file.py:function`."""
     gamma: Share | None = None
-    """Discount of later rewards, per token or per turn as the estimator counts."""
+    """Discount of later rewards, per token; of turn_gae per turn."""
     lam: Share | None = None
-    """Weight of later steps."""
+    """Weight of later steps, counted alike."""
     outcome: Outcome | None = None
     """How the reward and the scores of turns combine."""
     whiten_batch: bool | None = None
@@ -130,75 +122,60 @@ class GaeOptions(EstimatorOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BilevelGaeOptions(EstimatorOptions):
+class GaeOptions(ValueOptions):
+    """Generalised advantage estimation with a critic."""
+
+    name: Literal["gae", "turn_gae"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BilevelGaeOptions(ValueOptions):
     """Generalised advantage estimation over turns and, within them, over tokens."""
 
     name: Literal["bilevel_gae"]
-    """A registered estimator, or `file.py:function`."""
-    gamma: Share | None = None
-    """Discount of later rewards, per token."""
-    lam: Share | None = None
-    """Weight of later tokens."""
     turn_gamma: Share | None = None
     """Discount per turn."""
     turn_lam: Share | None = None
     """Weight of later turns."""
-    outcome: Outcome | None = None
-    """How the reward and the scores of turns combine."""
-    whiten_batch: bool | None = None
-    """Normalise over the step's trained tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnToGoOptions(EstimatorOptions):
+class TurnOptions(NormOptions):
+    """An estimator that reads scores of turns."""
+
+    outcome: Outcome | None = None
+    """How the reward and the scores of turns combine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnToGoOptions(TurnOptions):
     """The discounted scores of the turns that follow."""
 
     name: Literal["return_to_go"]
-    """A registered estimator, or `file.py:function`."""
     gamma: Share | None = None
     """Discount per turn."""
-    outcome: Outcome | None = None
-    """How the reward and the scores of turns combine."""
     baseline: bool | None = None
     """Subtract the mean of the group's other members."""
-    norm_by_std: bool = True
-    """Divide the group's advantages by their standard deviation."""
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Added to what divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MtGrpoOptions(EstimatorOptions):
+class MtGrpoOptions(TurnOptions):
     """The score of a turn and the outcome, each against the group's."""
 
     name: Literal["mt_grpo"]
-    """A registered estimator, or `file.py:function`."""
     outcome_weight: Weight | None = None
     """Weight of the outcome beside the turn."""
-    outcome: Outcome | None = None
-    """How the reward and the scores of turns combine."""
-    norm_by_std: bool = True
-    """Divide the group's advantages by their standard deviation."""
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Added to what divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GigpoOptions(EstimatorOptions):
+class GigpoOptions(TurnOptions):
     """Turns taken in one state against one another, beside trajectories."""
 
     name: Literal["gigpo"]
-    """A registered estimator, or `file.py:function`."""
     step_weight: Weight | None = None
     """Weight of the comparison of turns."""
     gamma: Share | None = None
     """Discount per turn."""
-    outcome: Outcome | None = None
-    """How the reward and the scores of turns combine."""
-    norm_by_std: bool = True
-    """Divide the group's advantages by their standard deviation."""
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Added to what divides."""
 
 
 NamedEstimatorOptions = (

@@ -32,11 +32,9 @@ class LossOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipOptions(LossOptions):
+class RatioOptions(LossOptions):
     """A loss whose ratio is clipped."""
 
-    name: Literal["cispo", "gspo", "gspo_sequence", "geo_mean"]
-    """A registered policy loss, or `file.py:function`."""
     clip_low: Annotated[float, Field(ge=0)] | None = None
     """The ratio is clipped below 1 - clip_low; null takes the loss's own bound, 0.2 for ppo_clip."""
     clip_high: Annotated[float, Field(ge=0)] | None = None
@@ -44,29 +42,27 @@ class ClipOptions(LossOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PpoOptions(LossOptions):
+class ClipOptions(RatioOptions):
+    """A loss with these two arguments alone."""
+
+    name: Literal["cispo", "gspo", "gspo_sequence", "geo_mean"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PpoOptions(RatioOptions):
     """The clipped loss of PPO."""
 
     name: Literal["ppo_clip", "dapo"] = "ppo_clip"
     """A registered policy loss, or `file.py:function`."""
-    clip_low: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped below 1 - clip_low; null takes the loss's own bound, 0.2 for ppo_clip."""
-    clip_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped above 1 + clip_high; null takes the loss's own bound, 0.28 for ppo_clip."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss at negative advantages, as a multiple of them; null is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipCovOptions(LossOptions):
+class ClipCovOptions(RatioOptions):
     """PPO that leaves out tokens of large covariance."""
 
     name: Literal["clip_cov"]
-    """A registered policy loss, or `file.py:function`."""
-    clip_low: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped above 1 + clip_high."""
     clip_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """The share of all tokens that is left out, drawn from those between the two bounds."""
     clip_cov_lb: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -85,7 +81,6 @@ class KlCovOptions(LossOptions):
     """A KL penalty on tokens of the largest covariance."""
 
     name: Literal["kl_cov"]
-    """A registered policy loss, or `file.py:function`."""
     kl_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """The share of all tokens that is penalised."""
     ppo_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -97,7 +92,6 @@ class SapoOptions(LossOptions):
     """The soft gate of SAPO."""
 
     name: Literal["sapo"]
-    """A registered policy loss, or `file.py:function`."""
     tau_pos: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """How fast the gate closes for tokens to be made likelier."""
     tau_neg: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -109,7 +103,6 @@ class PlainLossOptions(LossOptions):
     """A loss without arguments; `none` leaves that of a teacher, or none at all."""
 
     name: Literal["policy_gradient", "gpg", "none"]
-    """A registered policy loss, or `file.py:function`."""
 
 
 NamedLossOptions = PpoOptions | ClipOptions | ClipCovOptions | KlCovOptions | SapoOptions | PlainLossOptions

@@ -17,6 +17,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from polyturn.algorithms.options import by_name
 from polyturn.config import schema
 
 
@@ -39,15 +40,11 @@ class ByName:
 
         choices = {member.__name__: handler.generate_schema(member) for member in schema.unwrap(source)}
         return core_schema.no_info_before_validator_function(
-            _with_name, core_schema.tagged_union_schema(choices, discriminator=tag)
+            by_name, core_schema.tagged_union_schema(choices, discriminator=tag)
         )
 
 
 BY_NAME = ByName()
-
-
-def _with_name(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
 
 
 def arguments_of(part: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
