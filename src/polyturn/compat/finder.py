@@ -4,7 +4,7 @@
     import verl.tools.schemas          the very module object polyturn.tools.schema, imported only now
 
 A module that is listed is an alias: the same object under a second name, so replacing an attribute under one name is seen
-under the other. A package in between (verl, verl.tools) is made up; it may have a body, a module whose names it shows and
+under the other. A package in between (verl, verl.tools) is made up; it may have a body, modules whose names it shows and
 whose attributes are set through it. A root whose library is installed is left alone.
 """
 
@@ -39,8 +39,8 @@ class Namespace:
     root: str
     modules: Mapping[str, str]
     """Alias -> the module that it is another name of."""
-    packages: Mapping[str, str] = field(default_factory=dict)
-    """Package -> its body: the module whose names it shows. Packages without a body need no entry."""
+    packages: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Package -> its body: the modules whose names it shows. Packages without a body need no entry."""
     library: Path | None = None
     """A file with the names of all modules of the library itself, none of which is a project's own; behind those that are
     offered here, the digests of their files in the releases."""
@@ -100,7 +100,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
             self._tell_if_changed(fullname)
             return importlib.machinery.ModuleSpec(fullname, _AliasLoader(alias))
         if fullname in self._packages:
-            body = self.namespace.packages.get(fullname)
+            body = self.namespace.packages.get(fullname, ())
             return importlib.machinery.ModuleSpec(fullname, _PackageLoader(body), is_package=True)
         if fullname not in self._library and (own := _find_own(fullname)) is not None:
             return own
@@ -153,50 +153,55 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 class AliasPackage(ModuleType):
     """A made-up package. Names that are not its own are those of its body, also when they are set or deleted."""
 
-    def __init__(self, name: str, body: str | None) -> None:
+    def __init__(self, name: str, body: Sequence[str]) -> None:
         super().__init__(name, None)
-        self.__dict__["_body_name"] = body
+        self.__dict__["_body_names"] = tuple(body)
 
-    def _body(self) -> ModuleType | None:
-        name = self.__dict__["_body_name"]
-        return None if name is None else importlib.import_module(name)
+    def _bodies(self) -> list[ModuleType]:
+        return [importlib.import_module(name) for name in self.__dict__["_body_names"]]
+
+    def _body(self, name: str) -> ModuleType | None:
+        """Return the first module of the body that has a name."""
+        return next((module for module in self._bodies() if name in vars(module)), None)
 
     def __getattr__(self, name: str) -> Any:
-        body = None if name.startswith("__") and name != "__all__" else self._body()
-        if body is not None and name in vars(body):
+        if name == "__all__":
+            offered = (name for module in self._bodies() for name in vars(module).get("__all__", vars(module)))
+            return sorted({name for name in offered if not name.startswith("_")})
+        body = None if name.startswith("__") else self._body(name)
+        if body is not None:
             return vars(body)[name]
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_own = name in _OWN or name in self.__dict__ or isinstance(value, ModuleType)
-        body = None if is_own else self._body()
+        body = None if is_own else self._body(name) or next(iter(self._bodies()), None)
         if body is None:
             super().__setattr__(name, value)
         else:
             setattr(body, name, value)
 
     def __delattr__(self, name: str) -> None:
-        body = None if name in self.__dict__ else self._body()
+        body = None if name in self.__dict__ else self._body(name)
         if body is None:
             super().__delattr__(name)
         else:
             delattr(body, name)
 
     def __dir__(self) -> list[str]:
-        body = self._body()
-        return sorted({*self.__dict__, *(vars(body) if body is not None else ())} - {"_body_name"})
+        return sorted({*self.__dict__, *(name for module in self._bodies() for name in vars(module))} - {"_body_names"})
 
 
 class _PackageLoader(importlib.abc.Loader):
-    def __init__(self, body: str | None) -> None:
+    def __init__(self, body: Sequence[str]) -> None:
         self._body = body
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return AliasPackage(spec.name, self._body)
 
     def exec_module(self, module: ModuleType) -> None:
-        if self._body is not None:
-            importlib.import_module(self._body)
+        for name in self._body:
+            importlib.import_module(name)
 
 
 class _AliasLoader(importlib.abc.Loader):

@@ -84,21 +84,27 @@ VERL = Namespace(
     root="verl",
     modules={**_NATIVE, **_HERE},
     packages={
-        "verl": "polyturn.compat.verl.protocol",
-        "verl.utils": "polyturn.compat.verl.tokenizer",
-        "verl.utils.dataset": "polyturn.compat.verl.rl_dataset",
-        "verl.utils.metric": "polyturn.compat.verl.metric",
-        "verl.workers.reward_manager": "polyturn.compat.verl.reward_manager",
-        "verl.trainer.config": "polyturn.compat.verl.configs",
-        "verl.workers.config": "polyturn.compat.verl.configs",
-        "verl.utils.reward_score.sandbox_fusion": "polyturn.compat.verl.code_scorers",
-        "verl.utils.reward_score": "polyturn.rewards.default",
-        "verl.experimental.agent_loop": "polyturn.compat.verl.agent_loop",
+        "verl": ("polyturn.compat.verl.protocol",),
+        "verl.utils": ("polyturn.compat.verl.tokenizer",),
+        "verl.utils.dataset": ("polyturn.compat.verl.rl_dataset",),
+        "verl.utils.metric": ("polyturn.compat.verl.metric",),
+        "verl.workers.reward_manager": ("polyturn.compat.verl.reward_manager",),
+        "verl.trainer.config": ("polyturn.compat.verl.configs",),
+        "verl.workers.config": ("polyturn.compat.verl.configs",),
+        "verl.utils.reward_score.sandbox_fusion": ("polyturn.compat.verl.code_scorers",),
+        "verl.utils.reward_score": ("polyturn.rewards.default",),
+        "verl.experimental.agent_loop": ("polyturn.compat.verl.agent_loop",),
     },
     library=Path(__file__).parent / "verl" / "modules.txt",
 )
 
 _SWIFT = "polyturn.compat.swift"
+_MULTI_TURN = (
+    *(f"{_SWIFT}.{name}" for name in ("base", "turns", "schedulers", "gym_env", "openenv_wrapper")),
+    "polyturn.serving.protocol",
+)
+_REWARDS = (f"{_SWIFT}.orm", f"{_SWIFT}.rm_plugin", f"{_SWIFT}.base", f"{_SWIFT}.schedulers")
+_ENGINE = (f"{_SWIFT}.infer_engine", f"{_SWIFT}.template", f"{_SWIFT}.utils", "polyturn.serving.protocol")
 
 SWIFT = Namespace(
     root="swift",
@@ -107,10 +113,8 @@ SWIFT = Namespace(
         "swift.llm.infer.protocol": "polyturn.serving.protocol",
         "swift.llm.template.utils": f"{_SWIFT}.template",
         "swift.template.utils": f"{_SWIFT}.template",
-        "swift.rollout.multi_turn": f"{_SWIFT}.multi_turn",
         "swift.rollout.gym_env": f"{_SWIFT}.gym_env",
         "swift.rollout.openenv_wrapper": f"{_SWIFT}.openenv_wrapper",
-        "swift.plugin.multi_turn": f"{_SWIFT}.multi_turn",
         "swift.plugin.env": f"{_SWIFT}.gym_env",
         "swift.plugin.context_manager": f"{_SWIFT}.gym_env",
         "swift.plugin.orm": f"{_SWIFT}.orm",
@@ -121,17 +125,19 @@ SWIFT = Namespace(
         "swift.rewards.rm_plugin": f"{_SWIFT}.rm_plugin",
     },
     packages={
-        "swift.infer_engine": f"{_SWIFT}.infer_engine",
-        "swift.llm": f"{_SWIFT}.infer_engine",
-        "swift.llm.infer": f"{_SWIFT}.infer_engine",
-        "swift.llm.template": f"{_SWIFT}.template",
-        "swift.loss_scale": f"{_SWIFT}.loss_scale",
-        "swift.plugin": f"{_SWIFT}.plugin",
-        "swift.plugin.loss_scale": f"{_SWIFT}.loss_scale",
-        "swift.rewards": f"{_SWIFT}.rewards",
-        "swift.rollout": f"{_SWIFT}.multi_turn",
-        "swift.template": f"{_SWIFT}.template",
-        "swift.utils": f"{_SWIFT}.utils",
+        "swift.infer_engine": _ENGINE,
+        "swift.llm": _ENGINE,
+        "swift.llm.infer": _ENGINE,
+        "swift.llm.template": (f"{_SWIFT}.template",),
+        "swift.loss_scale": (f"{_SWIFT}.loss_scale",),
+        "swift.plugin": (*_MULTI_TURN, f"{_SWIFT}.loss_scale", *_REWARDS),
+        "swift.plugin.loss_scale": (f"{_SWIFT}.loss_scale",),
+        "swift.plugin.multi_turn": _MULTI_TURN,
+        "swift.rewards": _REWARDS,
+        "swift.rollout": _MULTI_TURN,
+        "swift.rollout.multi_turn": _MULTI_TURN,
+        "swift.template": (f"{_SWIFT}.template",),
+        "swift.utils": (f"{_SWIFT}.utils",),
     },
 )
 

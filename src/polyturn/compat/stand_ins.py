@@ -84,7 +84,7 @@ def _swift_scheduler(found: Any, *, where: str) -> Callable[..., Any] | None:
 
 
 def _swift_schedulers() -> Mapping[str, Any]:
-    from polyturn.compat.swift.multi_turn import multi_turns
+    from polyturn.compat.swift.schedulers import multi_turns
 
     return multi_turns
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from polyturn import compat
 compat.install("swift")
 from polyturn.compat.swift.adapter import SwiftScheduler
-from polyturn.compat.swift.base import multi_turns
+from polyturn.compat.swift.schedulers import multi_turns
 from polyturn.serving.outputs import rollout_outputs
 from polyturn.core.plugins import load_plugins
 from polyturn.rollout.run_episode import run_episode

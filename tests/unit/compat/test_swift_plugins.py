@@ -15,9 +15,9 @@ import pytest
 
 from polyturn import compat
 from polyturn.compat.swift.adapter import SwiftScheduler
-from polyturn.compat.swift.base import multi_turns
 from polyturn.compat.swift.gym_env import ContextManager, Env, context_managers, envs
 from polyturn.compat.swift.orm import orms
+from polyturn.compat.swift.schedulers import multi_turns
 from polyturn.compat.swift.turn_weights import OUTPUTS
 from polyturn.core.errors import ConfigError, MissingModuleError
 from polyturn.core.lifecycle import StopReason

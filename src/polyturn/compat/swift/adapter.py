@@ -23,8 +23,7 @@ from polyturn.compat.swift import turn_weights
 from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
 from polyturn.compat.swift.gym_env import context_managers, envs
-from polyturn.compat.swift.multi_turn import multi_turns
-from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
+from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler, multi_turns
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason

@@ -19,22 +19,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyturn.compat.swift.registry import PluginDict
+from polyturn.compat.swift.turns import Turns, append_reply, as_request, extract_logprobs_from_choice, ids_of
 from polyturn.core.errors import SchedulerError, did_you_mean
 from polyturn.serving.protocol import (
     MEDIA,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
-    Messages,
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
     as_sources,
 )
-
-multi_turns = PluginDict("multi_turns")
-"""Name -> scheduler class; plug-ins add theirs."""
-
 
 _OF_STEP = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos")
 _OF_TURN_END = ("done", "rollout_infos", "score")
@@ -217,7 +212,7 @@ class RolloutScheduler(ABC):  # noqa: B024
         assert self.infer_engine is not None
         response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
         choice = response.choices[0]
-        turns = _Turns()
+        turns = Turns()
         turns.add(choice, ids=None, mask=None, logprobs=None, goes_on=False)
         said = {"role": "assistant", "content": choice.message.content}
         return turns.output(response, messages=[*infer_request.messages, said], infos={"num_turns": 1})
@@ -257,7 +252,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> RolloutOutput | list[RolloutOutput]:
         """Drive a trajectory to its end."""
-        engine, request, turns = self.infer_engine, infer_request, _Turns()
+        engine, request, turns = self.infer_engine, infer_request, Turns()
         assert engine is not None
         infos: dict[str, Any] = {}
         response: ChatCompletionResponse | None = None
@@ -274,7 +269,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
                 break
             response, current = following, current + 1
             choice = response.choices[0]
-            goes_on = _append(request.messages, choice)
+            goes_on = append_reply(request.messages, choice)
             why, extra = await self._finished(request, choice, current)
             _merge(infos, extra, request)
             if why is not None:
@@ -355,83 +350,6 @@ def _refuse_misspelt(said: Mapping[str, Any], known: Sequence[str], who: str, wh
             raise SchedulerError(
                 f"{who} returned the key {key!r} {where}, which nothing reads.{did_you_mean(str(key), known)}"
             )
-
-
-class _Turns:
-    """Collects ids, masks and logprobs, a list for each assistant message."""
-
-    def __init__(self) -> None:
-        self.ids: list[list[int]] = []
-        self.masks: list[list[int]] = []
-        self.logprobs: list[list[float]] = []
-
-    def add(
-        self,
-        choice: ChatCompletionResponseChoice,
-        *,
-        ids: list[int] | None,
-        mask: list[int] | None,
-        logprobs: Sequence[float] | None,
-        goes_on: bool,
-    ) -> None:
-        """Add a turn; the step's own values win over those that were sampled."""
-        own = list(ids or choice.token_ids or [])
-        trained = list(mask) if mask is not None else [1] * len(own)
-        probs = list(logprobs or extract_logprobs_from_choice(choice))
-        if goes_on and self.ids:
-            self.ids[-1] += own
-            self.masks[-1] += trained
-            self.logprobs[-1] += probs
-        else:
-            self.ids.append(own)
-            self.masks.append(trained)
-            self.logprobs.append(probs)
-
-    def output(self, response: Any, *, messages: Messages, infos: dict[str, Any]) -> RolloutOutput:
-        """Return the whole trajectory; logprobs that are not one for each trained token are left out."""
-        trained = sum(map(sum, self.masks))
-        is_whole = sum(map(len, self.logprobs)) == trained
-        has_ids = any(self.ids)
-        return RolloutOutput(
-            response=response,
-            messages=messages,
-            response_token_ids=self.ids if has_ids else [],
-            response_loss_mask=self.masks if has_ids else [],
-            rollout_logprobs=self.logprobs if has_ids and is_whole else [],
-            rollout_infos=infos,
-        )
-
-
-def ids_of(content: Any) -> list[int] | None:
-    """Return the ids that a scheduler put in place of a reply's text; None where the content is none."""
-    is_ids = isinstance(content, list) and bool(content) and all(isinstance(i, int) for i in content)
-    return content if is_ids else None
-
-
-def as_request(value: Any) -> RolloutInferRequest:
-    """Return a request, also where it was given as a dict."""
-    if isinstance(value, Mapping):
-        return RolloutInferRequest(**value)
-    if not isinstance(value, RolloutInferRequest):
-        raise SchedulerError(f"a request is {value!r:.100}; give a RolloutInferRequest")
-    return value
-
-
-def extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
-    """Return one logprob for each sampled token; [] where there are none."""
-    return [one["logprob"] for one in (response_choice.logprobs or {}).get("content", [])]
-
-
-def _append(messages: Messages, choice: ChatCompletionResponseChoice) -> bool:
-    """Append what was said; return whether it went on with the last message."""
-    if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
-        messages.pop()  # a placeholder, which the engine is shown and the history does not keep
-    said: Any = choice.message.content
-    if messages and messages[-1]["role"] == "assistant":
-        messages[-1]["content"] += said
-        return True
-    messages.append({"role": "assistant", "content": said})
-    return False
 
 
 def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> None:

@@ -98,9 +98,9 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
         ConfigError: a plug-in cannot be loaded, or a name is not registered.
     """
     from polyturn.compat.swift import loss_scale
-    from polyturn.compat.swift.multi_turn import multi_turns
     from polyturn.compat.swift.orm import orms
     from polyturn.compat.swift.reward_adapter import make
+    from polyturn.compat.swift.schedulers import multi_turns
 
     assert loss_scale.loss_scale_map is not None
     load_plugins(config.plugins, base=base)

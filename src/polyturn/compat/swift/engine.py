@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from polyturn.compat.swift.base import EngineOver, SchedulerEngine, as_request, ids_of
+from polyturn.compat.swift.base import EngineOver, SchedulerEngine
 from polyturn.compat.swift.template import Template, TemplateMeta
+from polyturn.compat.swift.turns import as_request, ids_of
 from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason

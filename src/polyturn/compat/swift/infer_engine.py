@@ -7,46 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyturn.compat.swift.template import ContextType, Template
-from polyturn.compat.swift.utils import to_device
 from polyturn.core.errors import ConfigError
-from polyturn.serving.protocol import (
-    ChatCompletionMessageToolCall,
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    Function,
-    InferRequest,
-    Messages,
-    RequestConfig,
-    RolloutInferRequest,
-    RolloutOutput,
-    Tool,
-    UsageInfo,
-)
-
-__all__ = [
-    "ChatCompletionMessageToolCall",
-    "ChatCompletionResponse",
-    "ChatCompletionResponseChoice",
-    "ChatMessage",
-    "ContextType",
-    "Function",
-    "GRPOVllmEngine",
-    "InferEngine",
-    "InferRequest",
-    "Messages",
-    "PtEngine",
-    "RequestConfig",
-    "RolloutInferRequest",
-    "RolloutOutput",
-    "Template",
-    "Tool",
-    "TransformersEngine",
-    "UsageInfo",
-    "VllmEngine",
-    "to_device",
-]
 
 
 class InferEngine:

@@ -14,10 +14,11 @@ import string
 from copy import deepcopy
 from typing import Any
 
-from polyturn.compat.swift.base import MultiTurnScheduler, multi_turns
+from polyturn.compat.swift.base import MultiTurnScheduler
 from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.openenv_wrapper import OpenEnvWrapper
 from polyturn.compat.swift.orm import MathAccuracy
+from polyturn.compat.swift.registry import PluginDict
 from polyturn.compat.swift.template import without_reasoning
 from polyturn.core.errors import SchedulerError, did_you_mean, one_line
 from polyturn.serving.protocol import (
@@ -301,13 +302,17 @@ def _without_reasoning(messages: Messages) -> Messages:
     return [{**m, "content": without_reasoning(m["content"])} if m["role"] == "assistant" else dict(m) for m in messages]
 
 
-multi_turns.update(
-    math_tip_trick=MathTipsScheduler,
-    math_tip_trick_multi_turn=MathTipsScheduler,
-    thinking_tips_scheduler=ThinkingModelTipsScheduler,
-    gym_scheduler=GYMScheduler,
-    openenv_scheduler=OpenEnvScheduler,
+multi_turns = PluginDict(
+    "multi_turns",
+    {
+        "math_tip_trick": MathTipsScheduler,
+        "math_tip_trick_multi_turn": MathTipsScheduler,
+        "thinking_tips_scheduler": ThinkingModelTipsScheduler,
+        "gym_scheduler": GYMScheduler,
+        "openenv_scheduler": OpenEnvScheduler,
+    },
 )
+"""Name -> scheduler class; plug-ins add theirs."""
 
 
 def _unfenced(text: str) -> str:
