@@ -35,7 +35,7 @@ from polyturn.compat.verl_config.command import HydraArguments, config_path, par
 from polyturn.compat.verl_config.compose import OF_VERL, Unresolved, compose_name
 from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.paths import absolute
-from polyturn.compat.verl_config.table import NULL, kind_of, table
+from polyturn.compat.verl_config.table import NULL, OTHER, kind_of, table
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values, read_yaml
 from polyturn.config.models import RunConfig
@@ -70,8 +70,7 @@ def main() -> None:
     parser.add_argument("--names", type=Path, help="write the names of the keys to this file")
     asked = parser.parse_args()
     if asked.names:
-        lines = [f"{key} {' '.join(releases)}\n" for key, releases in sorted(names(asked.wheels).items())]
-        asked.names.write_text("".join(lines), encoding="utf-8")
+        asked.names.write_text("".join(name_lines(names(asked.wheels))), encoding="utf-8")
         return
     if asked.modules:
         lines = [" ".join([name, *sorted(digests)]) + "\n" for name, digests in sorted(modules(asked.wheels).items())]
@@ -102,7 +101,7 @@ def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
 def tree_values(package: Path) -> dict[str, set[str]]:
     """Return the keys of the trees of a wheel or a checkout, `ppo_trainer` composed and the generated ones as they are.
 
-    Each with the kinds of its values: null, bool, number, or other.
+    Each with the kinds of its values: null, bool, number, or other; an expression has that of its value, where that is known.
     """
     with tempfile.TemporaryDirectory() as where:
         if package.is_dir():
@@ -116,9 +115,10 @@ def tree_values(package: Path) -> dict[str, set[str]]:
             trees["ppo_trainer"] = compose_name("ppo_trainer", folder=None).values
     found: dict[str, set[str]] = {}
     for path, value in (leaf for tree in trees.values() for leaf in leaves(tree)):
-        text = isinstance(value, str) and (isinstance(value, Unresolved) or "${" in value or value == "null")
-        found.setdefault(".".join(path), set()).add(NULL if text else kind_of(value))
-    return found
+        kinds = found.setdefault(".".join(path), set())
+        if not isinstance(value, Unresolved) and "${" not in str(value):
+            kinds.add(NULL if value == "null" else kind_of(value))
+    return {key: kinds or {NULL, OTHER} for key, kinds in found.items()}
 
 
 def names(folder: Path) -> dict[str, list[str]]:
@@ -130,6 +130,17 @@ def names(folder: Path) -> dict[str, list[str]]:
             found.setdefault(key, []).append(release)
             kinds.setdefault(key, set()).update(of_release)
     return {key: [*releases, *sorted(kinds[key])] for key, releases in found.items()}
+
+
+def name_lines(found: Mapping[str, list[str]]) -> list[str]:
+    """Return the lines of `names.txt`, one for the keys of a section that are in the same releases."""
+    lines: dict[str, list[str]] = {}
+    for key, places in sorted(found.items()):
+        section, _, name = key.rpartition(".")
+        kinds = [place for place in places if not place[0].isdigit()]
+        head = " ".join([section or "-", *(place for place in places if place[0].isdigit())])
+        lines.setdefault(head, []).append(f"{name}={','.join(kinds)}")
+    return [f"{head}: {' '.join(keys)}\n" for head, keys in lines.items()]
 
 
 def modules(folder: Path) -> dict[str, set[str]]:

@@ -21,9 +21,12 @@ from polyturn.core.errors import did_you_mean
 
 KEYS = Path(__file__).parent / "keys.yaml"
 NAMES = Path(__file__).parent / "names.txt"
-"""Every key of verl's releases, made by benchmarks/verl_releases.py from their packages."""
+"""Every key of verl's releases, made by benchmarks/verl_releases.py from their packages: a line for each section of some.
+
+trainer.v1 0.9.0 0.9.1: trainer_mode=other num_steps=null,number      a section, its releases: keys with the kinds of values
+"""
 NULL, BOOL, NUMBER, OTHER = "null", "bool", "number", "other"
-"""The kinds of values, which stand behind the releases of a key: those that it has in their trees."""
+"""The kinds of values: those that a key has in the trees of its releases."""
 _IS_NO = {BOOL: "it must be true or false", NUMBER: "it must be a number"}
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
@@ -118,9 +121,14 @@ class Table:
 
 @functools.cache
 def release_keys() -> Mapping[str, frozenset[str]]:
-    """Return every key of the trees of verl's releases, with the releases that have it."""
-    lines = (line.split() for line in NAMES.read_text(encoding="utf-8").splitlines())
-    return {key: frozenset(releases) for key, *releases in lines}
+    """Return every key of the trees of verl's releases, with the releases that have it and the kinds of its values."""
+    found: dict[str, frozenset[str]] = {}
+    for line in NAMES.read_text(encoding="utf-8").splitlines():
+        head, _, keys = line.partition(": ")
+        section, *releases = head.split()
+        for name, _, kinds in (key.partition("=") for key in keys.split()):
+            found[f"{section}.{name}".removeprefix("-.")] = frozenset((*releases, *kinds.split(",")))
+    return found
 
 
 def kind_of(value: Any) -> str:
