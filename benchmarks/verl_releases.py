@@ -101,7 +101,7 @@ def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
 def tree_values(package: Path) -> dict[str, set[str]]:
     """Return the keys of the trees of a wheel or a checkout, `ppo_trainer` composed and the generated ones as they are.
 
-    Each with the kinds of its values: null, bool, number, or other; an expression has that of its value, where that is known.
+    Each with the kinds of its values: null, bool, number, or other; of an expression those of its value.
     """
     with tempfile.TemporaryDirectory() as where:
         if package.is_dir():

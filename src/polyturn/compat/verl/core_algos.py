@@ -226,23 +226,17 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
-    dp_size: int = 1,
-    batch_num_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    loss_scale_factor: float | None = None,
+    *of_batch: Any,
+    **of_batch_by_name: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return half the squared error of predicted values, clipped around the earlier ones, and the share that was clipped."""
+    """Return half the squared error of predicted values, clipped around the earlier ones, and the share that was clipped.
+
+    What follows `loss_agg_mode` is handed to `agg_loss`.
+    """
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     error, error_clipped = (vpreds - returns).square(), (clipped - returns).square()
-    loss = agg_loss(
-        0.5 * torch.maximum(error, error_clipped),
-        response_mask,
-        loss_agg_mode,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-    )
+    half = 0.5 * torch.maximum(error, error_clipped)
+    loss = agg_loss(half, response_mask, loss_agg_mode, *of_batch, **of_batch_by_name)
     return loss, masked_mean((error_clipped > error).to(vpreds.dtype), response_mask)
 
 

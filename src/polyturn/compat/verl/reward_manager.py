@@ -24,20 +24,6 @@ import torch
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
 from polyturn.rewards.default import default_compute_score
 
-__all__ = [
-    "REWARD_MANAGER_REGISTRY",
-    "AbstractRewardManager",
-    "BatchRewardManager",
-    "DAPORewardManager",
-    "NaiveRewardManager",
-    "PrimeRewardManager",
-    "RawRewardFn",
-    "get_reward_manager_cls",
-    "parallel_compute_score_async",
-    "register",
-    "run_reward_scoring",
-]
-
 logger = logging.getLogger(__name__)
 
 RawRewardFn = Callable[..., Any]

@@ -34,8 +34,6 @@ from polyturn.data.rows import task_from_row
 from polyturn.data.sequences import TaskSequence
 from polyturn.tools.registry import initialize_tools_from_config
 
-__all__ = ["RLHFDataset", "collate_fn", "get_dataset_class"]
-
 _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _POINTER = re.compile("(<image>|<video>|<audio>)")
 _OF_A_BATCH = ("raw_prompt", "raw_prompt_ids", "full_prompts", "multi_modal_data", "multi_modal_inputs")

@@ -34,8 +34,6 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler, Visit, empty
 
-__all__ = ["AbstractCurriculumSampler", "AbstractSampler", "create_rl_sampler"]
-
 logger = logging.getLogger(__name__)
 
 

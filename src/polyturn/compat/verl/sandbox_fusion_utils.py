@@ -62,41 +62,32 @@ def check_correctness(
         A result and what is known of it, for each test.
     """
     given = in_outs or {}
-    if not given.get("assert_case") and ("inputs" not in given or "outputs" not in given):
-        return [-1], [{"error": "Invalid input/output data"}]
     asserts, name = given.get("assert_case"), given.get("fn_name")
+    if not asserts and ("inputs" not in given or "outputs" not in given):
+        return [-1], [{"error": "Invalid input/output data"}]
     inputs = given.get("inputs", [""] * len(asserts or ()))
     outputs = given.get("outputs", [None] * len(inputs))
     if len(inputs) != len(outputs) or (asserts and len(asserts) != len(inputs)):
         return [-1], [{"error": "Input/output count mismatch"}]
     slots = contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore
+    program = code.as_call(generation, name) if name else generation
 
     def run(number: int) -> tuple[bool | int, dict[str, Any]]:
-        program = code.as_call(generation, name) if name else generation
-        program = f"{program}\n\n{asserts[number]}" if asserts else program
-        stdin = None if inputs[number] is None else str(inputs[number])
+        whole = f"{program}\n\n{asserts[number]}" if asserts else program
+        stdin, expected = (None if text is None else str(text) for text in (inputs[number], outputs[number]))
         with slots:
             answer, problem = call_sandbox_api(
                 sandbox_fusion_url=sandbox_fusion_url,
-                code=program,
+                code=whole,
                 stdin=stdin,
                 compile_timeout=timeout,
                 run_timeout=timeout,
                 memory_limit_mb=memory_limit_mb,
                 language=language,
             )
-        expected = None if asserts else outputs[number]
-        result, status = _judge(answer, expected, is_call=name is not None)
-        known = {
-            "case_index": number,
-            "input": stdin,
-            "expected_output": None if outputs[number] is None else str(outputs[number]),
-            "api_request_error": problem,
-            "api_response": answer,
-            "status": status,
-            **_said_of(answer or {}),
-        }
-        return result, known
+        result, status = _judge(answer, None if asserts else outputs[number], is_call=name is not None)
+        known = {"case_index": number, "input": stdin, "expected_output": expected, "status": status}
+        return result, known | {"api_request_error": problem, "api_response": answer} | _said_of(answer or {})
 
     if not inputs:
         return [], []

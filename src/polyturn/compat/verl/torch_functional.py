@@ -6,19 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = [
-    "clip_by_value",
-    "compute_position_id_with_mask",
-    "entropy_from_logits",
-    "logprobs_from_logits",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "pad_sequence_to_length",
-    "postprocess_data",
-]
-
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Return the sum of the unmasked values, over all axes or over `axis`; what is masked may be infinite."""

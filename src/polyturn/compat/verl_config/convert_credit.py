@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from polyturn.compat.verl_config.convert_loss import KL_ESTIMATORS
 from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
     from polyturn.compat.verl_config.source import Source
 
-_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 CONTROL = "algorithm.kl_ctrl"
 
 
@@ -52,10 +52,10 @@ def kl_in_reward(s: Source) -> None:
     s.put("algorithm.kl.place", "reward", by=switch)
     key = "algorithm.kl_penalty"
     name = s.text(key, "kl").removesuffix("+")
-    if name in _KL:
-        s.put("algorithm.kl.estimator", _KL[name], by=key)
+    if name in KL_ESTIMATORS:
+        s.put("algorithm.kl.estimator", KL_ESTIMATORS[name], by=key)
     else:
-        s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(name, _KL)}")
+        s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(name, KL_ESTIMATORS)}")
     s.put("algorithm.kl.coef", s.number(f"{CONTROL}.kl_coef", 0.001), by=f"{CONTROL}.kl_coef")
     kind = s.text(f"{CONTROL}.type", "fixed")
     if kind == "adaptive":

@@ -18,14 +18,14 @@ MODEL = "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 _LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Rejection as earlier releases name it."""
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _NOTHING = (None, False, "none", "null", "")
 
 
 def kl(s: Source) -> None:
     """Set the weight and the estimator of the KL term."""
     key = f"{ACTOR}.kl_loss_type"
-    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
-    estimators |= {f"{name}+": f"{native}+" for name, native in estimators.items() if native != "k2"}
+    estimators = KL_ESTIMATORS | {f"{name}+": f"{native}+" for name, native in KL_ESTIMATORS.items() if native != "k2"}
     uses = s.switch(f"{ACTOR}.use_kl_loss")
     if not uses and s.get("algorithm.use_kl_in_reward"):
         return  # the section says what the rewards have
