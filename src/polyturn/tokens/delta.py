@@ -18,17 +18,30 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.frames import Frame, find_frame, origin_of, prompt_key, shape, unused_word, values, with_slots
+from polyturn.tokens.frames import (
+    Frame,
+    find_frame,
+    origin_of,
+    outline,
+    prompt_key,
+    shape,
+    trials,
+    unused_word,
+    values,
+    with_slots,
+)
 from polyturn.tokens.multimodal import MediaProcessor
-from polyturn.tokens.trust import Change, TrustRule, Written
+from polyturn.tokens.trust import Change, Hiding, TrustRule, Written
 from polyturn.tokens.turn_ends import behind_anchor, split_turn
 
 _SYSTEM = Message(role="system", content="Zq7BaseSystemZ")
@@ -103,7 +116,7 @@ class DeltaEncoder:
         key = prompt_key(messages) if add_generation_prompt else None
         ids = None if key is None else self._prompts.get(key)
         if ids is None:
-            ids = self._rule.encode(render, self._rule.written(messages, self.tools, foreign=self._foreign_tools))
+            ids = self._encode(render, self._rule.written(messages, self.tools, foreign=self._foreign_tools))
             if key is not None:
                 if len(self._prompts) >= _MAX_PROMPTS:
                     del self._prompts[next(iter(self._prompts))]
@@ -125,7 +138,7 @@ class DeltaEncoder:
             opened = self.codec.encode(self.codec.generation_prompt)
             last_id = int(opened[-1]) if len(opened) else None
         written = [Written(*text) for text in texts]
-        return self._rule.encode(lambda change: "".join(change(*w) for w in written), written, control=None, last_id=last_id)
+        return self._encode(lambda change: "".join(change(*w) for w in written), written, control=None, last_id=last_id)
 
     def assistant(self, message: Message) -> Ids:
         """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up
@@ -145,7 +158,7 @@ class DeltaEncoder:
                 )
             return whole[len(opened) :]
 
-        ids = self._rule.encode(render, self._rule.written([message]), last_id=int(self.codec.encode(opened)[-1]))
+        ids = self._encode(render, self._rule.written([message]), last_id=int(self.codec.encode(opened)[-1]))
         stops = self.codec.stop_token_ids
         ends = [index for index, token in enumerate(ids.tolist()) if token in stops]
         return ids[: ends[-1] + 1] if ends else ids_array([*ids, stops[0]])
@@ -174,7 +187,7 @@ class DeltaEncoder:
         else:
             written = [Written(text, origin_of(new[index])) for (index, _), text in values(new).items()]
             fill = functools.partial(frame.fill, new)
-            ids = self._rule.encode(fill, written, control=frame.control, last_id=self.inside_text)
+            ids = self._encode(fill, written, control=frame.control, last_id=self.inside_text)
         return self._with_media(self._behind(ids, last_id), new)
 
     def _behind(self, ids: Ids, last_id: int | None) -> Ids:
@@ -196,6 +209,35 @@ class DeltaEncoder:
             TemplateError: the template cannot render the messages.
         """
         return self._render_delta(new, self._past(history))
+
+    def _encode(
+        self,
+        render: Callable[[Change], str],
+        written: Sequence[Written],
+        *,
+        control: tuple[int, ...] | None = None,
+        last_id: int | None = None,
+    ) -> Ids:
+        """Return the ids of what the template makes of texts, none of which becomes a control token that it must not.
+
+        Args:
+            render: Returns what the template writes where each of the texts is changed first.
+            written: The texts.
+            control: The template's own control tokens around them, where they are known.
+            last_id: The token before the rendered text; None where it begins what is encoded.
+
+        Raises:
+            TemplateError: the template cannot render the texts.
+        """
+        hiding, control_in = Hiding(self._rule, self.codec, written), self.codec.control_in
+        ids = hiding.encode(render(hiding.control), last_id=last_id)
+        if control is None and not self._rule.may_spell_with_template(written):
+            return ids
+        if control is not None and tuple(control_in(ids).tolist()) == control:
+            return ids
+        # Template and text together may spell a control token, or the template may change the text into one.
+        closed = hiding.encode(render(hiding.whole), last_id=last_id)
+        return ids if control is None and np.array_equal(control_in(ids), control_in(closed)) else closed
 
     def _with_media(self, ids: Ids, messages: Sequence[Message]) -> Ids:
         """Return `ids`, in which each medium of `messages` is one token, with what the processor makes of each.
@@ -221,11 +263,29 @@ class DeltaEncoder:
         if form is None:
             return None
         key = (past, *form)
-        if key not in self._frames:
-            render = functools.partial(self._render_delta, past=past)
-            self._check_is_read(new, past)
-            self._frames[key] = None if self._repeats_tools(new, past) else find_frame(new, render, self._control_of)
-        return self._frames[key]
+        if key in self._frames:
+            return self._frames[key]
+        marked = with_slots(new)
+        text = self._render_delta(marked, past)
+        for index, message in enumerate(marked):
+            if not message.text or message.text in text:
+                continue
+            other = [replace(m, content="Two words.") if i == index else m for i, m in enumerate(marked)]
+            if self._render_delta(other, past) == text:
+                raise TemplateError(
+                    f"the chat template leaves out what a {message.role} message says, so the model would never read it; "
+                    f"use a template that renders {message.role} messages"
+                )
+        found, frame = outline(new, text), None
+        # A template may write the schemas behind an assistant's turn, such as before the last user's.
+        tools = self._changed_tools(lambda said, origin: said + "x")
+        repeats_tools = tools != self.tools and self._render_delta(new, past, tools=tools) != self._render_delta(new, past)
+        if found is not None and not repeats_tools:
+            control = tuple(self.codec.control_in(self.codec.encode("".join(found.literals))).tolist())
+            tried = [(trial, self._render_delta(trial, past)) for trial in trials(new)]
+            frame = find_frame(found, tried, control=control)
+        self._frames[key] = frame
+        return frame
 
     def _is_read(self, new: Sequence[Message]) -> bool:
         """Return whether one of `new` has a name, or a word in its content, that the template may look for."""
@@ -239,60 +299,24 @@ class DeltaEncoder:
         """A token of ordinary text: what follows a completion goes on behind it."""
         return int(self.codec.encode_plain("a")[-1])
 
-    def _control_of(self, text: str) -> tuple[int, ...]:
-        return tuple(self.codec.control_in(self.codec.encode(text)).tolist())
-
-    def _check_is_read(self, new: Sequence[Message], past: _Past) -> None:
-        """Raise if what one of `new` says makes no difference to the text."""
-        marked = with_slots(new)
-        text = self._render_delta(marked, past)
-        for index, message in enumerate(marked):
-            if not message.text or message.text in text:
-                continue
-            other = [replace(m, content="Two words.") if i == index else m for i, m in enumerate(marked)]
-            if self._render_delta(other, past) == text:
-                raise TemplateError(
-                    f"the chat template leaves out what a {message.role} message says, so the model would never read it; "
-                    f"use a template that renders {message.role} messages"
-                )
-
     def _encode_rendered(self, new: Sequence[Message], past: _Past) -> Ids:
         def render(change: Change) -> str:
             return self._render_delta([self._rule.changed(m, change) for m in new], past, tools=self._changed_tools(change))
 
         written = self._rule.written(new, self.tools, foreign=self._foreign_tools)
-        return self._rule.encode(render, written, last_id=self.inside_text)
-
-    def _repeats_tools(self, new: Sequence[Message], past: _Past) -> bool:
-        """Return whether the template writes the schemas behind an assistant's turn, such as before the last user's."""
-        other = self._changed_tools(lambda text, origin: text + "x")
-        return other != self.tools and self._render_delta(new, past, tools=other) != self._render_delta(new, past)
+        return self._encode(render, written, last_id=self.inside_text)
 
     def _changed_tools(self, change: Change) -> tuple[Mapping[str, Any], ...]:
         return tuple(self._rule.changed_tools(self.tools, change, foreign=self._foreign_tools))
 
     def _render_delta(self, new: Sequence[Message], past: _Past, *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Return what the template writes from the end of the assistant's turn on; `tools` stand for the encoder's."""
-        codec = self.codec
+        codec, template = self.codec, self.codec.template
         tools = self.tools if tools is None else tools
         anchor = unused_word((w.text for w in self._rule.written(new)), _ANCHOR)
-        base, behind = self._follow(new, past, anchor, tools)
-        alone = behind_anchor(codec.template.try_render(base, tools=tools), anchor)
-        split = split_turn(alone, behind, codec.turn_ends, codec)
-        if split is None:
-            raise TemplateError(
-                "the chat template changes how an assistant's turn ends when messages follow it; incremental encoding needs "
-                f"a template that only appends (it wrote {(alone or '')[:40]!r}, then {behind[:40]!r})"
-            )
-        return behind[split:]
-
-    def _follow(
-        self, new: Sequence[Message], past: _Past, anchor: str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Message], str]:
-        """Return a base that `new` can follow, and what the template then writes behind the base's turn."""
         moved = False
         for base in self._bases(new, past, anchor):
-            text = self.codec.template.try_render([*base, *new], tools=tools, add_generation_prompt=True)
+            text = template.try_render([*base, *new], tools=tools, add_generation_prompt=True)
             if text is None:
                 continue
             behind = behind_anchor(text, anchor)
@@ -303,14 +327,23 @@ class DeltaEncoder:
             # A template may attach the system message to the last user's turn, and nobody said the base's.
             moved = any(m.text in behind and not any(m.text in n.text for n in new) for m in (_SYSTEM, _USER))
             if not moved:
-                return base, behind
-        if not moved:  # let the template say what is wrong
-            base = next(self._bases(new, past, anchor))
-            self.codec.template.render([*base, *new], tools=tools, add_generation_prompt=True)
-        raise TemplateError(
-            "the chat template repeats earlier messages behind later ones, so new messages cannot be encoded alone; sample "
-            "from full renders (rollout.use_inference_chat_template: true)"
-        )
+                break
+        else:
+            if not moved:  # let the template say what is wrong
+                base = next(self._bases(new, past, anchor))
+                template.render([*base, *new], tools=tools, add_generation_prompt=True)
+            raise TemplateError(
+                "the chat template repeats earlier messages behind later ones, so new messages cannot be encoded alone; "
+                "sample from full renders (rollout.use_inference_chat_template: true)"
+            )
+        alone = behind_anchor(template.try_render(base, tools=tools), anchor)
+        split = split_turn(alone, behind, codec.turn_ends, codec)
+        if split is None:
+            raise TemplateError(
+                "the chat template changes how an assistant's turn ends when messages follow it; incremental encoding needs "
+                f"a template that only appends (it wrote {(alone or '')[:40]!r}, then {behind[:40]!r})"
+            )
+        return behind[split:]
 
     # The base conversation.
 

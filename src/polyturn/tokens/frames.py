@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from polyturn.core.messages import Message, Origin
 
@@ -62,29 +62,40 @@ class Frame:
         return "".join(out)
 
 
-def find_frame(
-    new: Sequence[Message], render: Callable[[Sequence[Message]], str], control: Callable[[str], tuple[int, ...]]
-) -> Frame | None:
-    """Learn the frame of the shape of `new`; None if the template treats contents in a way of its own.
+class Outline(NamedTuple):
+    """Where a template writes the texts of one shape of new messages, before it is known how it spells them."""
+
+    literals: tuple[str, ...]
+    slots: tuple[SlotKey, ...]
+
+
+def outline(new: Sequence[Message], text: str) -> Outline | None:
+    """Split `text`, what a template writes for `with_slots(new)`; None where it does not show every content as it is."""
+    pieces = _SLOT.split(text)
+    slots = tuple((int(i), field) for i, field in zip(pieces[1::3], pieces[2::3], strict=True))
+    if any(m.text and (index, "content") not in slots for index, m in enumerate(new)):
+        return None
+    return Outline(tuple(pieces[0::3]), slots)
+
+
+def find_frame(found: Outline, tried: Sequence[tuple[Sequence[Message], str]], *, control: tuple[int, ...]) -> Frame | None:
+    """Return the frame of an outline; None if the template treats contents in a way of its own.
 
     Args:
-        new: Messages of the shape, with any contents.
-        render: Returns what the template writes for new messages.
-        control: Returns the control tokens of template text.
+        found: The outline.
+        tried: Messages of its shape (`trials`), and what the template writes for them.
+        control: The control tokens of the template text.
     """
-    marked = with_slots(new)
-    pieces = _SLOT.split(render(marked))
-    literals = tuple(pieces[0::3])
-    slots = tuple((int(i), field) for i, field in zip(pieces[1::3], pieces[2::3], strict=True))
-    if any(m.text and (index, "content") not in slots for index, m in enumerate(marked)):
-        return None
-    trials = [new, *([_with_text(i, m, text) for i, m in enumerate(new)] for text in _TRIALS)]
-    rendered = [render(trial) for trial in trials]
-    for spelling in _spellings({m.role for m in new}):
-        frame = Frame(literals, slots, control("".join(literals)), spelling)
-        if all(frame.fill(trial) == text for trial, text in zip(trials, rendered, strict=True)):
+    for spelling in _spellings({m.role for m in tried[0][0]}):
+        frame = Frame(*found, control, spelling)
+        if all(frame.fill(new) == text for new, text in tried):
             return frame
     return None
+
+
+def trials(new: Sequence[Message]) -> list[Sequence[Message]]:
+    """Return messages of the shape of `new`, themselves the first, that show how a template spells contents."""
+    return [new, *([_with_text(i, m, text) for i, m in enumerate(new)] for text in _TRIALS)]
 
 
 def _spellings(roles: set[str]) -> Iterator[dict[str, str]]:

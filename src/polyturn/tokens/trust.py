@@ -4,7 +4,7 @@
     model          none; its reasoning and its calls stand in the tags that the template, or this library, writes around them
     environment    none, whatever it says and wherever it stands: contents, names, keys of a schema, a role
 
-Everything that is encoded comes through here: prompts, answers, histories, schemas, and texts that a message goes on with.
+All that `DeltaEncoder` encodes follows it: prompts, answers, histories, schemas, and texts that a message goes on with.
 The template sees words in the place of text that must not become a control token, and that text is encoded by itself where
 the words stand then; all other text is encoded in one go with what stands around it, so the ids are those of a render in
 which barred text is ordinary.
@@ -17,8 +17,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
 
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError, did_you_mean
@@ -55,7 +53,7 @@ class Written(NamedTuple):
 
 
 class TrustRule:
-    """Decides which texts may become control tokens, and encodes what a template makes of them."""
+    """Decides which texts may become control tokens."""
 
     def __init__(self, codec: Codec, *, escape_prompts: str = "delimiters", escape_observations: bool = True) -> None:
         """Make a rule.
@@ -74,75 +72,24 @@ class TrustRule:
         self._escape_prompts = escape_prompts
         self._escape_observations = escape_observations
 
-    def barred(self, origin: Origin) -> Collection[int]:
-        """Return the control tokens that a text of this origin must not become."""
-        if origin is not Origin.OWNER:
-            return self._codec.control_tokens.keys() if self._escape_observations else ()
-        if self._escape_prompts == "delimiters":
-            return self._codec.delimiters
-        return self._codec.control_tokens.keys() if self._escape_prompts == "all" else ()
-
     @functools.cached_property
-    def _barred(self) -> Mapping[Origin, Collection[int]]:
-        return {origin: self.barred(origin) for origin in Origin}
+    def barred(self) -> Mapping[Origin, Collection[int]]:
+        """The control tokens that a text of each origin must not become."""
+        every, escapes = self._codec.control_tokens.keys(), self._escape_prompts
+        of_owner = self._codec.delimiters if escapes == "delimiters" else every if escapes == "all" else ()
+        of_others = every if self._escape_observations else ()
+        return {origin: of_owner if origin is Origin.OWNER else of_others for origin in Origin}
 
-    def encode(
-        self,
-        render: Callable[[Change], str],
-        written: Sequence[Written],
-        *,
-        control: tuple[int, ...] | None = None,
-        last_id: int | None = None,
-    ) -> Ids:
-        """Return the ids of what a template makes of texts.
+    def may_spell_with_template(self, written: Sequence[Written]) -> bool:
+        """Return whether one of the texts and the template together may spell a control token that it must not become."""
+        return any(self._bars_all(w.origin) and self._may_spell(w.text) for w in written)
 
-        Args:
-            render: Returns what the template writes where each of the texts is changed first.
-            written: The texts.
-            control: The template's own control tokens around them, where they are known.
-            last_id: The token before the rendered text; None where it begins what is encoded.
-
-        Raises:
-            TemplateError: the template cannot render the texts.
-        """
-        codec, barred = self._codec, self._barred
-        word, numbers = unused_word((w.text for w in written), "Zq7Hidden"), dict[str, int]()
-
-        def stand_in(text: str) -> str:
-            return (
-                f"{word}{numbers.setdefault(text, len(numbers))}Z"  # what is equal stays equal, for templates that compare
-            )
-
-        def hide_control(text: str, origin: Origin) -> str:
-            return codec.replace_control(text, stand_in, barred=barred[origin])
-
-        def hide_all(text: str, origin: Origin) -> str:
-            if self._bars_all(origin) and not self._is_inert(text):
-                return _UNESCAPED.sub(lambda found: stand_in(found[0]), text)
-            return hide_control(text, origin)
-
-        def encoded(change: Change) -> Ids:
-            pieces = re.split(rf"{word}(\d+)Z", render(change))
-            hidden = list(numbers)
-            return codec.encode_pieces(
-                [(hidden[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)], last_id=last_id
-            )
-
-        ids = encoded(hide_control)
-        if control is not None:
-            return ids if tuple(codec.control_in(ids).tolist()) == control else encoded(hide_all)
-        if not any(self._bars_all(w.origin) and self._may_spell(w.text) for w in written):
-            return ids
-        # Template and text together may spell a control token, or the template may change the text into one.
-        closed = encoded(hide_all)
-        return ids if np.array_equal(codec.control_in(ids), codec.control_in(closed)) else closed
+    def hides_whole(self, text: str, origin: Origin) -> bool:
+        """Return whether a text must become no control token, and may be in one with what a template writes beside it."""
+        return self._bars_all(origin) and (_WORD.fullmatch(text) is None or self._may_spell(text))
 
     def _bars_all(self, origin: Origin) -> bool:
-        return len(self._barred[origin]) == len(self._codec.control_tokens)
-
-    def _is_inert(self, text: str) -> bool:
-        """Return whether a text stands in no control token, whatever stands beside it."""
-        return _WORD.fullmatch(text) is not None and not self._may_spell(text)
+        return len(self.barred[origin]) == len(self._codec.control_tokens)
 
     def _may_spell(self, text: str) -> bool:
         """Return whether a text may be the beginning, the end or the middle of a control token."""
@@ -257,6 +204,37 @@ class TrustRule:
     def _looked_up(self) -> frozenset[str]:
         """The same, and the keys that it knows."""
         return self._compared | names_read(self._codec.chat_template or "")
+
+
+class Hiding:
+    """Words in the place of texts while a template is rendered, and the way back from what it wrote to ids."""
+
+    def __init__(self, rule: TrustRule, codec: Codec, written: Sequence[Written]) -> None:
+        """Choose words that occur in none of the texts."""
+        self._rule, self._codec = rule, codec
+        self._word = unused_word((w.text for w in written), "Zq7Hidden")
+        self._hidden: dict[str, int] = {}
+
+    def control(self, text: str, origin: Origin) -> str:
+        """Hide the control tokens in a text that its author must not write; a `Change`."""
+        return self._codec.replace_control(text, self._stand_in, barred=self._rule.barred[origin])
+
+    def whole(self, text: str, origin: Origin) -> str:
+        """Hide all of a text that may become part of a control token it must not become; a `Change`."""
+        if self._rule.hides_whole(text, origin):
+            return _UNESCAPED.sub(lambda found: self._stand_in(found[0]), text)
+        return self.control(text, origin)
+
+    def encode(self, rendered: str, *, last_id: int | None) -> Ids:
+        """Return the ids of what a template wrote, in which each hidden text is ordinary text again."""
+        pieces, hidden = re.split(rf"{self._word}(\d+)Z", rendered), list(self._hidden)
+        return self._codec.encode_pieces(
+            [(hidden[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)], last_id=last_id
+        )
+
+    def _stand_in(self, text: str) -> str:
+        # What is equal stays equal, for templates that compare.
+        return f"{self._word}{self._hidden.setdefault(text, len(self._hidden))}Z"
 
 
 def name_of(tool: Mapping[str, Any]) -> str:
