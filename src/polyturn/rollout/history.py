@@ -1,30 +1,34 @@
-"""History: messages and tokens of one conversation, its turns, and what comes next. Pure: nothing here waits.
+"""History: what schedulers and journals do to a conversation: edits, forks, replay. Pure: nothing here waits.
 
-    show -> sample -> record | go_on | rewrite | show_ids -> next_prompt -> show -> …      turn after turn
+    next_prompt -> show -> sample -> record | go_on | rewrite | show_ids -> next_prompt -> show -> …      turn after turn
 
-What the model is shown next is one value (`history_state`): messages behind the ids held, the same assistant message, a full
-render after an edit, or ids that an agent wrote itself. A rendered prompt extends the segment that it continues token for
-token; otherwise a new segment starts, in which what was sampled before is prompt. Nothing is encoded before the next
-generation needs it, and sampled ids are never re-made. A fork is a copy with a place of its own in the same segments.
+None of these encodes a message before the next prompt is asked for (`history_state`), and each is an event. An event has the
+ids and the messages that came of it, so `replay` of the events of one history, on a new one of the same prompt, leaves it
+where the first one stood, without an encoder, a parser or a plug-in being asked again. A fork is a copy with a place of its
+own in the same segments.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.errors import LifecycleError, SchedulerError, TemplateError
+from polyturn.core.arrays import Floats, Ids, ids_array
+from polyturn.core.errors import LifecycleError, SchedulerError
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, to_openai, with_origin
+from polyturn.core.trajectory import Span
 from polyturn.rollout.edits import as_written, kept_of, shorten, with_known_origin
-from polyturn.rollout.history_state import NO_IDS, Append, Continue, Given, HistoryState, Mark, Prompt, Render, weights_of
+from polyturn.rollout.history_state import NO_IDS, Append, Event, Given, HistoryState, Mark, Prompt, Render
 from polyturn.rollout.limits import EpisodeProgress, Limits
 from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
@@ -43,16 +47,10 @@ class History(HistoryState):
             messages: The prompt.
             renders_history: Render the whole history before every turn, as an inference server does.
         """
-        super().__init__(messages, is_canonical=not renders_history)
-        self._encoder, self._parser, self._renders_history = encoder, parser, renders_history
+        super().__init__(encoder, messages, renders_history=renders_history)
+        self._parser = parser
 
     # Reading.
-
-    @property
-    def to_encode(self) -> Sequence[Message]:
-        """The messages that the next prompt encodes."""
-        is_whole = not self.builder.is_open or isinstance(self._next, Render) or self._renders_history
-        return (*self._messages, *self._waiting) if is_whole else self._waiting
 
     def progress(self, *, elapsed_s: float, prompt: Prompt | None = None) -> EpisodeProgress:
         """Return where it is in the units of the limits; with `prompt`, where it would be once that is shown."""
@@ -104,69 +102,6 @@ class History(HistoryState):
             self._reasoned(message, opened + text)
             self._happened("reasoned", message, opened + text)
         return message
-
-    # The next prompt.
-
-    def next_prompt(self) -> Prompt:
-        """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
-
-        Raises:
-            TemplateError: the template cannot render it.
-        """
-        coming, waiting = self._next, self._waiting
-        if isinstance(coming, Given):
-            num_new = max(0, len(coming.ids) - self.num_tokens) if self.builder.is_open else 0
-            return Prompt(coming.ids, True, num_new, len(coming.ids))
-        if not self.builder.is_open or isinstance(coming, Render) or (self._renders_history and waiting):
-            return self._rendered()
-        if isinstance(coming, Continue):
-            ids = coming.addition
-        else:
-            ids = self._encoder.extend(waiting, last_id=self._last_id, history=self._messages) if waiting else NO_IDS
-        return Prompt(ids, False, len(ids), self.num_tokens + len(ids), _media(waiting))
-
-    def _rendered(self) -> Prompt:
-        """Render the whole history; keep held ids that spell just what the template writes."""
-        edit = self._next if isinstance(self._next, Render) else None
-        messages = [*self._messages, *self._waiting]
-        media = _media(messages)
-        try:
-            ids = self._encoder.start(as_written(messages[:-1] if edit and edit.last else messages, self._written))
-        except TemplateError as problem:
-            if edit is None:
-                raise
-            raise SchedulerError(f"the history that the scheduler wrote cannot be rendered: {problem}") from problem
-        if edit is not None and edit.last is not None:
-            ids = np.concatenate([ids, edit.last.addition])
-        if not self.builder.is_open:
-            return Prompt(ids, True, 0, len(ids), media)
-        held = self.context
-        if self.builder.continues(ids, media=media):
-            return Prompt(ids, True, len(ids) - len(held), len(ids), media)
-        added = self._appended()
-        if added is None:
-            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids), media)
-        if edit is None:
-            kept = np.concatenate([held, added])
-            if self._spells(kept, ids):
-                ids = kept
-        return Prompt(ids, True, len(added), len(ids), media)
-
-    def _appended(self) -> Ids | None:
-        """Encode what waits as an addition; None where this template cannot be added to."""
-        if not self._waiting:
-            return NO_IDS
-        try:
-            return self._encoder.extend(self._waiting, last_id=self._last_id, history=self._messages)
-        except TemplateError:
-            return None
-
-    def _spells(self, kept: Ids, rendered: Ids) -> bool:
-        """Return whether both are the same text and the same control tokens, in whatever tokens."""
-        codec = self._encoder.codec
-        return np.array_equal(codec.control_in(kept), codec.control_in(rendered)) and codec.decode(kept) == codec.decode(
-            rendered
-        )
 
     # What happens in it. None of these encodes a message; each is an event.
 
@@ -342,9 +277,58 @@ class History(HistoryState):
         self._edited(messages, waiting, said, addition)
         self._happened("edited", list(messages), waiting, said, addition)
 
+    # Its events, once more.
+
+    def replay(self, events: Sequence[Event]) -> None:
+        """Let happen once more what `events` of another history of the same prompt say; nothing is encoded or parsed."""
+        kept, self.events = self.events, None
+        for name, *values in events:
+            _REPLAYED[name](self, *values)
+        self.events = kept
+
+    def _shown(
+        self, is_whole: bool, segment: int, span: Span | None, num_new: int, length: int, media: Sequence[Media]
+    ) -> None:
+        ids, held = NO_IDS if span is None else span.ids, self.builder.build()
+        if is_whole and segment < len(held):
+            ids = np.concatenate([held[segment].token_ids, ids])
+        self.show(Prompt(ids, is_whole, num_new, length, tuple(media)))
+
+    def _resampled(self, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
+        finish, versions, info, stop, num_dropped, index, cut_by, *routes = rest
+        given = [span.logprobs for span in spans if span.logprobs is not None]
+        completion = Completion(
+            token_ids=np.concatenate([span.ids for span in spans]),
+            logprobs=np.concatenate(given) if given else None,
+            finish_reason=FinishReason(finish),
+            policy_versions=tuple((start, version) for start, version in versions),
+            routed_experts=routes[0] if routes else None,
+            info=info,
+        )
+        self.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
+
+    def _weighed(self, index: int, weights: ArrayLike) -> None:
+        turn = next(turn for turn in self.turns if turn.index == index)
+        self.builder.reweigh(turn.sampled_spans, weights_of(turn, weights))
+
 
 _BOTH = "a step that lets the assistant message go on cannot answer it with messages as well"
 
+_REPLAYED: dict[str, Callable[..., Any]] = {
+    "named": HistoryState._named,
+    "reasoned": HistoryState._reasoned,
+    "prompt": HistoryState._set_prompt,
+    "shown": History._shown,
+    "sampled": History._resampled,
+    "answered": HistoryState._answered,
+    "edited": HistoryState._edited,
+    "given": HistoryState._given,
+    "continued": HistoryState._continued,
+    "weighed": History._weighed,
+}
 
-def _media(messages: Sequence[Message]) -> tuple[Media, ...]:
-    return tuple(medium for message in messages for medium in message.media)
+
+def weights_of(turn: OpenTurn, weights: ArrayLike) -> Floats:
+    """Return the loss weights of a turn's sampled tokens: `weights`, one for all of them or one per token."""
+    values = np.asarray(weights, np.float32)
+    return values if values.ndim else np.full(turn.num_tokens, values, np.float32)

@@ -1,6 +1,4 @@
-"""HistoryState: what a history holds, and each thing that may happen to it, as an event that can be replayed.
-
-    ("shown", …)  ("sampled", …)  ("answered", …)  ("edited", …)  ("given", …)  ("continued", …)  ("weighed", …)
+"""HistoryState: messages and tokens of one conversation, and the way of a turn: next_prompt -> show -> sample.
 
 What the model is shown next is one value:
 
@@ -9,28 +7,34 @@ What the model is shown next is one value:
     Render(messages)    the template writes the whole history   after an edit; with `renders_history` before every turn
     Given(ids)          the caller's own ids                    for agents that write their prompts themselves
 
-Separate from `History`, which decides, encodes and parses, because here that is over: an event has the ids and the messages
-that came of it. So `replay` of the events of one history, on a new one of the same prompt, leaves it where the first one
-stood, without an encoder, a parser or a plug-in being asked again.
+A rendered prompt extends the segment that it continues token for token; otherwise a new segment starts, in which what was
+sampled before is prompt. Nothing is encoded before the next generation needs it, and sampled ids are never re-made.
+
+Separate from `History`, in which schedulers edit, fork and replay it. Each thing that happens is an event, kept with the ids
+and the messages that came of it:
+
+    ("shown", …)  ("sampled", …)  ("answered", …)  ("edited", …)  ("given", …)  ("continued", …)  ("weighed", …)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from polyturn.core.arrays import Floats, Ids, ids_array
+from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.builder import BuilderState, TrajectoryBuilder
-from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, to_openai
-from polyturn.core.trajectory import Span, SpanRef, without_routes
+from polyturn.core.trajectory import SpanRef, without_routes
+from polyturn.rollout.edits import as_written
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.stop_strings import Stopped
+from polyturn.tokens.delta import DeltaEncoder
 
 NO_IDS = ids_array([])
 
@@ -105,10 +109,10 @@ Event = tuple[Any, ...]
 
 
 class HistoryState:
-    """What a history holds."""
+    """What a history holds, and how a turn is added to it."""
 
-    def __init__(self, messages: Sequence[Message], *, is_canonical: bool) -> None:
-        """Begin with `messages` as the prompt."""
+    def __init__(self, encoder: DeltaEncoder, messages: Sequence[Message], *, renders_history: bool) -> None:
+        """Begin with `messages` as the prompt; `History` says what the arguments mean."""
         self.builder = TrajectoryBuilder()
         self.turns: list[OpenTurn] = []
         """In order; a fork begins with those that there were before it."""
@@ -122,8 +126,9 @@ class HistoryState:
         """Sampled tokens that were cut away, those of forks not counted."""
         self.num_user_turns = 0
         """How many replies of the interaction it has had."""
-        self.is_canonical = is_canonical
+        self.is_canonical = not renders_history
         """Whether the held ids are meant to equal a full render of the messages."""
+        self._encoder, self._renders_history = encoder, renders_history
         self._next: Next = Append()
         self._last_id: int | None = None
         self._rejoins = False
@@ -161,14 +166,11 @@ class HistoryState:
         """What the model is shown next."""
         return self._next
 
-    # Its events.
-
-    def replay(self, events: Sequence[Event]) -> None:
-        """Let happen once more what `events` of another history of the same prompt say; nothing is encoded or parsed."""
-        kept, self.events = self.events, None
-        for name, *values in events:
-            _REPLAYED[name](self, *values)
-        self.events = kept
+    @property
+    def to_encode(self) -> Sequence[Message]:
+        """The messages that the next prompt encodes."""
+        is_whole = not self.builder.is_open or isinstance(self._next, Render) or self._renders_history
+        return (*self._messages, *self._waiting) if is_whole else self._waiting
 
     def _happened(self, *event: Any) -> None:
         if self.events is not None:
@@ -197,6 +199,55 @@ class HistoryState:
         """How many leading messages are the prompt, which no context policy leaves out."""
         self._next = Append(self._waiting)
 
+    # The way of a turn.
+
+    def next_prompt(self) -> Prompt:
+        """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
+
+        Of a full render, held ids are kept that spell just what the template writes.
+
+        Raises:
+            TemplateError: the template cannot render it.
+            SchedulerError: it cannot render the history that the scheduler wrote.
+        """
+        coming, waiting = self._next, self._waiting
+        if isinstance(coming, Given):
+            num_new = max(0, len(coming.ids) - self.num_tokens) if self.builder.is_open else 0
+            return Prompt(coming.ids, True, num_new, len(coming.ids))
+        edit = coming if isinstance(coming, Render) else None
+        extend = functools.partial(self._encoder.extend, waiting, last_id=self._last_id, history=self._messages)
+        if self.builder.is_open and edit is None and not (self._renders_history and waiting):
+            ids = coming.addition if isinstance(coming, Continue) else extend() if waiting else NO_IDS
+            return Prompt(ids, False, len(ids), self.num_tokens + len(ids), _media(waiting))
+        messages = [*self._messages, *waiting]
+        media = _media(messages)
+        try:
+            ids = self._encoder.start(as_written(messages[:-1] if edit and edit.last else messages, self._written))
+        except TemplateError as problem:
+            if edit is None:
+                raise
+            raise SchedulerError(f"the history that the scheduler wrote cannot be rendered: {problem}") from problem
+        if edit is not None and edit.last is not None:
+            ids = np.concatenate([ids, edit.last.addition])
+        if not self.builder.is_open:
+            return Prompt(ids, True, 0, len(ids), media)
+        held = self.context
+        if self.builder.continues(ids, media=media):
+            return Prompt(ids, True, len(ids) - len(held), len(ids), media)
+        try:
+            added = extend() if waiting else NO_IDS
+        except TemplateError:  # this template cannot be added to
+            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids), media)
+        if edit is None and self._spells(kept := np.concatenate([held, added]), ids):
+            ids = kept
+        return Prompt(ids, True, len(added), len(ids), media)
+
+    def _spells(self, kept: Ids, rendered: Ids) -> bool:
+        """Return whether both are the same text and the same control tokens, in whatever tokens."""
+        codec = self._encoder.codec
+        has_same_control = np.array_equal(codec.control_in(kept), codec.control_in(rendered))
+        return has_same_control and codec.decode(kept) == codec.decode(rendered)
+
     def show(self, prompt: Prompt) -> None:
         """Show the model its next prompt; what is new belongs to the last turn, which drew it."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self._waiting
@@ -222,14 +273,6 @@ class HistoryState:
         span = None if ref is None else builder.span(ref)
         segment = builder.place.segment
         self._happened("shown", prompt.is_whole, segment, span, prompt.num_new, prompt.length, prompt.media)
-
-    def _shown(
-        self, is_whole: bool, segment: int, span: Span | None, num_new: int, length: int, media: Sequence[Media]
-    ) -> None:
-        ids, held = NO_IDS if span is None else span.ids, self.builder.build()
-        if is_whole and segment < len(held):
-            ids = np.concatenate([held[segment].token_ids, ids])
-        self.show(Prompt(ids, is_whole, num_new, length, tuple(media)))
 
     def sample(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
         """Append a completion, as it was sampled, and return the turn that it makes.
@@ -272,19 +315,6 @@ class HistoryState:
             self._happened("sampled", message, text, spans, *figures, *ends, completion.routed_experts)
         return turn
 
-    def _resampled(self, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
-        finish, versions, info, stop, num_dropped, index, cut_by, *routes = rest
-        given = [span.logprobs for span in spans if span.logprobs is not None]
-        completion = Completion(
-            token_ids=np.concatenate([span.ids for span in spans]),
-            logprobs=np.concatenate(given) if given else None,
-            finish_reason=FinishReason(finish),
-            policy_versions=tuple((start, version) for start, version in versions),
-            routed_experts=routes[0] if routes else None,
-            info=info,
-        )
-        self.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
-
     def _answered(self, messages: Sequence[Message], is_user: bool) -> None:
         if not isinstance(self._next, Continue):
             self._next = self._next._replace(messages=tuple(messages))
@@ -312,26 +342,6 @@ class HistoryState:
         self._next, self.is_canonical = Continue(turn.said_before + kept + text, addition), False
         return dropped
 
-    def _weighed(self, index: int, weights: ArrayLike) -> None:
-        turn = next(turn for turn in self.turns if turn.index == index)
-        self.builder.reweigh(turn.sampled_spans, weights_of(turn, weights))
 
-
-_REPLAYED: dict[str, Callable[..., Any]] = {
-    "named": HistoryState._named,
-    "reasoned": HistoryState._reasoned,
-    "prompt": HistoryState._set_prompt,
-    "shown": HistoryState._shown,
-    "sampled": HistoryState._resampled,
-    "answered": HistoryState._answered,
-    "edited": HistoryState._edited,
-    "given": HistoryState._given,
-    "continued": HistoryState._continued,
-    "weighed": HistoryState._weighed,
-}
-
-
-def weights_of(turn: OpenTurn, weights: ArrayLike) -> Floats:
-    """Return the loss weights of a turn's sampled tokens: `weights`, one for all of them or one per token."""
-    values = np.asarray(weights, np.float32)
-    return values if values.ndim else np.full(turn.num_tokens, values, np.float32)
+def _media(messages: Sequence[Message]) -> tuple[Media, ...]:
+    return tuple(medium for message in messages for medium in message.media)
