@@ -50,9 +50,8 @@ from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.pool import EnginePool
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tokens.parsers import HermesParser

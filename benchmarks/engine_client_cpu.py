@@ -35,9 +35,8 @@ from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 
 SIZES = (1_000, 4_000, 16_000, 32_000)

@@ -29,9 +29,8 @@ from polyturn.core.generation import Completion, FinishReason
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 from polyturn.tools.gsm8k import Gsm8kTool
 

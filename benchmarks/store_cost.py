@@ -27,9 +27,8 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import open_store

@@ -97,7 +97,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
     "Build a loop of your own": {
         "RolloutPool": "polyturn.rollout.pool",
         "RolloutContext": "polyturn.rollout.context",
-        "GroupSpec": "polyturn.rollout.group",
+        "GroupSpec": "polyturn.rollout.pool",
         "Limits": "polyturn.rollout.limits",
         "ToolBox": "polyturn.tools.executor",
         "RewardRouter": "polyturn.rewards.router",
@@ -189,10 +189,9 @@ if TYPE_CHECKING:
     from polyturn.rewards.router import RewardRouter
     from polyturn.rollout.context import RolloutContext
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.group import GroupSpec
     from polyturn.rollout.limits import Limits
     from polyturn.rollout.open_turn import OpenTurn, Reply
-    from polyturn.rollout.pool import RolloutPool
+    from polyturn.rollout.pool import GroupSpec, RolloutPool
     from polyturn.rollout.scheduler import MultiTurnScheduler
     from polyturn.store.stored_run import open_store
     from polyturn.testing.published import tiny

@@ -17,8 +17,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from support.runs import call_command
 

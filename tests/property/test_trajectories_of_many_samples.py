@@ -21,9 +21,9 @@ from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.core.metrics import reduce
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.group import GroupSpec, run_group
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.open_turn import OpenTurn
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.rollout_metrics import rollout_metrics
@@ -63,9 +63,9 @@ def play(seed: int, count: int, size: int) -> list[TrajectoryGroup]:
     context = scripted_context(["one", "two", "three"], scheduler=Wanders(seed), rewards=rewards, limits=Limits(max_turns=4))
 
     async def run() -> list[TrajectoryGroup]:
-        slots = asyncio.Semaphore(3)
+        pool = RolloutPool(context, max_concurrent=3, max_failed_share=1.0)
         specs = [GroupSpec(id=f"g{i}", task=task(id="same", data_source="luck"), size=size) for i in range(count)]
-        return await asyncio.gather(*(run_group(context, spec, slots=slots) for spec in specs))
+        return await asyncio.gather(*(pool.run_one(spec) for spec in specs))
 
     return asyncio.run(run())
 

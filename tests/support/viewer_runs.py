@@ -12,8 +12,7 @@ import numpy as np
 
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task

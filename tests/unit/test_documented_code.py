@@ -26,8 +26,7 @@ from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.core import errors
 from polyturn.core.entry_points import offered
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing import tiny
 from polyturn.testing.episodes import scripted_context, task

@@ -14,8 +14,7 @@ from polyturn.config.load import write_resolved
 from polyturn.core.run_loop import run_loop
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.training.observer import RunObserver
 
 

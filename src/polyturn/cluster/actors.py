@@ -26,8 +26,7 @@ from polyturn.cluster.pool_actor import shifted
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.group import GroupSpec, LiveGroup
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
 from polyturn.training.rank_group import RankReply, RankWorker
 
 

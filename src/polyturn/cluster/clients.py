@@ -25,9 +25,8 @@ from polyturn.core.errors import RankLostError
 from polyturn.core.protocols import Engine
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.journal import JournaledEpisode
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.rank_group import values_of
 

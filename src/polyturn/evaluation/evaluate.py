@@ -15,8 +15,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import EvalReport, report
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
-from polyturn.core.trajectory import SpanRef, ToolResult, Turn
+from polyturn.core.trajectory import SpanRef, ToolResult
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,21 +59,6 @@ class OpenTurn:
         timings = {name: value for name, value in self.timings.items() if name in ("start", "generate")}
         blank: dict[str, Any] = {"tool_results": (), "observation": (), "scores": {}, "info": {}}
         return replace(self, spans=spans, timings=timings, **blank)
-
-    def freeze(self) -> Turn:
-        """Return the turn as a record."""
-        return Turn(
-            index=self.index,
-            message=self.message,
-            finish_reason=self.finish_reason,
-            spans=tuple(self.spans),
-            tool_results=self.tool_results,
-            observation=self.observation,
-            scores=self.scores,
-            info=self.info,
-            timings=self.timings,
-            is_continued=self.is_continued,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

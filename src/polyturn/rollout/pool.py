@@ -1,4 +1,7 @@
-"""RolloutPool: many groups at once, never more live episodes than allowed, and an end to a run that mostly fails.
+"""RolloutPool: groups, each the n trajectories of one task; never more live episodes than allowed, and an end to a run that
+mostly fails.
+
+    GroupSpec(id="g12", task=…, size=8, seed=…)  ->  TrajectoryGroup of 8 trajectories g12/0 … g12/7
 
 Separate from the loop so that training, evaluation and `polyturn rollout` share one way to run groups. Cancelling a call
 cancels its episodes, and each of them still releases what it started.
@@ -7,14 +10,64 @@ cancels its episodes, and each of them still releases what it started.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import RolloutError
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.generation import SamplingParams
+from polyturn.core.seeds import derive_seed
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.group import GroupSpec, LiveGroup, run_group
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.run_episode import run_episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """A group that is to be run."""
+
+    id: str
+    task: Task
+    size: int = 1
+    seed: int = 0
+    """Member m of the group is seeded by (seed, task, m): the order in which episodes finish changes nothing."""
+    sampling: SamplingParams | None = None
+    has_baseline: bool = False
+    """Whether one more episode is decoded greedily beside the members, which an estimator compares them with."""
+
+    @property
+    def episodes(self) -> list[str]:
+        """The ids of its episodes."""
+        names = [*range(self.size), *(["greedy"] if self.has_baseline else [])]
+        return [f"{self.id}/{name}" for name in names]
+
+
+@dataclass(slots=True, eq=False)
+class LiveGroup:
+    """The episodes of a group while it runs, so that a caller can abort it."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    abort_elsewhere: Callable[[], Awaitable[list[int]]] | None = None
+    """Of a group whose episodes run in another process: aborts them there, and returns their lengths."""
+    is_cut: bool = False
+    _lengths_elsewhere: list[int] = field(default_factory=list)
+
+    async def abort(self) -> None:
+        """Let the engine end the completions that are being sampled, so that `lengths` counts what they had."""
+        self.is_cut = True
+        for episode in self.episodes:
+            await episode.resources.abort()
+        if self.abort_elsewhere is not None:
+            self._lengths_elsewhere = await self.abort_elsewhere()
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens that each episode has sampled so far."""
+        return [*(episode.resources.num_sampled for episode in self.episodes), *self._lengths_elsewhere]
 
 
 class RolloutPool:
@@ -35,12 +88,38 @@ class RolloutPool:
         self._on_group = on_group
 
     async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
-        """Run one group; `live` is told its episodes, and may cut them off, which counts as no failure.
+        """Run all members of one group, and return them in order of their index.
+
+        Args:
+            spec: The group.
+            live: Is told the episodes as they start, and may cut them off, which counts as no failure.
 
         Raises:
             RolloutError: too large a share of the latest trajectories failed.
         """
-        group = await run_group(self.context, spec, slots=self._slots, live=live)
+
+        async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:
+            async with self._slots:
+                return await run_episode(
+                    self.context,
+                    spec.task,
+                    id=f"{spec.id}/{name}",
+                    seed=derive_seed(spec.seed, spec.task.id, name),
+                    sampling=sampling,
+                    on_start=None if live is None else live.episodes.append,
+                )
+
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                members = [tasks.create_task(member(i, spec.sampling), name=f"{spec.id}/{i}") for i in range(spec.size)]
+                greedy = dataclasses.replace(spec.sampling or self.context.sampling, temperature=0.0)
+                one_more = tasks.create_task(member("greedy", greedy)) if spec.has_baseline else None
+        group = TrajectoryGroup(
+            id=spec.id,
+            task=spec.task,
+            trajectories=tuple(m.result() for m in members),
+            baseline=None if one_more is None else one_more.result(),
+        )
         if live is None or not live.is_cut:
             self.failures.count(group)
         if self._on_group is not None:

@@ -34,7 +34,7 @@ from polyturn.core.lifecycle import RequestState, StopReason
 from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.task import Task
-from polyturn.core.trajectory import Trajectory
+from polyturn.core.trajectory import Trajectory, Turn
 from polyturn.rollout import event_log
 from polyturn.rollout.calls import told_as_scheduler_error
 from polyturn.rollout.context import RolloutContext
@@ -128,11 +128,26 @@ def trajectory_of(
         extra: Further metrics.
     """
     shown_first, task = episode.history.prompt, episode.task
+    turns = (
+        Turn(
+            index=turn.index,
+            message=turn.message,
+            finish_reason=turn.finish_reason,
+            spans=tuple(turn.spans),
+            tool_results=turn.tool_results,
+            observation=turn.observation,
+            scores=turn.scores,
+            info=turn.info,
+            timings=turn.timings,
+            is_continued=turn.is_continued,
+        )
+        for turn in episode.resources.turns
+    )
     return Trajectory(
         id=episode.id,
         task=task if shown_first in (None, task.prompt) else dataclasses.replace(task, prompt=shown_first),
         segments=episode.history.builder.build(),
-        turns=tuple(turn.freeze() for turn in episode.resources.turns),
+        turns=tuple(turns),
         stop_reason=stop_reason,
         error=error,
         metrics={**_metrics(episode), **(extra or {})},

@@ -31,10 +31,9 @@ from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import tiny_codec
 from polyturn.testing.workload import EpisodePlan, Workload

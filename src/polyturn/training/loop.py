@@ -1,6 +1,6 @@
 """The training loop: one asynchronous loop, of which synchronous training is staleness 0.
 
-    producer   sampler -> slot of the buffer -> run_group -> buffer
+    producer   sampler -> slot of the buffer -> RolloutPool.run_one -> buffer
     consumer   buffer -> update (filters, samples, advantages, policy) -> new weights -> slots of the next step
 
 The producer starts a group whenever the buffer grants a slot; the consumer takes one step's groups, trains, publishes the

@@ -20,8 +20,7 @@ from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler, Visit
-from polyturn.rollout.group import GroupSpec, LiveGroup
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
 from polyturn.training.state import LoopSettings
 from polyturn.training.update import Update
 

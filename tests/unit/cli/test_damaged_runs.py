@@ -16,8 +16,7 @@ from polyturn.cli.main import main
 from polyturn.cli.view import find_runs
 from polyturn.core.errors import DataError
 from polyturn.core.serde import to_json
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore, list_parts
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.viewer.run_view import RunView

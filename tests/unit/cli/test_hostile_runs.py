@@ -23,8 +23,7 @@ from polyturn.cli.main import main
 from polyturn.core.errors import DataError
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import ToolResult, Trajectory
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.serving.rules import ServerRules
 from polyturn.store import sql
 from polyturn.store.bounded import ALLOWANCE, MAX_ROWS

@@ -16,8 +16,7 @@ from polyturn.cli.main import app
 from polyturn.core.errors import DataError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool

@@ -14,8 +14,7 @@ from polyturn.cli.view import find_runs
 from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing.episodes import scripted_context, task
 from support.runs import write_tiny_run

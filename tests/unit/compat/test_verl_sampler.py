@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from polyturn.compat.verl.sampler import SamplerOrder, create_rl_sampler
 from polyturn.core.errors import CheckpointError, ConfigError, DataError
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
-from polyturn.rollout.group import GroupSpec, run_group
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context
 
 FILE = """
@@ -100,7 +99,7 @@ async def test_a_sampler_learns_from_a_step_before_the_next_task_is_drawn(file: 
     order = maker(file, "Hardest")()
     assert order.next().task == 0
     context = scripted_context(["a", "b"], rewards={"s": lambda trajectory: 0.5})
-    group = await run_group(context, GroupSpec(id="g0", task=tasks()[0], size=2), slots=asyncio.Semaphore(2))
+    group = await RolloutPool(context).run_one(GroupSpec(id="g0", task=tasks()[0], size=2))
     order.observe([group])
     assert order.next().task == 1
     resumed = maker(file, "Hardest")()

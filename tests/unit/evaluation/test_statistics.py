@@ -18,8 +18,7 @@ from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.compare import compare, flip_test, holm, sign_test
 from polyturn.evaluation.statistics import bootstrap, maj_at_k, pass_at_k, statistics
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing.episodes import scripted_context, task
 from support.runs import call_command

@@ -14,8 +14,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.repeated import repeated_metrics
 from polyturn.evaluation.statistics import statistics
 from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task

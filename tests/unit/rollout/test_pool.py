@@ -13,9 +13,8 @@ from polyturn.core.errors import RolloutError
 from polyturn.core.generation import GenerateRequest
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.pool import FailureBudget, RolloutPool
+from polyturn.rollout.pool import FailureBudget, GroupSpec, RolloutPool
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool

@@ -9,8 +9,7 @@ import pytest
 
 from polyturn.core.errors import DataError
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store import text_search
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.stored_run import StoredRun

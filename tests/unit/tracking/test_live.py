@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.live import LiveStatus, sparkline
 from polyturn.training.observer import RunObserver

@@ -14,8 +14,7 @@ import yaml
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.tasks import build_trackers
 from polyturn.config.models import RunConfig
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.manager import tracker_spec
 from polyturn.training.observer import AlsoRecord, RunObserver

@@ -14,8 +14,7 @@ import pytest
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.base import MAX_TEXT, RunInfo, RunTracker, conversation, samples
 from polyturn.tracking.manager import Trackers, TrackerSpec, tracker_spec

@@ -19,8 +19,7 @@ from polyturn.core.metrics import reduce
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.executor import ToolBox

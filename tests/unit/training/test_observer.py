@@ -10,8 +10,7 @@ import pytest
 
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import report
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.dump import TrajectoryDump

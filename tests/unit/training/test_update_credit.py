@@ -15,7 +15,7 @@ from polyturn.algorithms.kl import FixedKl
 from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rollout.group import GroupSpec, run_group
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.critic import CriticSettings, local_critic
@@ -39,11 +39,11 @@ def played(*, has_baseline: bool = False, size: int = 4, num_groups: int = 2) ->
     context = scripted_context(says)
 
     async def go() -> list[TrajectoryGroup]:
-        slots = asyncio.Semaphore(8)
+        pool = RolloutPool(context, max_concurrent=8)
         specs = [
             GroupSpec(id=f"g{i}", task=task(id=f"t{i}"), size=size, has_baseline=has_baseline) for i in range(num_groups)
         ]
-        return [await run_group(context, spec, slots=slots) for spec in specs]
+        return [await pool.run_one(spec) for spec in specs]
 
     return asyncio.run(go())
 

@@ -13,8 +13,7 @@ from starlette.testclient import TestClient
 
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.serving.rules import ServerRules
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.stored_run import open_store

@@ -12,8 +12,7 @@ import pytest
 from polyturn.algorithms.advantages import assign_advantages, bind_estimator, dr_grpo, grpo, opo, rloo
 from polyturn.batching.samples import to_samples
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.schema import StoredTrajectory, Trained
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.viewer.why_advantage import why_advantage
