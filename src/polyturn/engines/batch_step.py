@@ -4,13 +4,16 @@
                                         ->  prefill: a chunk of each of a few, nothing is sampled
     otherwise                           ->  decode: feed that one and what is drafted, and sample the next
 
-Separate from the engine, which knows requests and when to run: here are arrays and tensors, and nothing waits.
+Separate from the engine, which knows requests and when to run: here are arrays and tensors, and nothing waits. Here and only
+here the model is called: where its tokens go in the cache, what each may look at, and at which positions they stand for the
+model are decided in one place, for prefill and decoding alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,8 +25,7 @@ from torch.nn import Module
 from polyturn.core.generation import FinishReason
 from polyturn.engines.kv_cache import SlotCache
 from polyturn.engines.media import ShownPrompt
-from polyturn.engines.model_forward import ModelForward
-from polyturn.engines.routers import Routers
+from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.engines.sampling import sample
 from polyturn.engines.slot_allocator import PrefixCopy, SlotAllocator
 from polyturn.engines.slots import EngineStats, SlotRequest, Slots
@@ -38,6 +40,9 @@ MAX_WAIT = 4
 """Decoding steps for which a prompt waits for others, while fewer than a quarter of the rows have one to be prefilled."""
 MIN_DENSITY = 0.75
 """SlotRequest slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
+
+EXTENT_STEP = 32
+"""Attention looks at contexts rounded up to a multiple of this."""
 
 Ended: TypeAlias = tuple[SlotRequest, FinishReason]
 """A request that has its last token, and why it is the last."""
@@ -60,7 +65,7 @@ class BatchStep:
         """Take the model and its slots.
 
         Args:
-            module: The model.
+            module: A transformers causal language model.
             slots: What every slot holds; written here and by `seating`.
             seating: Moves requests between slots.
             prefill_chunk: The longest piece of one prompt in one forward pass.
@@ -78,15 +83,16 @@ class BatchStep:
         self._vocab: int = config.get_text_config().vocab_size
         self._num_waited = 0
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if is_alone else 1
-        num_slots, max_context = slots.ids.shape
+        num_slots, self._max_context = slots.ids.shape
         # A padded step computes rows beyond the last slot too.
-        self._model = ModelForward(
-            module,
-            num_slots=_round_up(num_slots, self._row_multiple),
-            max_context=max_context,
-            stats=stats,
-            routers=routers,
-        )
+        num_rows = _round_up(num_slots, self._row_multiple)
+        self._cache = SlotCache(num_slots=num_rows, max_context=self._max_context)
+        self._module: Any = module
+        parameter = next(module.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._routing = None if routers is None else RoutingPass(routers).__enter__()  # the module is this engine's own
+        self._routes: Any = None
+        """[B, Q, L, K] the experts that the tokens of the last pass went to; None without `routers`."""
 
     def run(self) -> list[Ended]:
         """Run the model once: prefill while something needs it, else decode; return the requests that ended with it."""
@@ -114,7 +120,7 @@ class BatchStep:
             return
         sources, targets, lengths = (list(column) for column in zip(*copies, strict=True))
         with torch.inference_mode():
-            self._model.cache.copy(sources=sources, targets=targets, length=max(lengths))
+            self._cache.copy(sources=sources, targets=targets, length=max(lengths))
         self._slots.cached[targets] = lengths
         if self._slots.routes is not None:
             for source, target, length in copies:
@@ -123,7 +129,7 @@ class BatchStep:
 
     def close(self) -> None:
         """Give the memory of keys and values back."""
-        self._model.cache = SlotCache(num_slots=1, max_context=1)
+        self._cache = SlotCache(num_slots=1, max_context=1)
 
     def _prefill(self, rows: NDArray[np.int64], todo: NDArray[np.int64]) -> None:
         """Run one chunk of some of the rows that need prefill: rows of similar length, at most 8 chunks' worth of tokens."""
@@ -141,9 +147,9 @@ class BatchStep:
         is_real = steps < todo[:, None]
         positions = np.where(is_real, start[:, None] + steps, 0)
         ids = np.where(is_real, slots.ids[rows[:, None], positions], 0)
-        self._model.prefill(rows, ids, positions, is_real=is_real)
+        self._fill(rows, ids, positions, is_real=is_real)
         if slots.routes is not None:
-            slots.note_routes(rows, start, todo, self._model.routes)
+            slots.note_routes(rows, start, todo, self._routes)
         slots.cached[rows] += todo
         self._stats.prefill_steps += 1
 
@@ -153,7 +159,7 @@ class BatchStep:
         start, last = int(slots.cached[row]), int(slots.known[row]) - 1
         end = min(shown.behind(min(start + self._prefill_chunk, last)), last)
         positions = np.arange(start, end)[None]
-        self._model.prefill(
+        self._fill(
             np.array([row]),
             shown.ids(slots.ids[row, start:end], start)[None],
             positions,
@@ -162,9 +168,41 @@ class BatchStep:
             inputs=shown.inputs(start, end),
         )
         if slots.routes is not None:
-            slots.note_routes(np.array([row]), np.array([start]), np.array([end - start]), self._model.routes)
+            slots.note_routes(np.array([row]), np.array([start]), np.array([end - start]), self._routes)
         slots.cached[row] = end
         self._stats.prefill_steps += 1
+
+    def _fill(
+        self,
+        rows: NDArray[np.int64],
+        ids: NDArray[Any],
+        positions: NDArray[np.int64],
+        *,
+        is_real: NDArray[np.bool_],
+        rope: NDArray[np.int64] | None = None,
+        inputs: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Compute keys and values of known tokens.
+
+        Args:
+            rows: [B] the slot of each row.
+            ids: [B, Q] the tokens.
+            positions: [B, Q] where they stand in their slots; rising by one, 0 for padding.
+            is_real: [B, Q] False for padding.
+            rope: [B, Q] or [3, B, Q] where they stand for the model; None where that is the same.
+            inputs: The model's inputs for the media among the tokens.
+        """
+        is_fresh = not positions[:, 0].any()
+        extent = positions.shape[1] if is_fresh else self._extent(positions)
+        self._cache.aim(
+            rows=self._tensor(rows),
+            write_slots=self._tensor(np.where(is_real, rows[:, None], self._cache.trash)),
+            positions=self._tensor(positions),
+            extent=extent,
+            is_fresh=is_fresh,
+        )
+        # Padding looks at position 0, which is finite, so that its softmax is defined.
+        self._forward(self._module.base_model, ids, positions, extent, rope, inputs)
 
     def _decode(self, rows: NDArray[np.int64]) -> list[Ended]:
         """Feed the last known token of every running slot, and drafts of the next ones; sample what comes behind each."""
@@ -177,19 +215,22 @@ class BatchStep:
         drafts = self._draft(rows)
         cached, width = slots.cached[rows], drafts.shape[1] + 1
         is_real = np.column_stack([np.ones(len(rows), np.bool_), drafts >= 0])
-        logits = self._model.decode(
-            rows,
-            np.column_stack([slots.ids[rows, cached], np.maximum(drafts, 0)]),
-            np.where(is_real, cached[:, None] + np.arange(width), 0),
-            is_real=is_real,
-            num_rows=_round_up(extent_rows, self._row_multiple),
-            offsets=slots.rope_offset[rows],
-        )
+        positions = np.where(is_real, cached[:, None] + np.arange(width), 0)
+        # Row i is slot i; what rows of slots that do not decode compute is thrown away.
+        shape = (_round_up(extent_rows, self._row_multiple), width)
+        fed, at, rope = (np.zeros(shape, np.int64) for _ in range(3))
+        write_slots = np.full(shape, self._cache.trash, np.int64)
+        fed[rows] = np.column_stack([slots.ids[rows, cached], np.maximum(drafts, 0)])
+        write_slots[rows] = np.where(is_real, rows[:, None], self._cache.trash)
+        at[rows], rope[rows] = positions, positions + slots.rope_offset[rows][:, None]
+        extent = self._extent(positions)
+        self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(at), extent=extent)
+        logits: Tensor = self._forward(self._module, fed, at, extent, rope, {}).logits
         self._stats.decode_steps += 1
         tokens, logprobs = self._sample(rows, logits, is_real)
         ended = self._keep(rows, drafts, tokens, logprobs)
         if slots.routes is not None:  # of the drafts, those that were right
-            slots.note_routes(rows, cached, slots.cached[rows] - cached, self._model.routes[rows])
+            slots.note_routes(rows, cached, slots.cached[rows] - cached, self._routes[rows])
         if self._drafts is not None:
             self._drafts.took(is_real.size, time.perf_counter() - start)
         return ended
@@ -219,18 +260,18 @@ class BatchStep:
         start = time.perf_counter()
         slots = self._slots
         if len(logits) > len(rows):
-            logits = logits[self._model.tensor(rows)]
+            logits = logits[self._tensor(rows)]
         which = np.nonzero(is_real)[0]
         owners = rows[which]
         running = [r for row in rows.tolist() if (r := slots.running[row]) is not None]
         uniform = [u for r, num in zip(running, is_real.sum(axis=1).tolist(), strict=True) for u in r.uniforms(num)]
         with torch.inference_mode():
             sampled = sample(
-                logits.flatten(0, 1) if is_real.all() else logits[self._model.tensor(is_real)],
-                temperature=self._model.tensor(slots.temperature[owners]),
-                top_p=self._model.tensor(slots.top_p[owners]),
-                top_k=self._model.tensor(slots.top_k[owners]),
-                uniform=self._model.tensor(np.array(uniform)),
+                logits.flatten(0, 1) if is_real.all() else logits[self._tensor(is_real)],
+                temperature=self._tensor(slots.temperature[owners]),
+                top_p=self._tensor(slots.top_p[owners]),
+                top_k=self._tensor(slots.top_k[owners]),
+                uniform=self._tensor(np.array(uniform)),
                 banned=self._banned([running[i] for i in which.tolist()], logits.shape[-1]),
             )
         tokens, logprobs = np.full(is_real.shape, -1, np.int64), np.zeros(is_real.shape, np.float32)
@@ -283,16 +324,54 @@ class BatchStep:
         mask = np.zeros((len(banned), vocab), np.bool_)
         for index, tokens in enumerate(banned):
             mask[index, list(tokens)] = True
-        return self._model.tensor(mask)
+        return self._tensor(mask)
 
     def _compact(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Move the running slots to the front, exchanging them with idle ones; return their new numbers."""
         low, high = self._seating.exchanges(rows)
         length = int(self._slots.cached[high + low].max())
         with torch.inference_mode():
-            self._model.cache.swap(first=low, second=high, length=length)
+            self._cache.swap(first=low, second=high, length=length)
         self._seating.exchange(low, high)
         return np.arange(len(rows))
+
+    # The model.
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        """Return an array on the model's device."""
+        return torch.from_numpy(array).to(self._device)
+
+    def _extent(self, positions: NDArray[np.int64]) -> int:
+        length = int(positions.max()) + 1
+        return min(-(-length // EXTENT_STEP) * EXTENT_STEP, self._max_context)
+
+    def _forward(
+        self,
+        module: Any,
+        ids: NDArray[Any],
+        positions: NDArray[np.int64],
+        extent: int,
+        rope: NDArray[np.int64] | None,
+        inputs: Mapping[str, Tensor],
+    ) -> Any:
+        """Run `module` on [B, Q] ids, each looking at the positions up to its own, of `extent`."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            hidden = torch.arange(extent, device=self._device) > self._tensor(positions).unsqueeze(-1)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+            out = module(
+                input_ids=self._tensor(ids.astype(np.int64, copy=False)),
+                attention_mask=mask.unsqueeze(1),
+                position_ids=self._tensor(positions if rope is None else rope),
+                past_key_values=self._cache,
+                use_cache=True,
+                **{k: v.to(self._device, self._dtype if v.is_floating_point() else None) for k, v in inputs.items()},
+            )
+            if self._routing is not None:
+                chosen = self._routing.read_choices().cpu().numpy().astype(self._routing.shape.dtype)
+                self._routes = chosen.reshape(*ids.shape, *chosen.shape[1:])
+        self._stats.forward_s += time.perf_counter() - start
+        return out
 
 
 def _round_up(number: int, multiple: int) -> int:

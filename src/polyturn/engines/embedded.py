@@ -240,7 +240,12 @@ class EmbeddedEngine:
                 # Decoding gets three quarters of the time when the rest of the loop is busy, in bursts of bounded length.
                 budget = min(3 * self._others_s, self._max_burst_s)
                 while True:
-                    self._step()
+                    if self._waiting:  # give slots to those that wait, as far as there are any
+                        self._drop_late()
+                        self._waiting, copies = self._seating.admit(self._waiting)
+                        self._steps.copy(copies)
+                    for running, reason in self._steps.run():
+                        self._finish(running, reason)
                     elapsed = time.perf_counter() - start
                     if elapsed >= budget or not self._requests:
                         break
@@ -261,15 +266,6 @@ class EmbeddedEngine:
             self._others_s = time.perf_counter() - start
             if self._others_s > YIELD_S:
                 break
-
-    def _step(self) -> None:
-        """Give slots to those that wait, as far as there are any, and run the model once."""
-        if self._waiting:
-            self._drop_late()
-            self._waiting, copies = self._seating.admit(self._waiting)
-            self._steps.copy(copies)
-        for running, reason in self._steps.run():
-            self._finish(running, reason)
 
     def _drop_late(self) -> None:
         now = asyncio.get_running_loop().time()
