@@ -87,8 +87,8 @@ class MicroBatch:
 
 def layout(
     samples: Sequence[TrainSample],
-    *,
     coefs: Sequence[ArrayLike],
+    *,
     settings: LayoutSettings,
     batches: Sequence[PlannedBatch] | None = None,
     dtype: torch.dtype = torch.float32,

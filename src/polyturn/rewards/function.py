@@ -123,7 +123,21 @@ class RewardFunction:
         """
         where = f"reward {self.name!r} of trajectory {trajectory.id!r}"
         try:
-            returned = await self._call(trajectory, tool_rewards)
+            if self._is_quick:
+                returned = self._function(trajectory, **self._kwargs)
+            elif self._accepted is None:
+                returned = await self._run(trajectory)
+            else:
+                told = {
+                    "data_source": trajectory.task.data_source,
+                    "solution_str": written(trajectory, self._options.text),
+                    "ground_truth": trajectory.task.ground_truth,
+                    "extra_info": extra_info(trajectory, tool_rewards),
+                }
+                if self._batch is not None:  # with others
+                    returned = await self._batch(told)
+                else:
+                    returned = await self._run(**{k: v for k, v in told.items() if k in self._accepted})
         except Exception as problem:
             raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
         info: dict[str, Any] = {}
@@ -136,22 +150,6 @@ class RewardFunction:
             return Score(finite(returned, what="outcome"), info)
         except RewardError as problem:
             raise RewardError(f"{where}: {problem}") from problem
-
-    async def _call(self, trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> Any:
-        """Tell the function what its form asks for, alone or in a batch with others, and return what it returned."""
-        if self._is_quick:
-            return self._function(trajectory, **self._kwargs)
-        if self._accepted is None:
-            return await self._run(trajectory)
-        told = {
-            "data_source": trajectory.task.data_source,
-            "solution_str": written(trajectory, self._options.text),
-            "ground_truth": trajectory.task.ground_truth,
-            "extra_info": extra_info(trajectory, tool_rewards),
-        }
-        if self._batch is not None:
-            return await self._batch(told)
-        return await self._run(**{k: v for k, v in told.items() if k in self._accepted})
 
     async def _call_many(self, told: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
         assert self._accepted is not None

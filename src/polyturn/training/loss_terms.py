@@ -23,8 +23,7 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
 from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
 from polyturn.core.sample import TrainSample
-from polyturn.training.forward import TargetScores
-from polyturn.training.network import Network
+from polyturn.training.network import Network, TargetScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,9 +32,8 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.engines.routers import LIVE
 from polyturn.training.backend import Degrees
-from polyturn.training.forward import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, TargetScores
 from polyturn.training.megatron_weights import ShardedNames, is_sparse
-from polyturn.training.network import Network
+from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, Network, TargetScores
 
 
 class SdpaAttention(nn.Module):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from polyturn.training.forward import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
 from polyturn.training.modality_encoders import layers_of, towers_of
+from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

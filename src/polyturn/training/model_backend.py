@@ -10,6 +10,7 @@ its micro-batches add up to exactly its gradient (I7).
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
+from polyturn.batching.layout import LayoutSettings, MicroBatch, scatter_back
+from polyturn.batching.layout import layout as cut_samples
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge
@@ -153,15 +155,16 @@ class ModelBackend:
         self.optimizer = optimizer
         self._objectives = dict(objectives)
         self._placement = placement
-        self._layout = layout
-        self._media = media
         self._reference = reference
         self._is_packing_refused = is_packing_refused
         self._shifts = WeightShifts()
         self._writing: Future[Any] | None = None
         parameter = next(network.parameters())
-        self._device = placement.device(network)
-        self._dtype = torch.promote_types(parameter.dtype, torch.float32)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        # Into micro-batches, shifted to their targets; which samples, the placement says.
+        cut = functools.partial(cut_samples, settings=layout, dtype=dtype, device=placement.device(network), media=media)
+        self.lay_out = functools.partial(placement.lay_out, cut)
+        """(samples, coefs) -> the micro-batches of this process, as a pass computes them."""
 
     @property
     def model(self) -> nn.Module:
@@ -172,10 +175,6 @@ class ModelBackend:
     def step_count(self) -> int:
         """How many optimizer steps were taken or skipped."""
         return self.optimizer.step_count
-
-    def lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Return the micro-batches of this process, as a pass would compute them."""
-        return self._placement.lay_out(self._cut, samples, coefs)
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
         """Return for each sample [T] what `scorer` gives each weighted token, 0 elsewhere.
@@ -374,7 +373,3 @@ class ModelBackend:
         if self._reference is None:
             raise ConfigError("this policy was built without a reference; pass reference=True")
         return self._reference
-
-    def _cut(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Cut samples into micro-batches, shifted to their targets; which samples, the placement says."""
-        return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)

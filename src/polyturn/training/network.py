@@ -3,27 +3,58 @@
     PolicyNetwork    MicroBatch -> log-probabilities of its targets      owns the output embedding
     ValueNetwork     MicroBatch -> values at its targets                 (`critic`)
 
+Log-probabilities have the one meaning used everywhere: log_softmax(logits / temperature) over the full vocabulary. This is
+where the time and memory of training go: the vocabulary projection runs only where a target is read off, for hidden states
+are gathered first. Whether a model's logits really are its output embedding applied to the last hidden state (some scale or
+cap them) is not guessed from its class: it is tried once, on a few tokens.
+
 The root of what is sharded must be what is called, because its hooks gather parameters before a pass; so nothing of a pass,
 the head included, happens outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from polyturn.algorithms.kl import entropy
 from polyturn.batching.layout import MicroBatch
+from polyturn.core.metrics import Metric
 from polyturn.engines.routers import Routers, RoutingPass
-from polyturn.training.forward import TargetForward, TargetScores
 from polyturn.training.lora import adapter_tensors, base_weights, has_lora
 from polyturn.training.modality_encoders import touching
-from polyturn.training.packed_attention import why_not_packed
+from polyturn.training.packed_attention import PackedView, attending, why_not_packed
 from polyturn.training.router_figures import router_figures
 from polyturn.training.shards import Names
+
+
+class TargetScores(NamedTuple):
+    """What the forward pass gives for each target."""
+
+    logprobs_S: Tensor
+    """[S] float32 (or wider), with gradient unless the caller turned gradients off."""
+    entropy_S: Tensor | None
+    """[S] entropy of the distribution that each target was drawn from; None unless asked for."""
+    balance_S: Tensor | None = None
+    """[S] the balance loss of the sequence that each target is of; None without routers."""
+    metrics: Mapping[str, Metric] = {}
+    """Of the routers."""
+
+
+MAX_LOGITS = 2**27
+"""Targets times vocabulary that are computed at a time: 512 MiB of float32 logits, held about three times over."""
+MAX_LOGITS_CPU = 2**22
+"""The same on a CPU, where the first touch of fresh pages costs as much as the logits themselves: 16 MiB."""
+_LOUD = 1e3
+"""The largest logit that a head is tried with."""
+MIN_CHUNK = 128
+"""Targets that are computed at a time whatever the vocabulary, because every chunk reads the whole output embedding."""
 
 
 class Network(nn.Module):
@@ -72,6 +103,78 @@ class Network(nn.Module):
         return {name: tensor for name, tensor in base_weights(self.saved).items() if name not in again}
 
 
+class TargetForward:
+    """The forward pass of one model."""
+
+    def __init__(self, model: PreTrainedModel, *, max_logits: int | None = None) -> None:
+        """Take the model.
+
+        Args:
+            model: It may be moved to another device before it is used; `find_head` looks at it once it has weights.
+            max_logits: How many logits are computed at a time; None takes `MAX_LOGITS` or `MAX_LOGITS_CPU`.
+        """
+        self._model = model
+        self._head: nn.Module | None = None
+        self._is_tried = False
+        self._vocab = int(model.config.get_text_config().vocab_size)
+        self._max_logits = max_logits
+        if not next(model.parameters()).is_meta:
+            self.find_head()
+
+    def find_head(self) -> None:
+        """Try, once, whether the output embedding alone makes the logits of the last hidden state."""
+        if not self._is_tried:
+            self._head, self._is_tried = _separate_head(self._model), True
+
+    def __call__(self, batch: MicroBatch, *, entropy_grad: bool | None = None) -> TargetScores:
+        """Return the log-probability of each target of `batch`, and the entropy.
+
+        Logits are computed for a chunk of targets at a time, and once more in the backward pass: never [S, V] at once,
+        unless the model's logits are not just its output embedding applied to the last hidden state.
+
+        Args:
+            batch: What `layout` made, on the model's device.
+            entropy_grad: None computes no entropy, False without gradient (a metric), True with (a loss term).
+        """
+        # No attention mask: rows are padded on the right and attention is causal, so no target sees a padded position,
+        # and without a mask the attention kernel never builds a T x T one.
+        inputs: dict[str, Any] = {
+            "input_ids": batch.input_ids_BT,
+            "position_ids": batch.position_ids,
+            **{name: v.to(self._model.dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()},
+            "use_cache": False,
+        }
+        if batch.packing is not None:
+            inputs["packed_view"] = PackedView(batch.packing, batch.input_ids_BT.device)
+        with attending(self._model, batch.packing):
+            # What is read off at each target: the last hidden state [S, H], or the logits [S, V].
+            if self._head is None:
+                out_BTX: Tensor = self._model(**inputs).logits
+            else:
+                out_BTX = self._model.base_model(**inputs).last_hidden_state
+            read_SX = out_BTX.flatten(0, 1).index_select(0, batch.flat_S)
+        parts = []
+        chunk = self._chunk(read_SX.device)
+        for start in range(0, batch.num_targets, chunk):
+            part = slice(start, start + chunk)
+            temperature = None if batch.temperature_S is None else batch.temperature_S[part]
+            read = (self._head, read_SX[part], batch.targets_S[part], temperature, entropy_grad)
+            if batch.num_targets > chunk and torch.is_grad_enabled() and self._head is not None:
+                parts.append(checkpoint(_score, *read, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(_score(*read))
+        if len(parts) == 1:
+            return parts[0]
+        entropies = [p.entropy_S for p in parts if p.entropy_S is not None]
+        return TargetScores(torch.cat([p.logprobs_S for p in parts]), torch.cat(entropies) if entropies else None)
+
+    def _chunk(self, device: torch.device) -> int:
+        """Return how many targets are computed at a time on `device`."""
+        if self._max_logits is not None:
+            return max(1, self._max_logits // self._vocab)
+        return max(MIN_CHUNK, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // self._vocab)
+
+
 class PolicyNetwork(Network):
     """A causal language model that gives log-probabilities."""
 
@@ -118,3 +221,39 @@ class PolicyNetwork(Network):
         """Return [S] the log-probability of each target."""
         found: TargetScores = self(batch)
         return found.logprobs_S
+
+
+def _score(
+    head: nn.Module | None, read_SX: Tensor, targets_S: Tensor, temperature_S: Tensor | None, entropy_grad: bool | None
+) -> TargetScores:
+    logits_SV = read_SX if head is None else head(read_SX)
+    logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
+    if temperature_S is not None:
+        logits_SV = logits_SV / temperature_S[:, None]
+    logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
+    logprobs_S = logprobs_SV.gather(1, targets_S[:, None])[:, 0]
+    if entropy_grad is None:
+        return TargetScores(logprobs_S, None)
+    return TargetScores(logprobs_S, entropy(logprobs_SV if entropy_grad else logprobs_SV.detach()))
+
+
+def _separate_head(model: PreTrainedModel) -> nn.Module | None:
+    """Return the output embedding if it alone turns the backbone's last hidden state into the model's logits."""
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return None
+    device = next(model.parameters()).device
+    ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
+    was_training = model.training
+    # Logits as large as no cap lets them through: near 0, where those of random weights are, a cap is hardly felt.
+    amplified = head.register_forward_hook(lambda module, args, out: out * (_LOUD / out.abs().max().clamp_min(1e-30)))
+    model.eval()
+    try:
+        with torch.no_grad():
+            whole = model(input_ids=ids, use_cache=False).logits
+            parts = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    finally:
+        amplified.remove()
+        model.train(was_training)
+    is_same = whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-5 * _LOUD)
+    return head if is_same else None

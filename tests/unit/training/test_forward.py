@@ -1,5 +1,7 @@
 """The forward pass: the same log-probabilities by both ways to the logits, and the choice between them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,8 @@ import torch
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny_models import tiny_model
-from polyturn.training.forward import TargetForward
 from polyturn.training.hf import build_model
+from polyturn.training.network import TargetForward
 
 torch.set_num_threads(1)
 
@@ -94,8 +96,10 @@ def test_how_much_of_the_vocabulary_is_computed_at_a_time_is_up_to_the_device_th
     for device in ("cpu", "meta"):
         model.to(device)
         (made,) = layout([sample], coefs=[sample.loss_weights], settings=LayoutSettings(), device=device)
-        read = torch.zeros(made.num_targets, model.config.hidden_size, device=device)
-        monkeypatch.setattr(forward, "_read", lambda batch, read=read: read)
+        read = SimpleNamespace(
+            last_hidden_state=torch.zeros(*made.input_ids_BT.shape, model.config.hidden_size, device=device)
+        )
+        monkeypatch.setattr(model.base_model, "forward", lambda read=read, **inputs: read)
         with torch.no_grad():
             forward(made)
     assert sizes == [128, 128, 43, 299]

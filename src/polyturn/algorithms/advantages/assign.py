@@ -7,17 +7,17 @@ The only place that knows how an estimator is called. What it cannot work on is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyturn.algorithms.advantages.agents import Share, shares
 from polyturn.algorithms.advantages.base import BatchAdvantages, Estimator, GroupView, MemberView, on_weighted, traits_of
-from polyturn.core.arrays import Floats
 from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean
 from polyturn.core.messages import Message
 from polyturn.core.reward import shown
@@ -49,13 +49,48 @@ def assign_advantages(
         AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
         TrainingError: the estimator needs what no trajectory of the step brings.
     """
+    traits = traits_of(estimator)
+    batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
+    _check_batch(batch, estimator, has_scored=has_scored)
+    found = BatchAdvantages([])
+    if batch and traits.scope == "batch":
+        estimated = estimator(batch)
+        found = estimated if isinstance(estimated, BatchAdvantages) else BatchAdvantages(estimated)
+    elif batch:
+        found = BatchAdvantages([estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch])
+    _check_estimate(found, batch)
+    out = list(samples)
+    for index in alone:
+        out[index] = dataclasses.replace(samples[index], advantages=on_weighted(samples[index], 0.0))
+    arrays = [member for group in found.advantages for member in group]
+    targets = None if found.returns is None else [member for group in found.returns for member in group]
+    for number, own in enumerate(owned):
+        for place, index in enumerate(own):
+            returns = samples[index].returns if targets is None else targets[number][place]
+            out[index] = dataclasses.replace(samples[index], advantages=arrays[number][place], returns=returns)
+    return out
+
+
+class _Views(NamedTuple):
+    """What an estimator is shown of a step."""
+
+    batch: list[GroupView]
+    owned: list[list[int]]
+    """For each member the samples of it, by their places."""
+    alone: list[int]
+    """The samples of trajectories that are in no group."""
+
+
+def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, least: int) -> _Views:
+    """Return the groups of a step with their samples, of each agent those that `least` members or more have.
+
+    Raises:
+        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
+    """
     places: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
         places.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
-    least = max(min_members, traits_of(estimator).min_group)
-    owned: list[list[int]] = []
-    alone: list[int] = []
-    batch: list[GroupView] = []
+    found = _Views([], [], [])
     for group in groups:
         kept = [t for t in group.trajectories if not t.is_failed]
         if not kept:
@@ -65,36 +100,19 @@ def assign_advantages(
         indices = [places.pop((group.id, t.id), []) for t in kept]
         for of_agent in shares(kept, indices, samples):
             if len(of_agent) < least:
-                alone += [i for share in of_agent for i in share.indices]
+                found.alone.extend(i for share in of_agent for i in share.indices)
                 continue
-            owned += [share.indices for share in of_agent]
+            found.owned.extend(share.indices for share in of_agent)
             members = tuple(_member(share, [share.numbered(samples[i]) for i in share.indices]) for share in of_agent)
             agent = of_agent[0].agent
             name = group.id if agent is None else f"{group.id}/{agent}"
-            batch.append(GroupView(id=name, members=members, greedy_reward=_greedy_reward(group, agent)))
+            found.batch.append(GroupView(id=name, members=members, greedy_reward=_greedy_reward(group, agent)))
     if places:
         lost: SampleId = samples[next(iter(places.values()))[0]].id
         raise AlignmentError(
             f"sample {lost} belongs to no live trajectory of these groups; filter samples and groups together"
         )
-    _check_batch(batch, estimator, has_scored=has_scored)
-    found = _call(estimator, batch)
-    _check_estimate(found, batch)
-    out = list(samples)
-    for index in alone:
-        out[index] = samples[index].replace(advantages=on_weighted(samples[index], 0.0))
-    _put(found, out, owned)
-    return out
-
-
-def _put(found: BatchAdvantages, samples: list[TrainSample], owned: Sequence[Sequence[int]]) -> None:
-    """Write what an estimator found onto the samples of each member, `owned` by their places."""
-    arrays = [member for group in found.advantages for member in group]
-    targets = None if found.returns is None else [member for group in found.returns for member in group]
-    for number, own in enumerate(owned):
-        for place, index in enumerate(own):
-            returns = {} if targets is None else {"returns": targets[number][place]}
-            samples[index] = samples[index].replace(advantages=arrays[number][place], **returns)
+    return found
 
 
 def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Estimator:
@@ -234,14 +252,3 @@ def _check_estimate(found: BatchAdvantages, batch: Sequence[GroupView]) -> None:
                 f"the advantage estimator returned the {name} {shown(given)}; return a list with an entry for each member "
                 "of the group, which is a list with an array for each of its samples, as long as the sample has tokens"
             )
-
-
-def _call(estimator: Estimator, batch: Sequence[GroupView]) -> BatchAdvantages:
-    """Ask an estimator once for the whole batch, or group by group, as it declares."""
-    if not batch:
-        return BatchAdvantages([])
-    if traits_of(estimator).scope == "batch":
-        found = estimator(batch)
-        return found if isinstance(found, BatchAdvantages) else BatchAdvantages(found)
-    per_group: list[list[list[Floats]]] = [estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch]
-    return BatchAdvantages(per_group)
