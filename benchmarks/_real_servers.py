@@ -17,7 +17,9 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from polyturn.engines.launcher import Server
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.serve_commands import SERVE_COMMANDS
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
@@ -81,4 +83,8 @@ async def server(engine: str, *, cores: Iterable[int] | None = None, args: tuple
 
 def client(engine: str, url: str, *, max_in_flight: int = 256) -> RemoteEngine:
     """Return a client of that server."""
-    return CLIENTS[engine](url, vocab_size=VOCAB, max_context=MAX_CONTEXT, max_in_flight=max_in_flight)
+    return CLIENTS[engine](
+        url,
+        ServedModel(vocab_size=VOCAB, max_context=MAX_CONTEXT),
+        options=ServerOptions(kind="vllm", max_in_flight=max_in_flight),
+    )

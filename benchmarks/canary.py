@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.weight_transport import Way
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
@@ -58,7 +59,7 @@ async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[st
         found = named = passed = 0
         missed: list[str] = []
         async with server(kind) as url:
-            engine = CLIENTS[kind](url, vocab_size=VOCAB, model=Path(folder), way=way)
+            engine = CLIENTS[kind](url, ServedModel(vocab_size=VOCAB, folder=Path(folder)), way=way)
             leaky = Leaky(engine, true)
             engine.update_weights = leaky  # type: ignore[method-assign]
             began = time.perf_counter()

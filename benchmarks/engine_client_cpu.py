@@ -32,6 +32,7 @@ from rollout_loop import ANSWER, GROUP_SIZE, HISTORY, TURNS, prompt_of
 
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.interactions.gsm8k import Gsm8kInteraction
@@ -144,7 +145,7 @@ async def cpu_us(one: Callable[[int], Awaitable[None]]) -> float:
 async def measure_client(engine: str, port: int, repeats: int) -> dict[str, Any]:
     """Return client and floor in microseconds by prompt size, and the slopes."""
     loop = asyncio.get_running_loop()
-    client = CLIENTS[engine](f"http://127.0.0.1:{port}", vocab_size=152_000, max_context=None)
+    client = CLIENTS[engine](f"http://127.0.0.1:{port}", ServedModel(vocab_size=152_000))
     prompts = {size: np.random.default_rng(size).integers(0, 150_000, size, np.int32) for size in SIZES}
     for ids in prompts.values():
         ids.setflags(write=False)  # as those of an episode are, which nobody copies
@@ -223,7 +224,7 @@ def measure_turn(engine: str, port: int, repeats: int) -> dict[str, float]:
     tasks = [task(prompt_of(HISTORY, seed=i), id=f"t{i}", ground_truth="7", interaction="gsm8k") for i in range(8)]
 
     async def run() -> int:
-        context.engine = CLIENTS[engine](f"http://127.0.0.1:{port}", vocab_size=context.codec.vocab_size, max_context=None)
+        context.engine = CLIENTS[engine](f"http://127.0.0.1:{port}", ServedModel(vocab_size=context.codec.vocab_size))
         pool = RolloutPool(context, max_concurrent=64)
         groups = await pool.run(GroupSpec(id=f"g{i}", task=t, size=GROUP_SIZE) for i, t in enumerate(tasks))
         await context.engine.close()

@@ -12,6 +12,7 @@ from polyturn.core.generation import FinishReason, GenerateRequest, SamplingPara
 from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.update_gate import UpdateGate
@@ -23,7 +24,7 @@ SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "pool", "gate", "vllm"
 
 async def make(name, url, model_folder):
     if name in SERVERS:
-        made = SERVERS[name](url, vocab_size=VOCAB, max_context=2048, model=model_folder)
+        made = SERVERS[name](url, ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder))
         await made.update_weights(0, weights=small_model().state_dict())
         return made
     if name == "scripted":

@@ -16,9 +16,12 @@ from faulty_proxy import FaultyProxy
 
 from conftest import VOCAB, small_model
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.shared_memory import held, shared_files
+from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.infra.process import session_of, signal_session
@@ -40,8 +43,11 @@ def server(kind, server_of):
     return server_of(kind)
 
 
-def client(kind, url="", **options):
-    return KINDS[kind](url, vocab_size=VOCAB, max_context=2048, **{"health_s": 3.0, "control_timeout_s": 20.0} | options)
+def client(kind, url="", *, folder=None, supervisor=None, **options):
+    model = ServedModel(vocab_size=VOCAB, max_context=2048, folder=folder)
+    made = KINDS[kind](url, model, options=ServerOptions(kind=kind, **{"health_s": 3.0} | options), supervisor=supervisor)
+    made._link._timeout_s = 20.0
+    return made
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +105,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
 ):
     caplog.set_level(logging.INFO, logger=POOL_LOG)
     trainer = local_policy(other_model(), optim=OptimSettings(lr=1e-3))
-    launched = client(kind, launch=launch_spec(kind, model_folder), max_restarts=1)
+    launched = client(kind, supervisor=ServerSupervisor(launch_spec(kind, model_folder), max_restarts=1))
     async with pool_of(model_folder, client(kind, server), launched, within_s=2 * READY_S) as pool:
         await WeightSync(pool, trainer, vocab_size=VOCAB).start(3)
         asked = start_all(pool, 8, max_tokens=250)
@@ -227,7 +233,7 @@ async def test_weights_that_somebody_else_put_there_are_found_and_replaced(kind,
     """As after a restart by another hand: the server is well and serves what this run did not send."""
     caplog.set_level(logging.INFO, logger=POOL_LOG)
     trainer = local_policy(other_model(), optim=OptimSettings(lr=1e-3))
-    stranger = client(kind, server, model=model_folder)
+    stranger = client(kind, server, folder=model_folder)
     async with pool_of(model_folder, client(kind, server)) as pool:
         await WeightSync(pool, trainer, vocab_size=VOCAB).start(0)
         await stranger.update_weights(0, weights=small_model().state_dict())
@@ -241,7 +247,7 @@ async def test_weights_that_somebody_else_put_there_are_found_and_replaced(kind,
 
 
 async def test_an_interrupted_update_does_not_leave_the_server_paused(kind, server, model_folder):
-    engine = client(kind, server, model=model_folder)
+    engine = client(kind, server, folder=model_folder)
     await engine.update_weights(0, weights=small_model().state_dict())
     load = engine._load
 

@@ -14,6 +14,7 @@ from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.media import Media, to_source
 from polyturn.core.messages import Message
 from polyturn.engines.launcher import Server
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.store.stored_run import open_store
@@ -54,7 +55,7 @@ def test_logprobs_behind_images_are_the_trainers_at_temperature_07(kind, tmp_pat
 
     async def ask() -> None:
         server = await Server.start(launch_spec(kind, tmp_path, max_context=512, sees=True))
-        engine = CLIENTS[kind](server.url, vocab_size=len(tokenizer), media=media)
+        engine = CLIENTS[kind](server.url, ServedModel(vocab_size=len(tokenizer), media=media))
         try:
             sampling = SamplingParams(max_tokens=24, temperature=0.7, banned_token_ids=media.token_ids)
             for number in range(4):

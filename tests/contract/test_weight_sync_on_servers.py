@@ -7,7 +7,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from conftest import VOCAB, small_model
 from polyturn.core.errors import EngineError
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
@@ -26,7 +28,7 @@ def address(request, server_of):
 @pytest.fixture
 async def engine(address, model_folder):
     kind, url = address
-    made = kind(url, vocab_size=VOCAB, max_context=2048, model=model_folder)
+    made = kind(url, ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder))
     yield made
     await made.close()
 
@@ -84,7 +86,9 @@ async def test_biases_and_a_head_of_its_own_arrive_and_one_that_is_kept_back_is_
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB, **sizes, **heads, **no_tokens)).float().eval()
     model.save_pretrained(tmp_path)
     trainer = local_policy(model, optim=OptimSettings(lr=1e-3))
-    engine = SERVERS[kind]("", vocab_size=VOCAB, model=tmp_path, launch=launch_spec(kind, tmp_path))
+    engine = SERVERS[kind](
+        "", ServedModel(vocab_size=VOCAB, folder=tmp_path), supervisor=ServerSupervisor(launch_spec(kind, tmp_path))
+    )
     try:
         report = await WeightSync(engine, trainer, vocab_size=VOCAB).start(0)
         assert report.canary < report.smallest_effect / 4
@@ -112,7 +116,7 @@ async def test_vllms_own_reload_of_a_tied_model_is_caught(server_of, model_folde
             await self._post("/reset_prefix_cache?reset_running_requests=true")
             await self._post("/update_weight_version", {"new_version": self.tag(version)})
 
-    trap = OwnReload(server_of("vllm"), vocab_size=VOCAB, max_context=2048, model=model_folder)
+    trap = OwnReload(server_of("vllm"), ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder))
     with pytest.raises(EngineError, match=r"did not arrive|is still the old one"):
         await WeightSync(trap, policy(), vocab_size=VOCAB).start(0)
     await trap.close()

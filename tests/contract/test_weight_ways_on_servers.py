@@ -12,6 +12,7 @@ from conftest import VOCAB, small_model
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.remote import FOREIGN_VERSION
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
@@ -29,7 +30,7 @@ def place(request, server_of):
 
 def client(place, model_folder, way):
     kind, url = place
-    return SERVERS[kind](url, vocab_size=VOCAB, max_context=2048, model=model_folder, way=way)
+    return SERVERS[kind](url, ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder), way=way)
 
 
 @pytest.mark.parametrize("way", ["http", "ipc", "gloo"])

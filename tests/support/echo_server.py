@@ -13,8 +13,11 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.base import ServerPlaces
 from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.request_limits import ServedModel
+from polyturn.engines.supervisor import ServerSupervisor
 
 SERVE = """
 import http.server, json, os, pathlib, sys, time
@@ -89,7 +92,12 @@ async def echo_pool(places: ServerPlaces) -> EnginePool:
     """Make a pool of such servers, and let all come up."""
     spec = LaunchSpec(command=(sys.executable, "-c", SERVE, "{host}", "{port}"), stop_timeout_s=5)
     engines = [
-        EchoEngine("", vocab_size=10, health_s=5, launch=spec, start=places.starter(number))
+        EchoEngine(
+            "",
+            ServedModel(vocab_size=10),
+            options=ServerOptions(kind="vllm", health_s=5),
+            supervisor=ServerSupervisor(spec, start=places.starter(number)),
+        )
         for number in range(places.count)
     ]
     pool = EnginePool(engines, policy="least_loaded", slots=8, patience_s=120, files=places.store())

@@ -33,7 +33,7 @@ from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.overlong import Overlong
-from polyturn.rewards.router import RewardRef, RewardRouter
+from polyturn.rewards.router import DEFAULT_WEIGHTS, RewardRef, RewardRouter, Weighing
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -168,7 +168,7 @@ def build_plugins(place: ConfigSource, policies: FurtherPolicies) -> Plugins:
         ConfigError: one of them cannot be made.
     """
     scheduler = build_scheduler(place, policies)
-    rewarder = build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward)
+    rewarder = build_rewarder(place, policies, scheduler)
     named = place.config.rollout.interactions
     found = {} if named is None else initialize_interactions_from_config(named, base=place.base, policies=policies.by_name)
     return Plugins(scheduler=scheduler, interactions=found, rewarder=rewarder)
@@ -266,20 +266,21 @@ def _function_tools(place: ConfigSource) -> list[BaseTool]:
 
 
 def build_rewarder(
-    place: ConfigSource, policies: FurtherPolicies = NO_POLICIES, *, scores_turns: bool = False, may_be_given: bool = False
+    place: ConfigSource, policies: FurtherPolicies = NO_POLICIES, scheduler: MultiTurnScheduler | None = None
 ) -> RewardRouter:
-    """Make what scores finished trajectories; the flags say what the run's scheduler scores."""
+    """Make what scores finished trajectories, beside what the run's scheduler scores."""
     reward = place.config.reward
     return RewardRouter(
         {source: _reward_ref(target) for source, target in reward.routes.items()},
         function=None if reward.function is None else _reward_ref(reward.function),
-        weights=reward.weights,
-        interaction_aggregate=reward.interaction,
+        weighing=Weighing(
+            weights=DEFAULT_WEIGHTS if reward.weights is None else reward.weights,
+            interaction=reward.interaction,
+            overlong=_overlong(reward.overlong, place.config.rollout.limits),
+        ),
         calls=reward,
-        overlong=_overlong(reward.overlong, place.config.rollout.limits),
         sandbox=Sandbox.of(reward.sandbox),
-        scores_turns=scores_turns,
-        may_be_given=may_be_given,
+        scheduler=scheduler,
         policies=policies.by_name,
         base=place.base,
     )

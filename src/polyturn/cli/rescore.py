@@ -14,7 +14,7 @@ from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
 from polyturn.core.run_loop import run_loop
 from polyturn.evaluation.rescore import rescore
-from polyturn.rewards.router import RewardRouter
+from polyturn.rewards.router import RewardRouter, Weighing
 from polyturn.store.stored_run import open_store
 
 
@@ -30,7 +30,7 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
         store = store.filter(where)
     if not len(store):
         raise DataError(f"{folder} has no trajectories{f' where {where}' if where else ''}")
-    router = RewardRouter({"*": reward}, function=reward, weights={"outcome": 1.0}, base=Path())
+    router = RewardRouter({"*": reward}, function=reward, weighing=Weighing(weights={"outcome": 1.0}), base=Path())
     out = out or folder / "rescored" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
     check_writable(out.parent)
     found = run_loop(rescore(store, router))

@@ -13,7 +13,9 @@ from pathlib import Path
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.run_loop import run_loop
 from polyturn.engines import calibrate as fitting
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.simulated import Speed
 from polyturn.engines.vllm import VllmEngine
@@ -60,7 +62,9 @@ def fit(url: str, *, engine: str, out: Path | None, slots: int, vocab_size: int,
     batches = sorted({2**power for power in range(slots.bit_length())} | {slots})
 
     async def measure() -> Speed:
-        client = CLIENTS[engine](url, vocab_size=vocab_size, max_in_flight=slots)
+        client = CLIENTS[engine](
+            url, ServedModel(vocab_size=vocab_size), options=ServerOptions(kind="vllm", max_in_flight=slots)
+        )
         try:
             return await fitting.fit(client, vocab_size=vocab_size, batches=batches, prompt_tokens=prompt_tokens)
         finally:

@@ -41,6 +41,8 @@ from polyturn.tokens.multimodal import MediaProcessor
 
 MAX_YIELDS = 8
 """Passes of the event loop that finished requests get to come back with their next turn, before the next step."""
+MAX_BURST_S = 0.05
+"""The longest time between two yields to the event loop, unless one step takes longer."""
 YIELD_S = 0.001
 """Those passes end after this many seconds."""
 
@@ -57,10 +59,6 @@ class EmbeddedEngine:
         prefill_chunk: int = 256,
         deterministic: bool = False,
         share_prefixes: bool = True,
-        keep_kv_on_update: bool = False,
-        seed: int = 0,
-        max_burst_s: float = 0.05,
-        version: int = 0,
         media: MediaProcessor | None = None,
         routes: bool = False,
     ) -> None:
@@ -76,40 +74,26 @@ class EmbeddedEngine:
                 torch's number of threads before, and give it as many slots as there are live sessions: a session whose
                 cache was dropped is computed in other pieces, and rounds differently.
             share_prefixes: Copy the keys and values of a prefix that another slot holds; off when deterministic.
-            keep_kv_on_update: What `update_weights` does to the cache unless told otherwise. False drops all of it, and
-                running requests recompute theirs, so every logprob is exactly that of one version of the weights. True
-                goes on with the old keys and values: cheaper, and no longer what the trainer would compute.
-            seed: Seeds the requests that bring no seed.
-            max_burst_s: The longest time between two yields to the event loop, unless one step takes longer.
-            version: The policy version of the parameters now.
             media: The model's processor, for requests that show images, videos or sounds; None for text.
             routes: Say of each completion which experts its tokens and those of its prompt went to.
 
         Raises:
-            ConfigError: `routes` is asked of a model without experts, the model has layers other than full attention, or a
-                number is out of range.
+            ConfigError: `routes` is asked of a model without experts, a layer has no full attention, or a number is below 1.
         """
-        for name, value in (("num_slots", num_slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
-        self._accepts = accepts = RequestLimits.of(
-            model, max_context=max_context, takes_media=media is not None, routes=routes
-        )
-        self.module = share_parameters(model)
-        text = self.module.config.get_text_config()
-        if text._attn_implementation == "sdpa":
-            text._attn_implementation = slot_attention.NAME
+        _check_positive(num_slots=num_slots, max_context=max_context, prefill_chunk=prefill_chunk)
+        self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
+        self.module = slot_attention.use(share_parameters(model))
         routers = Routers.of(self.module) if routes else None
         if routes and routers is None:
             raise ConfigError(f"{type(model).__name__} has no experts, so that there are no routes; leave `routes` out")
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
-        self.version = version
-        self._keep_kv_on_update = keep_kv_on_update
-        self._max_burst_s = max_burst_s
-        self._slots = slots = Slots.make(num_slots, accepts.max_context, routes=None if routers is None else routers.shape)
+        self.version = 0  # of the policy whose parameters they are now
+        self.max_burst_s = MAX_BURST_S
+        limit = self._accepts.max_context
+        self._slots = slots = Slots.make(num_slots, limit, routes=None if routers is None else routers.shape)
         self._seating = SlotAllocator(
-            slots, max_context=accepts.max_context, share_prefixes=share_prefixes and not deterministic, stats=stats
+            slots, max_context=limit, share_prefixes=share_prefixes and not deterministic, stats=stats
         )
         self._steps = BatchStep(
             self.module,
@@ -122,9 +106,8 @@ class EmbeddedEngine:
         )
         self._waiting: list[SlotRequest] = []
         self._requests: dict[str, SlotRequest] = {}
-        self._seeds = random.Random(seed)
-        self._others_s = 0.0
-        self._num_finished = 0
+        self._seeds = random.Random(0)  # of requests that bring none
+        self._others_s, self._num_finished = 0.0, 0
         self._pump_task: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -188,15 +171,15 @@ class EmbeddedEngine:
         """Give the session's slot back. Unknown ids are fine."""
         self._seating.end_session(session_id)
 
-    async def update_weights(
-        self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool | None = None
-    ) -> None:
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
         """Serve `version` from the next decoding step on; a completion that spans the update says where.
 
         Args:
             version: The new policy version.
             weights: name -> tensor, copied into the shared parameters; None when the trainer has changed them in place.
-            keep_kv: Whether to keep the KV cache; None takes the constructor's `keep_kv_on_update`.
+            keep_kv: False drops the KV cache, and running requests recompute theirs, so every logprob is exactly that of
+                one version of the weights. True goes on with the old keys and values: cheaper, and no longer what the
+                trainer would compute.
 
         Raises:
             EngineError: `weights` names a parameter that the model does not have.
@@ -209,7 +192,7 @@ class EmbeddedEngine:
             if running.versions[-1][0] == start:
                 running.versions.pop()
             running.versions.append((start, version))
-        if not (self._keep_kv_on_update if keep_kv is None else keep_kv):
+        if not keep_kv:
             self._slots.cached[:] = 0
 
     async def close(self) -> None:
@@ -238,7 +221,7 @@ class EmbeddedEngine:
             while self._requests:
                 start = time.perf_counter()
                 # Decoding gets three quarters of the time when the rest of the loop is busy, in bursts of bounded length.
-                budget = min(3 * self._others_s, self._max_burst_s)
+                budget = min(3 * self._others_s, self.max_burst_s)
                 while True:
                     if self._waiting:  # give slots to those that wait, as far as there are any
                         self._drop_late()
@@ -315,6 +298,12 @@ class EmbeddedEngine:
                 running.future.set_exception(error)
         self._requests.clear()
         self._waiting.clear()
+
+
+def _check_positive(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
 
 
 def _nothing(running: SlotRequest) -> Completion:

@@ -55,7 +55,6 @@ class ProcessEngine:
         media: MediaProcessor | None = None,
         routes: bool = False,
         num_threads: int | None = None,
-        version: int = 0,
         **options: Any,
     ) -> None:
         """Take the trainer's model; the process is started when it is first asked.
@@ -66,7 +65,6 @@ class ProcessEngine:
             media: As of `EmbeddedEngine`.
             routes: As of `EmbeddedEngine`.
             num_threads: Threads of torch there; None takes as many as torch has here.
-            version: The policy version of the parameters now.
             options: Further arguments of `EmbeddedEngine`.
 
         Raises:
@@ -76,8 +74,8 @@ class ProcessEngine:
         self._model = model
         self._media = media
         self._num_threads = num_threads or torch.get_num_threads()
-        self._options = {"max_context": self._accepts.max_context, "version": version, "routes": routes, **options}
-        self.version = version
+        self._options = {"max_context": self._accepts.max_context, "routes": routes, **options}
+        self.version = 0
         self.stats = EngineStats()
         """Of the process, as of its latest answer."""
         self._structure = _pickled(model, media)
@@ -140,9 +138,7 @@ class ProcessEngine:
         if self._wire is not None and self._lost is None:
             self._wire.send(("end_session", next(self._numbers), session_id))
 
-    async def update_weights(
-        self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool | None = None
-    ) -> None:
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
         """Serve `version` from the next decoding step on; sampling goes on while the weights are copied.
 
         Args:

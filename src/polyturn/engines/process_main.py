@@ -114,7 +114,7 @@ async def _serve(connection: socket.socket) -> None:
             served.tasks.pop(number, None)
         wire.send((number, value, problem, served.engine.stats))
 
-    async def update(version: int, slot: int, keep_kv: bool | None) -> None:
+    async def update(version: int, slot: int, keep_kv: bool) -> None:
         assert served is not None
         served.use(slot)
         await served.engine.update_weights(version, keep_kv=keep_kv)

@@ -26,25 +26,29 @@ from typing import Any, ClassVar, NamedTuple
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.routing import RouteShape
 from polyturn.engines.base import BaseEngine
 from polyturn.engines.continuation import before_banned, continued, joined, nothing
 from polyturn.engines.http_client import HttpClient
-from polyturn.engines.launcher import LaunchSpec, Server, StartServer
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.pending_request import PendingRequest
-from polyturn.engines.request_limits import check_request
+from polyturn.engines.request_limits import ServedModel, check_request
 from polyturn.engines.served_media import ServedMedia
 from polyturn.engines.served_routes import ServedRoutes
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from polyturn.engines.weight_group import WeightGroup
 from polyturn.engines.weight_transport import FOLDER_WAYS, GROUP_WAYS, Way
-from polyturn.tokens.multimodal import MediaProcessor
 
 logger = logging.getLogger(__name__)
 
 FOREIGN_VERSION = -1
 """The policy version of tokens from weights that this client did not send, once it has sent some."""
+CONTROL_TIMEOUT_S = 60.0
+"""A call that pauses, resumes or asks counts as lost beyond."""
+BUSY_LIMIT_S = 60.0
+"""How long a request is sent again and again to a server that says it is full."""
+_USUAL = ServerOptions(kind="vllm")
+"""How requests are sent where nobody says it: alike to every kind."""
 _NUM_LOOKS = 2
 """So many looks at a server's health in a row must fail for it to count as lost."""
 _HUNG_AFTER = 3.0
@@ -80,68 +84,43 @@ class RemoteEngine(BaseEngine):
     def __init__(
         self,
         url: str,
+        model: ServedModel,
         *,
-        vocab_size: int,
-        max_context: int | None = None,
-        max_in_flight: int = 256,
-        timeout_s: float = 600.0,
-        control_timeout_s: float = 60.0,
-        health_s: float = 20.0,
-        busy_s: float = 60.0,
-        headers: Mapping[str, str] | None = None,
-        model: Path | None = None,
+        options: ServerOptions = _USUAL,
         way: Way = "shared_memory",
-        media: MediaProcessor | None = None,
-        routes: RouteShape | None = None,
-        needs_routes: bool = False,
-        launch: LaunchSpec | None = None,
-        start: StartServer = Server.start,
-        max_restarts: int = 3,
+        headers: Mapping[str, str] | None = None,
+        supervisor: ServerSupervisor | None = None,
     ) -> None:
         """Make a client; nothing is started or sent before the first call.
 
         Args:
-            url: Where the server listens, for example "http://127.0.0.1:8000"; "" where `launch` starts one.
-            vocab_size: Ids from here on are refused.
-            max_context: The longest prompt plus completion, in tokens.
-            max_in_flight: Requests on the server at once; more wait here.
-            timeout_s: A request without a deadline that takes longer counts as lost.
-            control_timeout_s: The same for pausing, resuming and other short calls.
-            health_s: How long the server may take to say that it is well; it is asked at this interval while requests run.
-            busy_s: How long a request is sent again and again to a server that says it is full.
+            url: Where the server listens, for example "http://127.0.0.1:8000"; "" where `supervisor` starts one.
+            model: What is known of the model that it serves.
+            options: How requests are sent: how many at once, and what counts as lost.
+            way: How new weights go to the server; see `weight_transport.py`.
             headers: Sent with every request, for instance an authorization.
-            model: The folder with the model's config, for an engine that writes new weights by itself; None where a
-                pool does, or where they never change.
-            way: How new weights go to the server; see `weight_ways.py`.
-            media: The processor of a model that sees; the server needs the same one beside its weights.
-            routes: How the model routes, where the server is to say which experts tokens went to; None does not ask.
-            needs_routes: Refuse a server that does not say so.
-            launch: Starts a server on first use; `close` stops it.
-            start: What starts it, on this machine or elsewhere.
-            max_restarts: How often that server is started again when it has died or hangs.
+            supervisor: Starts the server on first use, and again when it has died or hangs; `close` stops it.
         """
         super().__init__()
         self.version = 0
         self.num_busy = 0
         """How often the server refused a request because it was full."""
-        self._link = HttpClient(url, headers=headers, timeout_s=control_timeout_s)
+        self._link = HttpClient(url, headers=headers, timeout_s=CONTROL_TIMEOUT_S)
         self._updates = 0
         self._prefix = f"polyturn-{uuid.uuid4().hex[:8]}-"
-        self._vocab_size = vocab_size
-        self._max_context = max_context
-        self._timeout_s = timeout_s
-        self._health_s = health_s
-        self._busy_limit_s = busy_s
-        self._places = asyncio.Semaphore(max_in_flight)
+        self._model = model
+        self._timeout_s, self._health_s = options.timeout_s, options.health_s
+        self._busy_limit_s = BUSY_LIMIT_S
+        self._places = asyncio.Semaphore(options.max_in_flight)
         self._live: dict[str, PendingRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
-        self._files = None if model is None else WeightFolder(model)
+        self._files = None if model.folder is None else WeightFolder(model.folder)
         self._way = way
-        self._media = ServedMedia(media)
-        self._routes = ServedRoutes(routes, is_needed=needs_routes)
+        self._media = ServedMedia(model.media)
+        self._routes = ServedRoutes(model.routes, is_needed=model.needs_routes)
         self._group: WeightGroup | None = None
-        self._keeper = None if launch is None else ServerSupervisor(launch, max_restarts=max_restarts, start=start)
+        self._keeper = supervisor
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
@@ -281,7 +260,7 @@ class RemoteEngine(BaseEngine):
         if weights is None or self._files is None:
             raise EngineError(
                 f"the {self.name} engine at {self.url} runs in a process of its own and needs the weights themselves"
-                + ("" if weights is None else "; make it with `model`, the folder with the model's config")
+                + ("" if weights is None else "; make it with `ServedModel.folder`, the folder with the model's config")
             )
         await self._met()
         written = await asyncio.to_thread(self._files.write, weights)
@@ -452,7 +431,7 @@ class RemoteEngine(BaseEngine):
         check_request(
             request,
             live=self._live,
-            vocab_size=self._vocab_size,
+            vocab_size=self._model.vocab_size,
             max_context=self._context,
             takes_media=self.capabilities.media,
         )
@@ -461,7 +440,7 @@ class RemoteEngine(BaseEngine):
     def _context(self) -> int | None:
         """The longest prompt plus completion: what was said here, or the server's own limit if that is shorter."""
         own = None if self._facts is None else self._facts.max_context
-        limits = [limit for limit in (self._max_context, own) if limit is not None]
+        limits = [limit for limit in (self._model.max_context, own) if limit is not None]
         return min(limits, default=None)
 
     def _room(self, request: GenerateRequest) -> int:

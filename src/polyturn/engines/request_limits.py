@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, EngineError
@@ -12,6 +13,28 @@ from polyturn.core.protocols import EngineCapabilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from polyturn.core.routing import RouteShape
+    from polyturn.tokens.multimodal import MediaProcessor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the client of a server knows of the model there."""
+
+    vocab_size: int
+    """Ids from here on are refused."""
+    max_context: int | None = None
+    """The longest prompt plus completion, in tokens; None is the server's own limit."""
+    media: MediaProcessor | None = None
+    """Its processor, if it sees; the server needs the same one beside its weights."""
+    routes: RouteShape | None = None
+    """How it routes, where the server is to say which experts tokens went to; None does not ask."""
+    needs_routes: bool = False
+    """Refuse a server that does not say so."""
+    folder: Path | None = None
+    """The folder with its config, for a client that writes new weights by itself; None where a pool does, or where they
+    never change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

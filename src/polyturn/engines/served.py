@@ -21,7 +21,9 @@ from polyturn.engines.options import LaunchOptions, ServerOptions
 from polyturn.engines.order import make_policy
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.served_routes import FLAG
+from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WeightStore
 from polyturn.engines.weight_transport import choose_way
 
@@ -52,26 +54,22 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     folder = setup.model_folder()
     key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
     launches = [] if options.urls else _launches(launch, setup, client, command, folder.path)
-    here = [(url, None, Server.start) for url in options.urls]
-    started = [("", spec, Server.start if places is None else places.starter(i)) for i, spec in enumerate(launches)]
+    starters = [Server.start if places is None else places.starter(number) for number in range(len(launches))]
+    supervisors = [
+        ServerSupervisor(spec, max_restarts=launch.max_restarts, start=start)
+        for spec, start in zip(launches, starters, strict=True)
+    ]
+    model = ServedModel(
+        vocab_size=int(setup.model.config.get_text_config().vocab_size),
+        max_context=setup.max_context,
+        media=setup.media,
+        routes=setup.routes,
+        needs_routes=setup.needs_routes,
+    )
+    sent = dataclasses.replace(options, max_in_flight=options.max_in_flight + _FOR_PROBES)
     clients = [
-        client(
-            url,
-            vocab_size=int(setup.model.config.get_text_config().vocab_size),
-            max_context=setup.max_context,
-            max_in_flight=options.max_in_flight + _FOR_PROBES,
-            timeout_s=options.timeout_s,
-            health_s=options.health_s,
-            way=way,
-            headers=bearer(key),
-            media=setup.media,
-            routes=setup.routes,
-            needs_routes=setup.needs_routes,
-            launch=spec,
-            start=start,
-            max_restarts=launch.max_restarts,
-        )
-        for url, spec, start in [*here, *started]
+        client(url, model, options=sent, way=way, headers=bearer(key), supervisor=supervisor)
+        for url, supervisor in [*((url, None) for url in options.urls), *(("", one) for one in supervisors)]
     ]
     if places is not None and launches and way == "shared_memory":
         files: WeightStore = places.store()

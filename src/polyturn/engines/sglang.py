@@ -26,6 +26,7 @@ from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
 from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers
 from polyturn.engines.weight_checksums import ServerChecksums
@@ -46,10 +47,9 @@ class SglangEngine(RemoteEngine):
 
     name = "sglang"
 
-    def __init__(self, url: str, *, seeded: bool = False, **options: Any) -> None:
-        """See `RemoteEngine`; `seeded`: it runs with --enable-deterministic-inference, as far as is known."""
-        super().__init__(url, **options)
-        self._seeded = seeded
+    def __init__(self, url: str, model: ServedModel, **options: Any) -> None:
+        """See `RemoteEngine`."""
+        super().__init__(url, model, **options)
         self._has_sessions = True
         """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""
 
@@ -57,7 +57,7 @@ class SglangEngine(RemoteEngine):
     def capabilities(self) -> EngineCapabilities:
         """Logprobs in training's meaning; seeds only where the server samples deterministically."""
         return EngineCapabilities(
-            seeded=self._seeded if self._facts is None else self._facts.seeded,
+            seeded=self._facts is not None and self._facts.seeded,
             logprobs=True,
             media=self._media.is_there,
             pause_modes=("abort", "in_place", "retract"),
@@ -103,7 +103,7 @@ class SglangEngine(RemoteEngine):
             "ignore_eos": not sampling.stop_token_ids,
         }
         facts = self._facts
-        if sampling.seed is not None and (self._seeded if facts is None else facts.seeded):
+        if sampling.seed is not None and facts is not None and facts.seeded:
             parameters["sampling_seed"] = sampling.seed & 0x7FFFFFFF
         sent = self._media.prompt(request)
         body: dict[str, Any] = {

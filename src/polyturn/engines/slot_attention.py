@@ -7,15 +7,25 @@ repeats the keys and values first, which cost more than the attention itself (me
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "polyturn_slots"
+
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+
+
+def use(model: _Model) -> _Model:
+    """Let a model attend like this, where it uses the kernel of torch; return the model."""
+    text = model.config.get_text_config()
+    if text._attn_implementation == "sdpa":
+        text._attn_implementation = NAME
+    return model
 
 
 def slot_attention(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError, did_you_mean
+from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
@@ -65,6 +66,29 @@ class RewardRef:
 Target = Callable[..., Any] | str | RewardRef
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighing:
+    """How the components of a reward become one number."""
+
+    weights: Mapping[str, float] = field(default_factory=lambda: DEFAULT_WEIGHTS)
+    """Component to its weight."""
+    interaction: Aggregate = "last"
+    """How the scores of an interaction's turns become one."""
+    overlong: Overlong | None = None
+    """The penalty for long responses."""
+
+    def __post_init__(self) -> None:
+        if self.interaction not in _AGGREGATES:
+            raise ConfigError(
+                f"the interaction aggregate {self.interaction!r} is unknown.{did_you_mean(self.interaction, _AGGREGATES)}"
+            )
+        for name, weight in self.weights.items():
+            if name not in COMPONENTS[:-1] and not name.startswith("tool/"):
+                raise ConfigError(f"reward.weights: there is no component {name!r}.{did_you_mean(name, COMPONENTS)}")
+            if not math.isfinite(weight):
+                raise ConfigError(f"reward.weights: the weight of {name!r} is {weight}; it must be finite")
+
+
 class RewardRouter:
     """Chooses a reward function by data_source, and combines it with what the episode itself scored."""
 
@@ -73,13 +97,10 @@ class RewardRouter:
         routes: Mapping[str, Target] | None = None,
         *,
         function: Target | None = None,
-        weights: Mapping[str, float] | None = None,
-        interaction_aggregate: Aggregate = "last",
+        weighing: Weighing | None = None,
         calls: CallOptions | None = None,
-        overlong: Overlong | None = None,
         sandbox: Sandbox | None = None,
-        scores_turns: bool = False,
-        may_be_given: bool = False,
+        scheduler: Scheduler | None = None,
         policies: Policies | None = None,
         base: Path | None = None,
     ) -> None:
@@ -91,29 +112,20 @@ class RewardRouter:
                 built-in routes.
             function: Scores every task that no route names, also those without a data_source; the built-in routes are
                 then unused.
-            weights: Component to its weight; they replace `DEFAULT_WEIGHTS`.
-            interaction_aggregate: How the scores of an interaction's turns become one.
+            weighing: How components become the total.
             calls: How reward functions are called.
-            overlong: The penalty for long responses.
             sandbox: Where programs run, for functions that have a parameter `sandbox`.
-            scores_turns: Whether the run's scheduler scores turns, for tasks that nothing else scores.
-            may_be_given: Whether the run's scheduler may say what an episode is worth, so that tasks need nothing else.
+            scheduler: The run's, which may score turns, for tasks that nothing else scores, and may say what an episode is
+                worth, so that tasks need nothing else.
             policies: The run's further policies, for the judge and for functions that have a parameter `policies`.
             base: The folder that relative file paths start from.
 
         Raises:
-            ConfigError: a route, a weight or the aggregate cannot work.
+            ConfigError: a route cannot work.
         """
-        if interaction_aggregate not in _AGGREGATES:
-            raise ConfigError(
-                f"the interaction aggregate {interaction_aggregate!r} is unknown."
-                f"{did_you_mean(interaction_aggregate, _AGGREGATES)}"
-            )
-        self.weights = _checked_weights(DEFAULT_WEIGHTS if weights is None else weights)
-        self._aggregate = _AGGREGATES[interaction_aggregate]
-        self._overlong = overlong
-        self._scores_turns = scores_turns
-        self._may_be_given = may_be_given
+        self._weighing = weighing or Weighing()
+        self._scores_turns = scheduler is not None and scheduler.scores_turns
+        self._may_be_given = scheduler is not None and scheduler.gives_reward
         self.running = RunningEpisodes()
         """The episodes that run; whoever runs one holds `running.one()` until it is scored."""
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
@@ -194,16 +206,17 @@ class RewardRouter:
         scores = [pair for t in trajectory.turns for pair in t.scores.items() if pair[0] != "interaction"]
         steps = [s for name, s in scores if name.startswith("tool/")]
         given = [s for name, s in scores if not name.startswith("tool/")]
-        said = self._aggregate(turns) if turns else None
+        said = _AGGREGATES[self._weighing.interaction](turns) if turns else None
         value, info = outcome or await self._outcome(trajectory, said, math.fsum(given), of_tools, tool_rewards or {})
         components = {"outcome": value, "tool_step": math.fsum(steps), **of_tools}
         if said is not None:
             components["interaction"] = said
         if given:
             components["turns"] = math.fsum(given)
-        total = math.fsum(weight * components.get(name, 0.0) for name, weight in self.weights.items())
-        if self._overlong is not None:
-            components["overlong"] = self._overlong.score(trajectory)
+        weights, overlong = self._weighing.weights, self._weighing.overlong
+        total = math.fsum(weight * components.get(name, 0.0) for name, weight in weights.items())
+        if overlong is not None:
+            components["overlong"] = overlong.score(trajectory)
             total += components["overlong"]
         if as_score(total) is None:
             raise RewardError(
@@ -211,7 +224,7 @@ class RewardRouter:
                 f"and at most {MAX_REWARD:g}"
             )
         if AGENTS in info:
-            info = {**info, AGENTS: _of_agents(info[AGENTS], total - self.weights.get("outcome", 0.0) * value, self.weights)}
+            info = {**info, AGENTS: _of_agents(info[AGENTS], total - weights.get("outcome", 0.0) * value, weights)}
             components |= {f"agent/{agent}": score for agent, score in info[AGENTS].items()}
         return Reward(total=total, components=components, info=info)
 
@@ -321,12 +334,3 @@ def _match(routes: Mapping[str, RewardFunction | str], data_source: str) -> Rewa
     if data_source in routes:
         return routes[data_source]
     return next((to for pattern, to in routes.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
-
-
-def _checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    for name, weight in weights.items():
-        if name not in COMPONENTS[:-1] and not name.startswith("tool/"):
-            raise ConfigError(f"reward.weights: there is no component {name!r}.{did_you_mean(name, COMPONENTS)}")
-        if not math.isfinite(weight):
-            raise ConfigError(f"reward.weights: the weight of {name!r} is {weight}; it must be finite")
-    return dict(weights)

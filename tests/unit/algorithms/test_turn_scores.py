@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class Scores(MultiTurnScheduler):
 
 async def play(scheduler: Any, says: Any = ("a", "b", "c"), **options: Any) -> Trajectory:
     context = scripted_context(list(says) if isinstance(says, tuple) else says, scheduler=scheduler, **options)
-    context.rewarder = RewardRouter({"tree": "tree"}, scores_turns=True)
+    context.rewarder = RewardRouter({"tree": "tree"}, scheduler=SimpleNamespace(scores_turns=True, gives_reward=False))
     t = await run_episode(
         context, task(data_source="tree" if isinstance(scheduler, Tree) else None, ground_truth="42"), id="e"
     )

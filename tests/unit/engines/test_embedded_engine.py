@@ -179,7 +179,8 @@ async def test_given_weights_are_copied_in_and_unknown_names_refused():
 async def test_a_completion_that_spans_an_update_says_where(keep_kv):
     model = make_model()
     before = copy.deepcopy(model)
-    engine = EmbeddedEngine(model, num_slots=4, max_burst_s=0.0)
+    engine = EmbeddedEngine(model, num_slots=4)
+    engine.max_burst_s = 0.0
     ids = prompt(10)
     running = asyncio.create_task(engine.generate(ask(ids, max_tokens=60, seed=1)))
     for _ in range(12):

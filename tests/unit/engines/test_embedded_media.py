@@ -149,7 +149,8 @@ async def test_a_session_whose_picture_changed_does_not_reuse_its_cache() -> Non
 
 async def test_a_weight_update_in_the_middle_computes_prompt_and_pictures_anew() -> None:
     model = sharp_model()
-    engine = EmbeddedEngine(model, media=PROCESSOR, max_burst_s=0.0)
+    engine = EmbeddedEngine(model, media=PROCESSOR)
+    engine.max_burst_s = 0.0
     ids, media = shown(picture("red", 56, 84), "Which?")
     running = asyncio.create_task(engine.generate(ask(ids, media, max_tokens=40, seed=3)))
     while engine.stats.decoded_tokens < 5:  # noqa: ASYNC110 (the engine runs on this loop)

@@ -20,8 +20,10 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest, 
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import FOREIGN_VERSION, HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 
@@ -123,7 +125,7 @@ async def test_a_server_that_nobody_runs_is_lost_and_named() -> None:
 
 async def test_a_full_server_is_asked_again_until_it_takes_the_request() -> None:
     async with serving(answering(503, 429, 200)) as url:
-        engine = Echo(url, vocab_size=10)
+        engine = Echo(url, ServedModel(vocab_size=10))
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
         assert engine.num_busy == 2
         await engine.close()
@@ -131,7 +133,8 @@ async def test_a_full_server_is_asked_again_until_it_takes_the_request() -> None
 
 async def test_a_server_that_stays_full_is_lost_and_a_late_request_has_nothing() -> None:
     async with serving(answering(503)) as url:
-        engine = Echo(url, vocab_size=10, busy_s=0.2)
+        engine = Echo(url, ServedModel(vocab_size=10))
+        engine._busy_limit_s = 0.2
         with pytest.raises(EngineLostError, match="answered 503"):
             await engine.generate(ask())
         late = await engine.generate(ask(deadline=asyncio.get_running_loop().time() + 0.02))
@@ -145,7 +148,7 @@ async def test_a_server_that_takes_requests_and_hangs_is_given_up_for_all_of_the
         return web.json_response({})
 
     async with serving(silent) as url:
-        engine = Echo(url, vocab_size=10, health_s=0.1)
+        engine = Echo(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
         asked = [asyncio.create_task(engine.generate(ask(f"r{i}"))) for i in range(3)]
         for task in asked:
             with pytest.raises(EngineLostError, match="takes requests and does not answer them"):
@@ -163,14 +166,14 @@ async def test_a_slow_server_that_says_it_is_well_is_waited_for() -> None:
         return web.json_response({"token": 7})
 
     async with serving(slow) as url:
-        engine = Echo(url, vocab_size=10, health_s=0.1)
+        engine = Echo(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
         await engine.close()
 
 
 async def test_what_the_server_says_of_its_context_is_held() -> None:
     async with serving(answering(200)) as url:
-        engine = Echo(url, vocab_size=10, max_context=100)
+        engine = Echo(url, ServedModel(vocab_size=10, max_context=100))
         with pytest.raises(EngineError, match="the context holds 64"):
             await engine.generate(GenerateRequest(request_id="r", session_id="r", prompt_ids=[1] * 70))
         await engine.close()
@@ -186,7 +189,7 @@ async def test_a_banned_id_is_thrown_away_and_sampled_anew() -> None:
         return web.json_response({"token": next(answers) if request.path == "/generate" else 0})
 
     async with serving(handle) as url:
-        engine = Echo(url, vocab_size=10)
+        engine = Echo(url, ServedModel(vocab_size=10))
         first = await engine.generate(ask(sampling=SamplingParams(max_tokens=4, banned_token_ids=(3,))))
         second = await engine.generate(ask(sampling=SamplingParams(max_tokens=4, banned_token_ids=(3,))))
         await engine.close()
@@ -196,7 +199,7 @@ async def test_a_banned_id_is_thrown_away_and_sampled_anew() -> None:
 
 async def test_a_model_that_samples_nothing_but_banned_ids_is_an_error() -> None:
     async with serving(answering(200)) as url:  # it answers 7
-        engine = Echo(url, vocab_size=10)
+        engine = Echo(url, ServedModel(vocab_size=10))
         with pytest.raises(EngineError, match="sampled the banned id 7 16 times in a row"):
             await engine.generate(ask(sampling=SamplingParams(banned_token_ids=(7,))))
         await engine.close()
@@ -210,7 +213,7 @@ async def test_a_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
         return web.json_response({"token": 7}, status=400 if request.path == "/load" else 200)
 
     async with serving(handle) as url:
-        engine = Echo(url, vocab_size=10)
+        engine = Echo(url, ServedModel(vocab_size=10))
         with pytest.raises(EngineError, match="/load answered 400"):
             await engine.update_weights(1, weights=WrittenWeights(tmp_path))
         assert asked == ["/pause", "/load", "/resume"]
@@ -219,7 +222,7 @@ async def test_a_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
 
 
 def test_only_the_weights_of_this_client_have_a_version() -> None:
-    engine, other = (Echo("http://127.0.0.1:9", vocab_size=10) for _ in range(2))
+    engine, other = (Echo("http://127.0.0.1:9", ServedModel(vocab_size=10)) for _ in range(2))
     assert engine.version_of("default") == 0  # nothing was sent: the server may serve what it likes
     engine._updates = 1
     assert engine.version_of(engine.tag(5)) == 5
@@ -262,7 +265,9 @@ async def test_weights_are_written_once_for_all_servers_and_kept_for_one_that_co
         there.append(sorted(path.parent.name for path in tmp_path.rglob("model.safetensors")))
 
     async with serving(handle) as url:
-        pool = EnginePool([Echo(url, vocab_size=10) for _ in range(3)], files=WeightFolder(tmp_path, root=tmp_path))
+        pool = EnginePool(
+            [Echo(url, ServedModel(vocab_size=10)) for _ in range(3)], files=WeightFolder(tmp_path, root=tmp_path)
+        )
         for version in (1, 2):
             await pool.update_weights(version, weights={"w": torch.ones(2)})
             look()

@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.errors import AlignmentError, EngineError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.routing import RouteShape
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.served_routes import ServedRoutes
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
@@ -67,8 +68,8 @@ def sglang_reply(routes: str | None) -> dict[str, Any]:
 def test_both_servers_formats_give_the_tokens_that_were_asked_for(routed_from: int, starts_where_asked: bool) -> None:
     captured = every_layer(4)  # 3 tokens of the prompt and all but the last of 2 that were sampled
     sent = captured[routed_from:] if starts_where_asked else captured
-    vllm = VllmEngine("http://x", vocab_size=16, routes=SHAPE)
-    sglang = SglangEngine("http://x", vocab_size=16, routes=SHAPE)
+    vllm = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
+    sglang = SglangEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
     request = ask(routed_from)
     found = [
         vllm._read(request, vllm_reply(npy(sent.astype(np.uint8)))),
@@ -86,12 +87,12 @@ def test_both_servers_formats_give_the_tokens_that_were_asked_for(routed_from: i
 
 
 def test_a_server_that_is_not_asked_is_sent_nothing_of_it_and_an_answer_without_routes_has_none() -> None:
-    plain = VllmEngine("http://x", vocab_size=16), SglangEngine("http://x", vocab_size=16)
+    plain = VllmEngine("http://x", ServedModel(vocab_size=16)), SglangEngine("http://x", ServedModel(vocab_size=16))
     for engine, reply in zip(plain, (vllm_reply(None), sglang_reply(None)), strict=True):
         assert "routed_experts" not in str(engine._call(ask(0), "w").body)
         assert engine._read(ask(0), reply).routed_experts is None
         assert not engine.capabilities.routes
-    wanting = VllmEngine("http://x", vocab_size=16, routes=SHAPE)
+    wanting = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
     assert wanting._read(ask(0), vllm_reply(None)).routed_experts is None
     assert wanting._read(ask(0), vllm_reply(npy(every_layer(2)))).routed_experts is None, "fewer than were asked for"
 
@@ -100,6 +101,6 @@ def test_what_a_server_cannot_give_or_says_of_another_model_is_refused_in_a_sent
     with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
         ServedRoutes(SHAPE, is_needed=True).check_given(False, url="http://x")
     ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
-    other = VllmEngine("http://x", vocab_size=16, routes=SHAPE)
+    other = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
     with pytest.raises(AlignmentError, match="2 layers with experts"):
         other._read(ask(0), vllm_reply(npy(np.zeros((4, 5, 2), np.uint8))))

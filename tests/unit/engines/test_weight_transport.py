@@ -11,6 +11,7 @@ import torch
 from polyturn.config.schema import keys_of
 from polyturn.core.errors import ConfigError
 from polyturn.engines.options import ServerOptions
+from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_transport import WAYS, address_towards, buckets, choose_way, is_here
@@ -76,6 +77,6 @@ def test_the_guide_says_what_the_clients_say(kind):
     row = next(line for line in guide.splitlines() if line.startswith("| images |"))
     tokenizer = vision_tokenizer()
     media = MediaProcessor(tiny_processor(tokenizer), Codec(tokenizer))
-    text, seeing = (kind("http://127.0.0.1:1", vocab_size=8, media=m).capabilities for m in (None, media))
+    text, seeing = (kind("http://127.0.0.1:1", ServedModel(vocab_size=8, media=m)).capabilities for m in (None, media))
     assert text.logprobs and not text.media
     assert seeing.media and "sent as data URIs" in row

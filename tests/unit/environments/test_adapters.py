@@ -16,7 +16,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.environments import find_adapter
 from polyturn.environments.base import Adapter
 from polyturn.environments.scripted import play
-from polyturn.rewards.router import RewardRouter
+from polyturn.rewards.router import RewardRouter, Weighing
 from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.limits import Limits
@@ -186,7 +186,7 @@ async def test_a_reward_function_may_tell_agents_apart() -> None:
     def judge(trajectory: Any) -> Any:
         return {"score": 0.5, "agents": {"seat 0": 2.0, "seat 1": -1.0}}
 
-    router = RewardRouter({"env/*": judge}, weights={"outcome": 2.0, "turns": 1.0})
+    router = RewardRouter({"env/*": judge}, weighing=Weighing(weights={"outcome": 2.0, "turns": 1.0}))
     reward = await router.score(played.trajectory)
     assert reward.total == 1.0 and dict(reward.agents) == {"seat 0": 4.0, "seat 1": -2.0}
     assert reward.of("seat 1") == -2.0 and reward.of("nobody") == 1.0

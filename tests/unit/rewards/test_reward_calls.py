@@ -24,7 +24,7 @@ from polyturn.rewards.function import extra_info
 from polyturn.rewards.options import BatchOptions, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.rendered_text import written
-from polyturn.rewards.router import RewardRef, RewardRouter
+from polyturn.rewards.router import RewardRef, RewardRouter, Weighing
 from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 
 
@@ -275,7 +275,7 @@ def of_length(sampled: int, observed: int = 0) -> Trajectory:
 
 @pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (150, -0.5)])
 async def test_a_response_near_the_limit_costs_something(length: int, penalty: float) -> None:
-    router = RewardRouter(overlong=Overlong(max_tokens=100, buffer=20, penalty=0.5))
+    router = RewardRouter(weighing=Weighing(overlong=Overlong(max_tokens=100, buffer=20, penalty=0.5)))
     for made in (of_length(length), of_length(length - 10, observed=10)):
         reward = await router.score(made)
         assert reward.components["overlong"] == pytest.approx(penalty)
@@ -284,7 +284,7 @@ async def test_a_response_near_the_limit_costs_something(length: int, penalty: f
 
 
 async def test_the_penalty_is_there_whatever_the_weights_are() -> None:
-    router = RewardRouter(weights={"outcome": 0.5}, overlong=Overlong(max_tokens=100, buffer=20))
+    router = RewardRouter(weighing=Weighing(weights={"outcome": 0.5}, overlong=Overlong(max_tokens=100, buffer=20)))
     assert (await router.score(of_length(100))).total == pytest.approx(-0.5)
 
 

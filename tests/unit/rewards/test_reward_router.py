@@ -20,7 +20,7 @@ from polyturn.core.reward import Reward
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import ToolResult, Trajectory, Turn
 from polyturn.rewards.options import CallOptions
-from polyturn.rewards.router import RewardRouter
+from polyturn.rewards.router import RewardRouter, Weighing
 
 GSM8K = "openai/gsm8k"
 
@@ -108,7 +108,7 @@ def test_a_task_needs_something_that_scores_it() -> None:
 @pytest.mark.parametrize(("how", "score"), [("last", 0.25), ("sum", 0.75), ("max", 0.5), ("mean", 0.25)])
 async def test_without_a_data_source_the_interactions_turns_are_aggregated(how: Any, score: float) -> None:
     turns = (turn(interaction=0.0), turn(interaction=0.5), turn(), turn(interaction=0.25), turn())
-    reward = await RewardRouter(interaction_aggregate=how).score(trajectory(*turns, interaction="i"))
+    reward = await RewardRouter(weighing=Weighing(interaction=how)).score(trajectory(*turns, interaction="i"))
     assert reward == Reward(total=score, components={"outcome": score, "tool_step": 0.0, "interaction": score})
 
 
@@ -129,7 +129,7 @@ async def test_everything_is_recorded_and_nothing_counted_twice() -> None:
     reward = await scored(RewardRouter(), made, a=1.0)
     assert reward.components == {"outcome": 1.0, "tool_step": -0.5, "interaction": 1.0, "tool/a": 1.0}
     assert reward.total == 0.5
-    weighted = RewardRouter(weights={"outcome": 2, "interaction": 0.5, "tool/a": 0.25, "tool/absent": 9})
+    weighted = RewardRouter(weighing=Weighing(weights={"outcome": 2, "interaction": 0.5, "tool/a": 0.25, "tool/absent": 9}))
     assert (await scored(weighted, made, a=1.0)).total == 2.75
 
 
@@ -263,9 +263,6 @@ async def test_a_shipped_reward_without_a_ground_truth_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": {"outcom": 1}}, "no component 'outcom'.*'outcome'"),
-        ({"weights": {"outcome": float("nan")}}, "weight of 'outcome' is nan"),
-        ({"interaction_aggregate": "first"}, "'first' is unknown"),
         ({"routes": {"x": "gsm8"}}, "no 'gsm8'.*'gsm8k'"),
         ({"routes": {"x": "no_such_module.f"}}, "no_such_module"),
         ({"routes": {"x": lambda a, b: 1}}, r"it takes \(a, b\)"),
@@ -277,3 +274,16 @@ async def test_a_shipped_reward_without_a_ground_truth_is_an_error() -> None:
 def test_a_router_that_cannot_work_is_a_config_error(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RewardRouter(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": {"outcom": 1}}, "no component 'outcom'.*'outcome'"),
+        ({"weights": {"outcome": float("nan")}}, "weight of 'outcome' is nan"),
+        ({"interaction": "first"}, "'first' is unknown"),
+    ],
+)
+def test_components_that_cannot_be_weighed_are_a_config_error(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Weighing(**options)

@@ -71,7 +71,7 @@ envs.register("test_async_counter")(AsyncCounter)
 def context(says: Any = ("one", "two", "three"), *, limits: Limits | None = None, **kwargs: Any) -> Any:
     CLOSED.clear()
     made = scripted_context(list(says), scheduler=Gym(**{"env": "test_counter", **kwargs}), limits=limits)
-    made.rewarder = RewardRouter({}, scores_turns=True)
+    made.rewarder = RewardRouter({}, scheduler=made.scheduler)
     return made
 
 

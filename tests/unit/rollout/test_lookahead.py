@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ async def looked(server: LocalService, *, rewards: Any = None, limits: Limits | 
         scheduler=scheduler,
         limits=limits or Limits(max_turns=6),
     )
-    context = dataclasses.replace(context, rewarder=RewardRouter(function=rewards, scores_turns=True, may_be_given=True))
+    scoring = SimpleNamespace(scores_turns=True, gives_reward=True)
+    context = dataclasses.replace(context, rewarder=RewardRouter(function=rewards, scheduler=scoring))
     one = dataclasses.replace(task("Hello.", data_source=None), interaction=InteractionRef(name="asker"))
     return await run_episode(context, one, id="e", seed=5)
 

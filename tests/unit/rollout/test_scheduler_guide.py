@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ async def test_the_environment_runs(tmp_path: Path) -> None:
     row = task("Play.", data_source=None, extra={"env_config": {"goal": 2}})
     made.check_task(row)
     context = scripted_context(["one"], scheduler=made, limits=Limits(max_turns=2))
-    context.rewarder = RewardRouter({}, scores_turns=made.scores_turns)
+    context.rewarder = RewardRouter({}, scheduler=made)
     t = await run_episode(context, row, id="e")
     assert [m.text for m in t.messages] == ["Play.\nCount.", "one", "Go on.", "one", "Go on."] and t.reward is not None
 
@@ -65,7 +66,7 @@ async def test_the_environment_runs(tmp_path: Path) -> None:
 async def test_the_estimator_of_turns_works_on_any_trajectory() -> None:
     estimator = defined(2)["turn_scores"]
     context = scripted_context(["4", "5", "5"], scheduler=defined(0)["Doubt"]())
-    context.rewarder = RewardRouter({}, scores_turns=True)
+    context.rewarder = RewardRouter({}, scheduler=SimpleNamespace(scores_turns=True, gives_reward=False))
     t = await run_episode(context, task(data_source=None), id="e")
     group = TrajectoryGroup(id="g", task=t.task, trajectories=(t,))
     (sample,) = assign_advantages([group], to_samples(group, temperature=1.0), estimator=estimator)

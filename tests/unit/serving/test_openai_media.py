@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -49,7 +50,7 @@ def context(scheduler: MultiTurnScheduler) -> RolloutContext:
         parser=HermesParser(),
         tools=ToolBox([]),
         interactions={},
-        rewarder=RewardRouter({}, may_be_given=True),
+        rewarder=RewardRouter({}, scheduler=SimpleNamespace(scores_turns=False, gives_reward=True)),
         scheduler=scheduler,
         limits=Limits(max_turns=3, max_tokens_per_turn=4, max_context=512),
         sanity_mode="off",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,75 +78,73 @@ class SessionScheduler(MultiTurnScheduler):
 
 
 @keeps_deadlines
+@dataclass(kw_only=True, eq=False, repr=False)
 class BlackBox(SessionScheduler):
-    """Calls an agent for every episode and serves it the model under an address of its own."""
+    """Calls an agent for every episode and serves it the model under an address of its own.
 
-    def __init__(
-        self,
-        *,
-        agent: str | Any = None,
-        command: Sequence[str] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        max_calls: int = 1000,
-        ignore: Sequence[str] = (),
-        models: Sequence[str] = (),
-        sampling: str = "run",
-        reward: str | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        reach_as: str | None = None,
-        base: Path | None = None,
-    ) -> None:
-        """Choose the agent.
+    Raises:
+        ConfigError: there is no such agent, or it asks for what it is not told.
+    """
 
-        Args:
-            agent: `file.py:function`, `package.module:function` or a function. It is passed those of `TOLD` that it has
-                parameters for, and returns a reward (a number, or a mapping with "reward" and what else is to be recorded),
-                or None where the run's reward functions score the episode.
-            command: Instead, a command to start for each episode. The addresses and the key are in its environment under
-                the names that the clients read, the task is a JSON object on its standard input.
-            kwargs: Further arguments of the function, or variables of the command's environment, which has beside them
-                only those of `core.hiding.PASSED_ON`.
-            max_calls: Completions that an episode may have, over all its conversations.
-            ignore: Parameters of requests that cannot be done here and are ignored instead of refused.
-            models: Names that requests may use; () lets them use any.
-            sampling: "run": temperature, top_p and top_k are the run's, as the trainer's logprobs are; "request": those of
-                the requests, for evaluation.
-            reward: Who may say what an episode is worth, before the run's reward functions do. "returned": the function, by
-                what it returns; "posted": also whoever posts one with the reward key, which a function has as a parameter
-                and a command on a file descriptor; "final": nobody, the reward functions have the last word. None is
-                "returned" for a function and "final" for a command, whose environment code of the model's may read.
-            host: The address to listen on, for agents on other machines or in containers; every episode has its own key.
-            port: The port; 0 takes a free one.
-            reach_as: The host that agents are told, where it is not `host`.
-            base: The folder that relative paths start from.
+    agent: str | Any = None
+    """`file.py:function`, `package.module:function` or a function. It is passed those of `TOLD` that it has parameters for,
+    and returns a reward (a number, or a mapping with "reward" and what else is to be recorded), or None where the run's
+    reward functions score the episode."""
+    command: Sequence[str] | None = None
+    """Instead, a command to start for each episode. The addresses and the key are in its environment under the names that
+    the clients read, the task is a JSON object on its standard input."""
+    kwargs: Mapping[str, Any] | None = None
+    """Further arguments of the function, or variables of the command's environment, which has beside them only those of
+    `core.hiding.PASSED_ON`."""
+    max_calls: int = 1000
+    """Completions that an episode may have, over all its conversations."""
+    ignore: Sequence[str] = ()
+    """Parameters of requests that cannot be done here and are ignored instead of refused."""
+    models: Sequence[str] = ()
+    """Names that requests may use; () lets them use any."""
+    sampling: str = "run"
+    """"run": temperature, top_p and top_k are the run's, as the trainer's logprobs are; "request": those of the requests,
+    for evaluation."""
+    reward: str | None = None
+    """Who may say what an episode is worth, before the run's reward functions do. "returned": the function, by what it
+    returns; "posted": also whoever posts one with the reward key, which a function has as a parameter and a command on a
+    file descriptor; "final": nobody, the reward functions have the last word. None is "returned" for a function and "final"
+    for a command, whose environment code of the model's may read."""
+    host: str = "127.0.0.1"
+    """The address to listen on, for agents on other machines or in containers; every episode has its own key."""
+    port: int = 0
+    """The port; 0 takes a free one."""
+    reach_as: str | None = None
+    """The host that agents are told, where it is not `host`."""
+    base: Path | None = None
+    """The folder that relative paths start from."""
 
-        Raises:
-            ConfigError: there is no such agent, or it asks for what it is not told.
-        """
+    def __post_init__(self) -> None:
+        agent, command, host = self.agent, self.command, self.host
         if (agent is None) == (command is None):
             wrong = "needs an agent (file.py:function) or a command" if agent is None else "has an agent and a command"
             raise ConfigError(f"black_box {wrong}; give one of the two in rollout.scheduler_kwargs (agent: null drops it)")
-        if sampling not in ("run", "request"):
-            raise ConfigError(f"black_box: sampling is {sampling!r}; use 'run' or 'request'")
-        self.reward = ("final" if agent is None else "returned") if reward is None else reward
+        if self.sampling not in ("run", "request"):
+            raise ConfigError(f"black_box: sampling is {self.sampling!r}; use 'run' or 'request'")
+        reward = self.reward
+        if reward is None:
+            self.reward = "final" if agent is None else "returned"
         if self.reward not in REWARDS or (self.reward == "returned" and agent is None):
             raise ConfigError(
                 f"black_box: reward is {reward!r}; use 'posted' or 'final'" + ("" if agent is None else ", or 'returned'")
             )
         self.gives_reward = self.reward != "final"
-        if host in ("0.0.0.0", "::") and reach_as is None:
+        if host in ("0.0.0.0", "::") and self.reach_as is None:
             raise ConfigError(
                 f"black_box: host is {host!r}, which no agent can call; say in reach_as under which name it can"
             )
-        if max_calls < 1:
-            raise ConfigError(f"black_box: max_calls is {max_calls}; use at least 1")
+        if self.max_calls < 1:
+            raise ConfigError(f"black_box: max_calls is {self.max_calls}; use at least 1")
         if command is not None and (isinstance(command, str) or not command):
             raise ConfigError(f"black_box: command is {command!r}; write it as a list, [python, agent.py]")
         self._command = None if command is None else tuple(map(str, command))
-        self._kwargs = dict(kwargs or {})
-        self._base = base
-        function = import_attr(agent, base=base) if isinstance(agent, str) else agent
+        self._kwargs = dict(self.kwargs or {})
+        function = import_attr(agent, base=self.base) if isinstance(agent, str) else agent
         self._function = function
         self._wanted = () if function is None else _wanted(function, self._kwargs, str(agent))
         if "reward_key" in self._wanted and self.reward != "posted":
@@ -155,14 +154,14 @@ class BlackBox(SessionScheduler):
                     "that is posted counts; set reward: posted in rollout.scheduler_kwargs"
                 )
             self._wanted = tuple(name for name in self._wanted if name != "reward_key")
-        self.rules = SessionRules(samples_as_asked=sampling == "request", max_calls=max_calls)
+        self.rules = SessionRules(samples_as_asked=self.sampling == "request", max_calls=self.max_calls)
         options = EndpointOptions(
             host=host,
-            port=port,
-            reach_as=reach_as,
-            models=tuple(models) or ("polyturn",),
-            any_model=not models,
-            ignore=frozenset(ignore),
+            port=self.port,
+            reach_as=self.reach_as,
+            models=tuple(self.models) or ("polyturn",),
+            any_model=not self.models,
+            ignore=frozenset(self.ignore),
             rules=ServerRules(is_loopback=is_loopback(host), max_requests=MAX_REQUESTS),
         )
         self._endpoint = ModelEndpoint(options)
@@ -197,7 +196,7 @@ class BlackBox(SessionScheduler):
                 address=address,
                 task=episode.task,
                 env=self._kwargs,
-                cwd=self._base,
+                cwd=self.base,
                 id=episode.id,
                 posts_reward=self.reward == "posted",
             )
