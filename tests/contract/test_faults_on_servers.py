@@ -16,11 +16,11 @@ from faulty_proxy import FaultyProxy
 
 from conftest import VOCAB, small_model
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.engines.launcher import held, shared_files
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
-from polyturn.engines.shared_memory import held, shared_files
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder

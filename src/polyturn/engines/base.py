@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,3 +214,21 @@ class EngineWrapper:
     async def close(self) -> None:
         """Close the engine."""
         await self.engine.close()
+
+
+def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilities:
+    """Return what all can do; nothing where there are none."""
+    if not each:
+        return EngineCapabilities()
+    contexts = [one.max_context for one in each if one.max_context is not None]
+    return EngineCapabilities(
+        seeded=all(one.seeded for one in each),
+        logprobs=all(one.logprobs for one in each),
+        media=all(one.media for one in each),
+        pause_modes=tuple(mode for mode in each[0].pause_modes if all(mode in one.pause_modes for one in each)),
+        max_context=min(contexts, default=None),
+        priorities=all(one.priorities for one in each),
+        shares_weights=all(one.shares_weights for one in each),
+        routes=all(one.routes for one in each),
+        shares_loop=any(one.shares_loop for one in each),
+    )

@@ -15,14 +15,16 @@ step never awaits.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import random
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
@@ -34,10 +36,11 @@ from polyturn.engines.batch_step import BatchStep
 from polyturn.engines.media import ShownPrompts
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.routers import Routers
-from polyturn.engines.shared_module import share_parameters
 from polyturn.engines.slot_allocator import SlotAllocator
 from polyturn.engines.slots import EngineStats, SlotRequest, Slots
 from polyturn.tokens.multimodal import MediaProcessor
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 MAX_YIELDS = 8
 """Passes of the event loop that finished requests get to come back with their next turn, before the next step."""
@@ -298,6 +301,24 @@ class EmbeddedEngine:
                 running.future.set_exception(error)
         self._requests.clear()
         self._waiting.clear()
+
+
+def share_parameters(model: _Module) -> _Module:
+    """Return a copy of `model`'s structure, in eval mode, whose parameters and buffers use the same memory.
+
+    Storage is shared and nothing else is: the trainer's module stays in train mode, with its gradients, and what changes in
+    place (an optimizer step) is seen at once, so a weight sync copies nothing.
+
+    Parameters become new, gradient-free `Parameter` objects over the same storage (tied ones stay tied); buffers, also
+    those outside the state dict such as rotary frequencies, are the same tensors. Configs and plain attributes are copied.
+    """
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer
+    twin = copy.deepcopy(model, memo)
+    return twin.eval()
 
 
 def _check_positive(**numbers: int | None) -> None:

@@ -22,8 +22,7 @@ from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, Engi
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.admission import Admission
-from polyturn.engines.base import BaseEngine
-from polyturn.engines.capabilities import common_capabilities
+from polyturn.engines.base import BaseEngine, common_capabilities
 from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import PoolWeights, Revivable, Verify, recover

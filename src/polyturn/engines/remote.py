@@ -19,15 +19,14 @@ import contextlib
 import logging
 import time
 import uuid
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.engines.base import BaseEngine
 from polyturn.engines.continuation import before_banned, continued, joined, nothing
+from polyturn.engines.dialect import ServerDialect, ServerFacts
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pending_request import PendingRequest
@@ -55,31 +54,8 @@ _HUNG_AFTER = 3.0
 """A server of our own that has not answered for so many times `health_s` is killed and started again."""
 
 
-class HttpCall(NamedTuple):
-    """A request as one server wants it."""
-
-    path: str
-    body: dict[str, Any]
-
-
-class ServerFacts(NamedTuple):
-    """What a server says about itself."""
-
-    seeded: bool
-    priorities: bool
-    max_context: int | None
-    num_workers: int = 1
-    """Processes that hold weights, each with its share of the model."""
-    checksums: bool = False
-    """vLLM: whether its workers know how to say what they hold."""
-
-
-class RemoteEngine(BaseEngine):
+class RemoteEngine(ServerDialect, BaseEngine):
     """A client of one server; `core.protocols.Engine`."""
-
-    name = "remote"
-    routes_env: ClassVar[Mapping[str, str]] = {}
-    """The environment in which a server can say which experts tokens went to, when it is started for that."""
 
     def __init__(
         self,
@@ -138,63 +114,6 @@ class RemoteEngine(BaseEngine):
     def num_restarts(self) -> int:
         """How often the server was started again."""
         return 0 if self._keeper is None else self._keeper.num_restarts
-
-    # What a server's own client says.
-
-    @abstractmethod
-    async def _describe(self) -> ServerFacts:
-        """Ask the server what it can do.
-
-        Raises:
-            EngineError: it runs in a way that training cannot use.
-        """
-
-    @abstractmethod
-    async def _look(self) -> None:
-        """Return if the server's engine, not only its front, is at work; raise if it says that it is not.
-
-        Not asked while weights change, and only what is quick.
-        """
-
-    @abstractmethod
-    def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
-        """Return `request` in the server's words."""
-
-    @abstractmethod
-    def _read(self, request: GenerateRequest, reply: Any) -> Completion:
-        """Return the server's answer as a completion."""
-
-    @abstractmethod
-    async def _abort(self, wire_id: str) -> None:
-        """Ask the server to end a request."""
-
-    @abstractmethod
-    async def _pause(self) -> None:
-        """Hold the server's requests so that its weights can change."""
-
-    @abstractmethod
-    async def _load(self, folder: Path, version: int) -> None:
-        """Let the server load the checkpoint in `folder`, drop what it computed before, and call itself `version`."""
-
-    async def _send(self, weights: WrittenWeights, version: int) -> None:
-        """Do as `_load`, with the tensors themselves, over HTTP or a process group."""
-        raise EngineError(f"weights go to {self.name} through a folder; leave engine.weights at shared_memory or disk")
-
-    async def _rename(self, tag: str) -> None:
-        """Let the server call the weights that it has `tag`."""
-        return
-
-    async def _leave_group(self, name: str) -> None:
-        """Let the server leave a process group."""
-        return
-
-    @abstractmethod
-    async def _forget(self) -> None:
-        """Let the server drop the prefixes that it has computed."""
-
-    @abstractmethod
-    async def _resume(self) -> None:
-        """Let the server's requests go on."""
 
     # core.protocols.Engine.
 

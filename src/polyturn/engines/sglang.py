@@ -25,7 +25,8 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
-from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.dialect import HttpCall, ServerFacts
+from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers

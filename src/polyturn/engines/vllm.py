@@ -22,7 +22,8 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
-from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.dialect import HttpCall, ServerFacts
+from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
 from polyturn.engines.weight_checksums import ServerChecksums
