@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -211,6 +212,13 @@ def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "reward/mean" in shown
     assert "What is" in shown
     assert "g0/0: " in shown
+
+
+def test_what_a_program_kept_from_the_garbage_collector_stays_so(tmp_path: Path) -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    polyturn.train(**given(tmp_path, steps=1))
+    assert gc.get_freeze_count() > 0.9 * frozen > 0, "all but what nobody holds any more"
 
 
 @pytest.mark.slow  # it starts three processes

@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -231,13 +231,8 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
                     trainer.state.step,
                     config.train.steps,
                 )
-        # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
-        gc.collect()
-        gc.freeze()
-        try:
+        with _frozen():
             state = run_loop(_until_done(trainer, parts, signals, again=line), deadline_s=config.deadline_s)
-        finally:
-            gc.unfreeze()
     best = trainer.checkpoints.best() if state.best > 0 else None
     return TrainedRun(
         folder=folder,
@@ -335,6 +330,23 @@ def warm_start(parts: build.Parts, observer: RunObserver, signals: Signals, *, f
         logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
         raise SystemExit(128 + signals.received[0])
     return Spent(steps, policy.train_seconds)
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep what was imported and built, which lives as long as the run, from the collector: each walk takes 0.3 s.
+
+    A program that has frozen objects of its own decides for itself, for `gc.unfreeze` would give back those too.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 async def _until_done(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
