@@ -32,6 +32,8 @@ def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], d
     Returns:
         The resolved values, without the model's defaults; and the expressions, by path, of what depends on the environment.
     """
+    if not _refers(sources.values):
+        return _mask(sources.values), {}  # there is nothing to mask: a copy
     tree = schema.default_tree(model)
     merge(tree, sources.values)
     real = OmegaConf.create(tree)
@@ -61,6 +63,13 @@ def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], d
             ) from error
 
     return walk(sources.values, real, masked, ()), raw_env
+
+
+def _refers(value: Any) -> bool:
+    """Return whether a `${` is anywhere in a value."""
+    if isinstance(value, dict | list):
+        return any(map(_refers, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "${" in value
 
 
 def _mask(value: Any) -> Any:

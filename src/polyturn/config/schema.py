@@ -121,8 +121,14 @@ def as_data(section: Any) -> dict[str, Any]:
     """Return the values of a section as plain data."""
     if isinstance(section, BaseModel):
         return section.model_dump(mode="json")
-    found: dict[str, Any] = TypeAdapter(type(section)).dump_python(section, mode="json")
+    found: dict[str, Any] = _adapter(cast(Any, type(section))).dump_python(section, mode="json")
     return found
+
+
+@functools.cache
+def _adapter(section: type) -> TypeAdapter[Any]:
+    """Return what turns instances of a class into plain data; making one takes longer than using it."""
+    return TypeAdapter(section)
 
 
 def meant(annotation: Any, value: Any) -> Any:

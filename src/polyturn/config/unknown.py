@@ -12,8 +12,9 @@ place. A run wrote every key down, also those that nobody chose: its own configu
 from __future__ import annotations
 
 import copy
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from polyturn.config.references import value_at
@@ -68,11 +69,11 @@ def as_of_now(model: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_keys(model: type, values: Mapping[str, Any]) -> list[Unknown]:
     """Return every key of `values` that `model` or a model inside it does not know, with the nearest known key."""
-    everywhere = [row.key for row in schema_table(model)]
+    everywhere = functools.cache(lambda: [row.key for row in schema_table(model)])
     return list(_unknown(model, values, (), "", everywhere))
 
 
-def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: list[str]) -> Iterator[Unknown]:
+def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: Callable[[], list[str]]) -> Iterator[Unknown]:
     """Yield the unknown keys below `path`, which is called `row` in the table of keys."""
     of = meant(annotation, value)
     if isinstance(value, Mapping):
@@ -106,9 +107,9 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
     return f" It is for {where} {' or '.join(kinds)}, and that is {now!r}; set {by}, or leave {key} out (null)."
 
 
-def _nearest(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: list[str]) -> str:
+def _nearest(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: Callable[[], list[str]]) -> str:
     """Suggest this key of another section, or a near one of the same."""
-    elsewhere = sorted((k for k in everywhere if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
+    elsewhere = sorted((k for k in everywhere() if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
     if elsewhere:
         return f" Did you mean {' or '.join(repr(k) for k in elsewhere[:2])}?"
     hint = did_you_mean(key, known)
