@@ -90,6 +90,7 @@ class ProcessEngine:
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._live: dict[str, GenerateRequest] = {}
         self._lost: str | None = None
+        self._is_up = False
         self._is_closed = False
 
     # core.protocols.Engine.
@@ -166,7 +167,8 @@ class ProcessEngine:
             self._wire.close()
         self._fail_all(EngineError(_CLOSED))
         if self._process is not None:
-            await asyncio.to_thread(self._process.end, grace_s=_END_S, asks=False)
+            # one that still starts has nothing to end, and would read only behind its imports that it should
+            await asyncio.to_thread(self._process.end, grace_s=_END_S if self._is_up else 0.0, asks=False)
             self._process.close()
         if self._memory is not None:
             self._memory.close()
@@ -206,6 +208,7 @@ class ProcessEngine:
         except EngineError as problem:
             self._lost = self._lost or f"the process of the embedded engine did not start: {problem}"
             raise
+        self._is_up = True
         logger.info("the embedded engine runs in a process of its own (%d)", self._process.pid)
 
     async def _ask(self, kind: str, *rest: object) -> Any:
