@@ -44,6 +44,7 @@ def open_hub_dataset(
     """
     try:
         import datasets
+        from datasets.load import CachedDatasetModuleFactory
     except ImportError as problem:
         raise ConfigError(
             f"the data set {name!r} is read by the package datasets, which is not installed: pip install 'polyturn[hub]'"
@@ -60,6 +61,8 @@ def open_hub_dataset(
         why = unreachable()  # one attempt; the library itself would try for a minute
     fetch = datasets.DownloadConfig(local_files_only=True) if why else None
     try:
+        if why:
+            CachedDatasetModuleFactory(name).get_module()  # raises where the cache does not hold it
         source = str(folder) if folder.is_dir() else name
         found = datasets.load_dataset(source, subset, split=part, streaming=first is not None, download_config=fetch)
         rows: Sequence[Mapping[str, Any]] = found if first is None else list(found.take(first))
