@@ -12,9 +12,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
+
+from polyturn.tokens.certificate import TemplateReport, certify
+from polyturn.tokens.codec import Codec
 
 CONFIG = """\
 name: tiny
@@ -122,8 +127,21 @@ class Called(NamedTuple):
     err: str
 
 
+_CERTIFIED: dict[tuple[str, ...], TemplateReport] = {}
+
+
+def certify_once(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = (), **trials: Any) -> TemplateReport:
+    """Certify a template as `certify` does, once in a process: that is a third of a tiny run, and most have the same one."""
+    tokenizer = codec.tokenizer
+    special = repr((type(tokenizer), tokenizer.special_tokens_map, codec.template_kwargs))
+    key = (tokenizer.backend_tokenizer.to_str(), special, str(codec.chat_template), json.dumps([tools, trials]))
+    if key not in _CERTIFIED:
+        _CERTIFIED[key] = certify(codec, tools=tools, **trials)
+    return _CERTIFIED[key]
+
+
 def call_command(main: Callable[[Sequence[str]], None], *arguments: object) -> Called:
-    """Call a command of polyturn in this process.
+    """Call a command of polyturn in this process, where no template is certified twice.
 
     Args:
         main: `polyturn.cli.main.main`.
@@ -131,7 +149,8 @@ def call_command(main: Callable[[Sequence[str]], None], *arguments: object) -> C
     """
     out, err = io.StringIO(), io.StringIO()
     code = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polyturn.build.parts.certify", certify_once)
         try:
             main([str(a) for a in arguments])
         except SystemExit as ended:
