@@ -64,15 +64,19 @@ def with_blocks(*languages: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    return script("reference")
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "scripts" / "docs" / f"{name}.py")
+    path = ROOT / "scripts" / "docs" / "reference.py"
+    spec = importlib.util.spec_from_file_location("docs_reference", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generated(reference: ModuleType) -> dict[str, str]:
+    """The pages that are written from the code, by their places."""
+    pages: dict[str, str] = reference.pages()
+    return pages
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +157,12 @@ def test_a_command_of_a_page_parses(page: str, command: str, here: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_link_of_a_page_leads_somewhere(page: Path, reference: ModuleType):
-    generated = {(DOCS / uri).resolve() for uri in reference.pages()}
+def test_every_link_of_a_page_leads_somewhere(page: Path, generated: dict[str, str]):
+    written = {(DOCS / uri).resolve() for uri in generated}
     for target, anchor in LINK.findall(prose(page)):
         path = (page.parent / target).resolve() if target else page
-        assert path in generated or path.exists(), f"{named(page)}: {target}"
-        if anchor and path.suffix == ".md" and path not in generated:
+        assert path in written or path.exists(), f"{named(page)}: {target}"
+        if anchor and path.suffix == ".md" and path not in written:
             heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in heads}
             assert anchor in slugs, f"{named(page)}: {target}#{anchor}; there are {sorted(slugs)}"
@@ -178,19 +182,20 @@ def test_every_function_that_one_sample_is_followed_through_exists():
             body = found[0].body
 
 
-def test_the_site_lists_every_page(reference: ModuleType):
+def test_the_site_lists_every_page(generated: dict[str, str]):
     listed = set(re.findall(r"([\w\-/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")} | set(reference.pages())
+    assert listed == {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")} | set(generated)
 
 
-def test_the_reference_has_every_key_every_error_and_every_kind_of_tool_error(reference: ModuleType):
-    pages = reference.pages()
+def test_the_reference_has_every_key_every_error_and_every_kind_of_tool_error(
+    reference: ModuleType, generated: dict[str, str]
+):
     for key, kind, _, meaning, _, _ in schema_table(RunConfig):
-        assert kind == "section" or f"`{key}`" in pages["reference/config.md"]
+        assert kind == "section" or f"`{key}`" in generated["reference/config.md"]
         assert meaning, f"{key} has no meaning: a string under the field in config/models/"
     for name, cls in vars(errors).items():
         if isinstance(cls, type) and issubclass(cls, Exception) and cls.__module__ == errors.__name__:
-            assert f"`{name}`" in pages["reference/errors.md"]
+            assert f"`{name}`" in generated["reference/errors.md"]
     assert set(ToolFailure) == set(reference.TOOL_ERRORS)
 
 

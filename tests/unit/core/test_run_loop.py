@@ -18,7 +18,7 @@ PROGRAM = """
 import asyncio, atexit, logging, os, signal, sys, threading, time
 from polyturn.cli.end_process import end_process
 from polyturn.core.run_loop import run_loop
-
+{before}
 LEFT = []
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
@@ -75,9 +75,15 @@ end_process(program)
 """
 
 
-def ended(work: str, *, then: str = "pass") -> subprocess.CompletedProcess[str]:
+IMPATIENT = """
+sys.modules["polyturn.core.run_loop"].GRACE_S, sys.modules["polyturn.core.run_loop"].END_S = 0.2, 1.5
+sys.modules["polyturn.cli.end_process"].GRACE_S = 0.5
+"""
+
+
+def ended(work: str, *, then: str = "pass", before: str = "") -> subprocess.CompletedProcess[str]:
     """Return what a program left whose coroutine did `work`."""
-    program = PROGRAM.format(work=textwrap.indent(textwrap.dedent(work), "    "), then=then)
+    program = PROGRAM.format(before=before, work=textwrap.indent(textwrap.dedent(work), "    "), then=then)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
 
 
@@ -96,7 +102,7 @@ def ended(work: str, *, then: str = "pass") -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_what_is_left_is_named_and_keeps_nothing(work: str, named: str):
-    done = ended(work)
+    done = ended(work, before=IMPATIENT)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "at the end of the" in done.stderr and "abandoned" in done.stderr and named in done.stderr
     assert "Traceback" not in done.stderr and "was destroyed" not in done.stderr and "Exception ignored" not in done.stderr
