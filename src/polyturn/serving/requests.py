@@ -89,6 +89,9 @@ def _marked(value: Any, kind: str) -> Any:
     """Return media in which base64 without a head, as some trainers send it, is a data URI."""
     if isinstance(value, list):
         return [_marked(one, kind) for one in value]
+    if isinstance(value, Mapping):
+        inner = value.get("bytes", value.get("url"))
+        return value if (marked := _marked(inner, kind)) is inner else marked
     if isinstance(value, str) and not value.startswith(("data:", "http:", "https:", "file:")):
         try:
             content = base64.b64decode(value, validate=True)
@@ -103,8 +106,8 @@ def _marked_parts(message: Any) -> Any:
     if not isinstance(content, list):
         return message
     parts = [
-        {**part, kind: _marked(part[kind], kind)}
-        if isinstance(part, Mapping) and (kind := kind_of(part)) is not None and kind in part
+        {**part, **{key: _marked(part[key], kind) for key in (kind, f"{kind}_url") if key in part}}
+        if isinstance(part, Mapping) and (kind := kind_of(part)) is not None
         else part
         for part in content
     ]
