@@ -22,7 +22,7 @@ def as_score(value: Any) -> float | None:
     """Return a reward or a score as a float; None for what is none: no number, not finite, or larger than `MAX_REWARD`."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # a tensor of two numbers raises RuntimeError, and a class of an author's whatever it likes
         return None
     return number if abs(number) <= MAX_REWARD else None  # NaN compares as false
 

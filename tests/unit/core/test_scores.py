@@ -13,7 +13,16 @@ from polyturn.core.reward import MAX_REWARD, as_score
 from polyturn.rewards.judge import read_verdict
 from polyturn.tools.result_shape import finite
 
+
+class Two:
+    """As a tensor of two numbers."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+
+
 NO_SCORES: list[Any] = [
+    Two(),
     1e308,
     -1e308,
     1e16,
