@@ -126,19 +126,9 @@ def make_gpt(config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, 
         **experts,
         **(recompute if recomputes else {}),
     )
-    spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False, normalization="RMSNorm")
-    spec.layer_norm = RmsNorm
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
-        if layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = Router
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = SdpaAttention
-        if own.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RmsNorm
     gpt = GPTModel(
         own,
-        spec,
+        _layers(own),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -150,6 +140,21 @@ def make_gpt(config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, 
     gpt.register_state_dict_post_hook(_drop_empty)
     gpt.post_process = False  # what is read off hidden states is for `MegatronNetwork` to say; the layers were made before
     return gpt
+
+
+def _layers(own: TransformerConfig) -> Any:
+    """Return megatron-core's description of the layers, with our norms, attention and router in place of its own."""
+    spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False, normalization="RMSNorm")
+    spec.layer_norm = RmsNorm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = Router
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = SdpaAttention
+        if own.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return spec
 
 
 def _experts(config: PreTrainedConfig, degrees: Degrees) -> dict[str, Any]:
