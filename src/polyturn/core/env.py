@@ -21,7 +21,7 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.messages import Message
 from polyturn.core.plugin_class import CallShape, Shape
 from polyturn.core.registry import Registry
-from polyturn.core.reward import MAX_REWARD, as_score, shown
+from polyturn.core.reward import MAX_REWARD, as_flag, as_score, shown
 
 
 @runtime_checkable
@@ -109,15 +109,16 @@ class EnvStep(NamedTuple):
             return _of_seats(returned, name=name)
         if not isinstance(returned, tuple | list) or len(returned) not in (4, 5):
             raise SchedulerError(
-                f"the environment {name!r}: step returned {returned!r:.200}; return (observation, reward, done, info), or "
-                "(observation, reward, terminated, truncated, info)"
+                f"the environment {name!r}: step returned {shown(returned, 200)}; return (observation, reward, done, info), "
+                "or (observation, reward, terminated, truncated, info)"
             )
         observation, reward, is_done, *truncated, info = returned
-        is_truncated = bool(truncated and truncated[0] and not is_done)
+        is_over = _flag(is_done, name=name)
+        is_truncated = not is_over and any(_flag(flag, name=name) for flag in truncated)
         return cls(
             observed(observation, name=name),
             _reward(reward, name=name),
-            bool(is_done) or is_truncated,
+            is_over or is_truncated,
             _info(info, name=name),
             is_truncated,
         )
@@ -125,13 +126,14 @@ class EnvStep(NamedTuple):
 
 def _of_seats(given: Seated, *, name: str) -> EnvStep:
     rewards = {seat: _reward(value, name=name) for seat, value in given.rewards.items()}
-    is_done = bool(given.terminated or given.truncated)
+    is_over = _flag(given.terminated, name=name)
+    is_done = is_over or _flag(given.truncated, name=name)
     return EnvStep(
         observed(given.observation, name=name),
         0.0,
         is_done,
         _info(given.info, name=name),
-        is_done and not given.terminated,
+        is_done and not is_over,
         given.seat,
         rewards,
     )
@@ -147,9 +149,18 @@ def _reward(value: Any, *, name: str) -> float:
     return number
 
 
+def _flag(value: Any, *, name: str) -> bool:
+    """Return whether an environment says that it is over."""
+    if (flag := as_flag(value)) is None:
+        raise SchedulerError(
+            f"the environment {name!r}: step gave {shown(value)} for whether it is over; it is true or false"
+        )
+    return flag
+
+
 def _info(info: Any, *, name: str) -> dict[str, Any]:
     if info is not None and not isinstance(info, Mapping):
-        raise SchedulerError(f"the environment {name!r}: step gave the info {info!r:.100}; it must be a mapping or None")
+        raise SchedulerError(f"the environment {name!r}: step gave the info {shown(info)}; it must be a mapping or None")
     return dict(info or {})
 
 
@@ -174,4 +185,4 @@ def observed(observation: Any, *, name: str) -> tuple[Message, ...]:
         return (Message.from_openai(observation),)
     if isinstance(observation, Sequence) and all(isinstance(m, Message | Mapping) for m in observation):
         return tuple(Message.from_openai(m) for m in observation)
-    raise SchedulerError(f"the environment {name!r} showed {observation!r:.200}; return a text, a message, or messages")
+    raise SchedulerError(f"the environment {name!r} showed {shown(observation, 200)}; return a text, a message, or messages")

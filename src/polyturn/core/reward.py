@@ -8,6 +8,7 @@ trajectory and a reward function tells them apart, `agents` has what each of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,16 @@ def as_score(value: Any) -> float | None:
     except Exception:  # a tensor of two numbers raises RuntimeError, and a class of an author's whatever it likes
         return None
     return number if abs(number) <= MAX_REWARD else None  # NaN compares as false
+
+
+def as_flag(value: Any) -> bool | None:
+    """Return what a plug-in says for yes or no; None for a text, of which "false" would be true, a collection and NaN."""
+    if isinstance(value, str | bytes | Mapping | list | tuple) or (isinstance(value, float) and math.isnan(value)):
+        return None
+    try:
+        return bool(value)
+    except Exception:  # an array of several, and whatever an author's class raises
+        return None
 
 
 def shown(value: Any, max_chars: int = 100) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from polyturn.core.errors import DataError, InteractionError, LifecycleError, RolloutError, one_line
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
-from polyturn.core.reward import MAX_REWARD, as_score, shown
+from polyturn.core.reward import MAX_REWARD, as_flag, as_score, shown
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.adapters import in_usual_form
@@ -147,12 +147,16 @@ class InteractionSession:
             answer = await self._call(self._interaction.generate_response, self._live(), messages, kwargs=kwargs)
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise InteractionError(
-                f"interaction {self.name!r}: generate_response returned {answer!r:.200}; it must return "
+                f"interaction {self.name!r}: generate_response returned {shown(answer, 200)}; it must return "
                 "(should_terminate, content, score, metadata)"
             )
         done, content, score, metadata = answer
+        if (is_done := as_flag(done)) is None:
+            raise InteractionError(
+                f"interaction {self.name!r}: generate_response gave {shown(done)} for should_terminate; it is true or false"
+            )
         return InteractionReply(
-            is_done=bool(done),
+            is_done=is_done,
             content=self._content(content),
             score=None if score is None else self._number("generate_response", score),
             metadata=dict(metadata or {}),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from polyturn.core.errors import RewardError
-from polyturn.core.reward import MAX_REWARD, as_score
+from polyturn.core.reward import MAX_REWARD, as_flag, as_score
+from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.judge import read_verdict
+from polyturn.rollout.run_episode import run_episode
+from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.result_shape import finite
 
 
@@ -49,6 +53,28 @@ def test_what_no_loss_can_hold_is_no_reward(value: Any) -> None:
 def test_a_number_is_a_reward(value: Any) -> None:
     assert as_score(value) == float(value)
     assert np.isfinite(np.square(np.float32(value)) * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("value", "flag"),
+    [
+        *((v, True) for v in (True, 1, 1.0, np.bool_(True), np.array(1), re.match("a", "a"))),
+        *((v, False) for v in (False, None, 0, np.bool_(False), np.array([0.0]))),
+        *((v, None) for v in ("false", "", b"", "no", math.nan, {}, {"a": 1}, [], (True,), np.array([0, 1]))),
+    ],
+)
+def test_a_yes_is_no_text_and_no_collection(value: Any, flag: bool | None) -> None:
+    assert as_flag(value) is flag
+
+
+async def test_an_interaction_that_answers_in_another_order_fails_its_trajectory() -> None:
+    class Swapped(BaseInteraction):
+        async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            return "Try again.", False, 0.0, {}
+
+    context = scripted_context(["#### 4"], interactions={"user": Swapped({"name": "user"})})
+    trajectory = await run_episode(context, task(interaction="user"), id="e")
+    assert "gave 'Try again.' for should_terminate; it is true or false" in str(trajectory.error)
 
 
 @pytest.mark.parametrize(

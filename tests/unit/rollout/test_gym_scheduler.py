@@ -143,6 +143,10 @@ async def test_a_limit_ends_the_episode_whatever_the_environment_says_and_closes
         ({"returns": ("x", "much", False, {})}, "step gave the reward 'much'; it must be a finite number"),
         ({"returns": ("x", float("nan"), False, {})}, "step gave the reward nan"),
         ({"returns": ("x", 0.0, False, 5)}, "step gave the info 5; it must be a mapping or None"),
+        ({"returns": ("x", 0.0, "false", {})}, "step gave 'false' for whether it is over; it is true or false"),
+        ({"returns": ("x", 0.0, float("nan"), {})}, "step gave nan for whether it is over"),
+        ({"returns": ("x", 0.0, False, {}, {})}, "step gave {} for whether it is over"),
+        ({"returns": ("x", 0.0, [[0, 1]], {})}, "step gave [[0, 1]] for whether it is over"),
         ({"returns": (5, 0.0, False, {})}, "showed 5; return a text, a message, or messages"),
     ],
 )
