@@ -56,27 +56,31 @@ def run_loop(work: Coroutine[Any, Any, T], *, deadline_s: float = DEADLINE_S) ->
     finally:
         standstill.end_loop()
         # In a thread: what a plug-in does when it is cancelled may stand still, and the loop with it.
-        ending = threading.Thread(target=_end, args=(loop,), name="polyturn-end-tasks", daemon=True)
+        ended = threading.Event()
+        ending = threading.Thread(target=_end, args=(loop, ended), name="polyturn-end-tasks", daemon=True)
         ending.start()
         try:
             ending.join(END_S)
         except KeyboardInterrupt:
             logger.warning("interrupted while tasks were being cancelled; they are abandoned")
         asyncio.set_event_loop(None)
-        if not ending.is_alive():
+        if ended.is_set():
             loop.close()  # ends the default executor, too, and does not wait for its threads
         else:
             _ABANDONED.append(loop)
-            frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(ending.ident or 0))]
-            logger.warning("abandoned at the end of the run, because it stands still: %s", place_of(frames[::-1]))
+        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(ending.ident or 0))]
+        place = place_of(frames[::-1]) if ending.is_alive() else ""
+        if place or not ended.is_set():
+            logger.warning("abandoned at the end of the run, because it stands still: %s", place)
 
 
-def _end(loop: asyncio.AbstractEventLoop) -> None:
+def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
     """Run in a thread: end the tasks of a loop. What a plug-in raises there is no error of the run."""
     try:
         loop.run_until_complete(_end_tasks(loop))
     except BaseException as problem:
         logger.warning("a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
+    ended.set()
     gc.collect()  # here, where finalizers of plug-ins may stand still
 
 
