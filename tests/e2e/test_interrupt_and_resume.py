@@ -30,7 +30,7 @@ from support.states import tensors_in
 
 call = functools.partial(call_command, main)
 
-STEPS = 24
+STEPS, WARM_STEPS = 16, 150
 SETTINGS = [
     f"train.steps={STEPS}",
     "train.checkpoint_every=3",
@@ -134,7 +134,9 @@ def test_a_signal_that_is_ignored_stays_so(number: signal.Signals):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_leaves_a_checkpoint_and_resume_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, whole: Path, number: int, code: int
 ):
@@ -168,12 +170,12 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path, 
     check_is_like(run, whole)
 
 
-WARM = ["train.steps=1", "warm_start.steps=300", "warm_start.batch_size=2", "engine.deterministic=true"]
+WARM = ["train.steps=1", f"warm_start.steps={WARM_STEPS}", "warm_start.batch_size=2", "engine.deterministic=true"]
 
 
 def check_warm_start_is_like(run: Path, whole: Path) -> None:
     steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 301)), "every step once"
+    assert steps == list(range(1, WARM_STEPS + 1)), "every step once"
     assert not (run / "warm_start").exists()
     left, expected = weights(run), weights(whole)
     assert all(torch.equal(left[name], expected[name]) for name in expected), "the weights are the same to the bit"
@@ -215,7 +217,7 @@ def test_supervised_training_that_is_interrupted_goes_on_in_its_folder(tmp_path:
     called = call(*shlex.split(again)[1:])
     assert called.code == 0, called.err
     steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 301)) and sorted(p.name for p in run.parent.iterdir()) == ["tiny-sft"]
+    assert steps == list(range(1, WARM_STEPS + 1)) and sorted(p.name for p in run.parent.iterdir()) == ["tiny-sft"]
     assert (run / "model" / "config.json").is_file() and not (run / "warm_start").exists()
 
 
