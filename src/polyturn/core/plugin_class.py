@@ -163,7 +163,9 @@ def _check_call(cls: type, name: str, call: CallShape, *, prefix: str) -> None:
 
 
 def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    """Return how like two names are; 1 where they differ in the order of their letters, capitals and underscores alone."""
+    plain, others = (sorted(name.replace("_", "").lower()) for name in (one, other))
+    return 1.0 if plain == others else difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _binds(signature: inspect.Signature, *args: Any) -> bool:

@@ -133,6 +133,8 @@ def test_what_is_right_passes_and_helpers_may_have_names_of_their_own(tmp_path: 
         ("interaction", "calculate_scores(self, instance_id, **kwargs)", "calculate_score"),
         ("verl interaction", "finalise_interaction(self, instance_id, **kwargs)", "finalize_interaction"),
         ("tool", "releases(self, instance_id, **kwargs)", "release"),
+        ("tool", "cerate(self, instance_id=None, **kwargs)", "create"),
+        ("tool", "Create(self, instance_id=None, **kwargs)", "create"),
         ("tool", "calc_rewards(self, instance_id, **kwargs)", "calc_reward"),
         ("verl tool", "calc_rewad(self, instance_id, **kwargs)", "calc_reward"),
         ("scheduler", "on_trajectory_begin(self, episode)", "on_trajectory_(start|end)"),
