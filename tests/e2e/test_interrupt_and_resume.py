@@ -123,6 +123,30 @@ def test_a_run_goes_on_to_its_checkpoint_although_nobody_hears_it_any_more(tmp_p
     check_is_like(run, whole)
 
 
+def test_a_signal_in_the_middle_of_a_line_of_the_log_does_not_write_into_it():
+    code = """
+import logging, os, signal, threading
+from polyturn.api.signals import Signals
+done = threading.Event()
+class Interrupted(logging.Handler):
+    depth = 0
+    def emit(self, record):
+        self.depth += 1
+        if record.msg == "first":
+            os.kill(os.getpid(), signal.SIGINT)
+        os.write(1, f"{self.depth} {record.msg}\\n".encode())
+        self.depth -= 1
+        if record.msg != "first":
+            done.set()
+logging.getLogger().addHandler(Interrupted())
+with Signals():
+    logging.warning("first")
+    assert done.wait(60)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "1 first\n1 interrupted; a checkpoint is being written\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_is_ignored_stays_so(number: signal.Signals):
     """As under `nohup`, or of a job that a script put into the background."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import signal
@@ -51,5 +52,6 @@ class Signals:
     def note(self, number: int) -> None:
         """Take a signal as received."""
         self.received.append(number)
-        logger.warning("interrupted; a checkpoint is being written")
+        # By a thread: this one may be in the middle of writing another line to the same file, which cannot be entered twice.
+        _thread.start_new_thread(logger.warning, ("interrupted; a checkpoint is being written",))
         self.on_signal()
