@@ -468,6 +468,18 @@ def test_the_engines_logprobs_can_be_the_old_ones_and_save_a_forward_pass(tmp_pa
     assert all(np.array_equal(s.old_logprobs, s.rollout_logprobs) for s in trained)
 
 
+def test_old_logprobs_of_an_engine_that_says_none_are_refused(tmp_path: Path):
+    rig = Rig(tmp_path, minibatches=2, steps=1, old_logprobs="engine")
+    generate = rig.context.engine.generate
+
+    async def silent(request: GenerateRequest) -> Any:
+        return dataclasses.replace(await generate(request), logprobs=None)
+
+    rig.context.engine.generate = silent  # type: ignore[method-assign]
+    with pytest.raises(TrainingError, match=r"old_logprobs is 'engine' and sample .* came without logprobs; set it to"):
+        rig.run()
+
+
 def test_a_step_that_ends_between_two_optimizer_steps_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rig = Rig(tmp_path, fail_at=3, minibatches=2, checkpoint_every=1)
     with pytest.raises(TrainingError, match="the loss is not finite"):
