@@ -4,9 +4,10 @@
     python benchmarks/mutants.py --num 40 --seed 3 --packages tokens rollout
     python benchmarks/mutants.py --only "batching/layout.py:88"     those of one line, with the difference
 
-Each mutant runs in a copy of `src` of its own against the tests nearest to it, until one fails: those named after its file,
-the others of its package, then the properties and goldens. A mutant that survives is an error, unless `mutants_argued.json`
-says why the change cannot be seen.
+All tests of the packages, the properties and the goldens run once, and it is noted which functions each calls. Each mutant
+then runs in a copy of `src` of its own against those that call its function, until one fails, and against those of its
+package that start processes of their own. A mutant that survives is an error, unless `mutants_argued.json` says why the
+change cannot be seen.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/polyturn"
@@ -35,6 +41,7 @@ PACKAGES = ("core", "tokens", "rollout", "batching", "algorithms", "training")
 EVERYWHERE = ("tests/property", "tests/golden")
 """Tests that execute any of the packages."""
 ARGUED = Path(__file__).with_name("mutants_argued.json")
+QUIET = ("-q", "-pno:cacheprovider", "-mnot slow and not demo", "-pno:xdist")
 MAX_SECONDS = 1800.0
 """A mutant under which a circle of tests does not end in so long is noticed, too."""
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -108,7 +115,7 @@ def _is_left_alone(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
-        case ast.Expr(value=ast.Constant()):
+        case ast.Expr(value=ast.Constant()) | ast.keyword(arg="strict"):  # an assertion, too, on lists that are zipped
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "log" | "_log")))):
             return True
@@ -136,14 +143,116 @@ def changes(node: ast.AST) -> Iterator[ast.expr | str]:
             yield "pass"
 
 
-def circles(mutant: Mutant) -> Iterator[list[str]]:
-    """Yield the tests of a mutant from the nearest to the farthest."""
-    package = ROOT / "tests/unit" / Path(mutant.file).parts[0]
-    near = sorted(str(p) for p in package.rglob(f"test_{Path(mutant.file).stem}*.py"))
-    if near:
-        yield near
-    yield [str(package), *(f"--ignore={p}" for p in near)]
-    yield list(EVERYWHERE)
+def circles(mutant: Mutant, calls: Mapping[str, Calls]) -> Iterator[list[str]]:
+    """Yield the tests of a mutant from the nearest to the farthest: those that call its function, the quickest files first,
+    then those of its package whose processes may."""
+    path = mutant.file.removesuffix(".py")
+    of_file = {test for test, made in calls.items() if any(name.startswith(f"{path}:") for name in made.names)}
+    of_function = {test for test in of_file if f"{path}:{mutant.function}" in calls[test].names}
+    tests = of_function or of_file  # what stands in a class is executed where it is imported
+    seconds: dict[str, float] = defaultdict(float)
+    for test in tests:
+        seconds[test.partition("::")[0]] += calls[test].seconds
+    if tests:
+        yield sorted(tests, key=lambda test: (seconds[test.partition("::")[0]], test))
+    package = f"tests/unit/{Path(mutant.file).parts[0]}/"
+    if others := [t for t, made in calls.items() if made.has_processes and t not in tests and t.startswith(package)]:
+        yield others
+
+
+class Calls(NamedTuple):
+    """What a test calls in its own process."""
+
+    names: frozenset[str]
+    """FILE:FUNCTION below src/polyturn."""
+    has_processes: bool
+    """It starts others, whose calls are not known."""
+    seconds: float
+
+
+class CallNotes:
+    """A plug-in of pytest that notes what each test calls; fixtures count for the test that is the first to need them, and
+    for all of its file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._called: set[tuple[str, str]] = set()
+        self._of_file: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        self._of_test: dict[str, set[tuple[str, str]]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if code.co_filename.startswith(_SOURCE) or code.co_qualname in _STARTS:
+            self._called.add((code.co_filename, code.co_qualname))
+
+    def _traced(self, called: set[tuple[str, str]]) -> None:
+        self._called = called
+        threading.settrace(self._note)
+        sys.settrace(self._note)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        """Note what is called to prepare a test, and those of its file that share it."""
+        self._traced(self._of_file[item.nodeid.partition("::")[0]])
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Note what a test calls."""
+        began = time.perf_counter()
+        self._traced(self._of_test.setdefault(item.nodeid, set()))
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            self._seconds[item.nodeid] = time.perf_counter() - began
+
+    def pytest_sessionfinish(self) -> None:
+        """Write all of it down."""
+        found = {}
+        for test, called in self._of_test.items():
+            every = called | self._of_file[test.partition("::")[0]]
+            names = {_name(*one) for one in every if one[0].startswith(_SOURCE)}
+            has_processes = any(not one[0].startswith(_SOURCE) for one in every)
+            found[test] = [sorted(names), has_processes, self._seconds.get(test, 0.0)]
+        (self._folder / f"{os.getpid()}.json").write_text(json.dumps(found))
+
+
+_SOURCE = str(SOURCE)
+_STARTS = {subprocess.Popen.__init__.__qualname__, multiprocessing.Process.start.__qualname__}
+
+
+def _name(file: str, function: str) -> str:
+    return f"{Path(file).relative_to(SOURCE).with_suffix('')}:{function.replace('.<locals>', '')}"
+
+
+def note_calls(tests: Sequence[str], folder: Path) -> None:
+    """Run `tests` in a process of its own, and write what each calls into a folder."""
+    os.chdir(ROOT)
+    sys.path[:0] = [str(SOURCE.parent), str(ROOT)]
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
+    pytest.main([*QUIET, *tests], plugins=[CallNotes(folder)])
+    os._exit(0)
+
+
+def calls_of_tests(packages: Sequence[str], jobs: int) -> dict[str, Calls]:
+    """Return test -> what it calls, of the tests of the packages and of those that execute any of them."""
+    files = [path for p in (*(f"tests/unit/{p}" for p in packages), *EVERYWHERE) for path in (ROOT / p).rglob("test_*.py")]
+    shares = [[str(path.relative_to(ROOT)) for path in sorted(files)[i :: 4 * jobs]] for i in range(4 * jobs)]
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+
+        def run(share: list[str]) -> None:
+            process = PROCESSES.Process(target=note_calls, args=(share, Path(folder)))
+            process.start()
+            process.join()
+
+        list(pool.map(run, [share for share in shares if share]))
+        return {
+            test: Calls(frozenset(names), has_processes, seconds)
+            for path in Path(folder).glob("*.json")
+            for test, (names, has_processes, seconds) in json.loads(path.read_text()).items()
+        }
 
 
 class FirstFailure:
@@ -164,8 +273,6 @@ class FirstFailure:
 
 def run_tests(source: Path, tests: Sequence[str], found: Path) -> None:
     """Run `tests` with the package of `source`, in a process of its own; write the first failure to `found`."""
-    import pytest
-
     os.chdir(ROOT)
     os.setpgrp()
     os.environ["PYTHONPATH"] = str(source)
@@ -173,7 +280,7 @@ def run_tests(source: Path, tests: Sequence[str], found: Path) -> None:
     sys.dont_write_bytecode = True
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
     first = FirstFailure()
-    code = int(pytest.main(["-xq", "-pno:cacheprovider", "-mnot slow and not demo", *tests], plugins=[first]))
+    code = int(pytest.main(["-x", *QUIET, *tests], plugins=[first]))
     found.write_text("" if code in {0, 5} else first.name or f"pytest, exit {code}", encoding="utf-8")  # 5: no test is there
     os._exit(0)
 
@@ -192,7 +299,7 @@ def failing(source: Path, tests: Sequence[str]) -> str:
         return found.read_text(encoding="utf-8") if found.exists() else f"exit {process.exitcode}"
 
 
-def catches(mutant: Mutant) -> str:
+def catches(mutant: Mutant, calls: Mapping[str, Calls]) -> str:
     """Return the test that fails because of the mutant, or nothing where all pass."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder) / "src/polyturn"
@@ -200,7 +307,7 @@ def catches(mutant: Mutant) -> str:
         path = tree / mutant.file
         raw = path.read_bytes()
         path.write_bytes(raw[: mutant.span[0]] + mutant.after.encode() + raw[mutant.span[1] :])
-        for tests in circles(mutant):
+        for tests in circles(mutant, calls):
             by = failing(tree.parent, tests)
             if by and "::" in by and failing(SOURCE.parent, [by]):
                 print(f"unsteady {by} fails without any mutant", flush=True)
@@ -228,10 +335,14 @@ def main() -> None:
     else:
         drawn = random.Random(options.seed).sample(found, min(options.num, len(found)))
     argued = json.loads(ARGUED.read_text())
+    calls = calls_of_tests(options.packages, options.jobs)
+    print(
+        f"{len(calls)} tests call {len(frozenset().union(*(made.names for made in calls.values())))} functions", flush=True
+    )
     outcomes: dict[str, list[str]] = defaultdict(list)
 
     def run(mutant: Mutant) -> None:
-        by = catches(mutant)
+        by = catches(mutant, calls)
         outcome = "caught" if by else "argued" if mutant.key in argued else "survived"
         outcomes[outcome].append(mutant.key)
         print(f"{outcome:8} {mutant.file}:{mutant.line} {mutant.before:.90} -> {mutant.after:.90}", by, flush=True)
