@@ -108,16 +108,19 @@ class JournalFile:
     # For the loop.
 
     def begin(self, step: int) -> None:
-        """Start the journal of the checkpoint of `step`, which is about to be written; that of the one before it stays."""
+        """Start the journal of the checkpoint of `step`, which is about to be written; that of the one before it stays. A
+        disk that takes none ends the journal, until the next checkpoint."""
         with self._lock:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for old in sorted(self._folder.glob("step-*.jsonl"))[:-1]:
-                old.unlink(missing_ok=True)
-            path = self._path(step)
             self._step, self._trained = step, {}
             if self._file is None:
                 self._live = {}
-            self._write_anew(path)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                for old in sorted(self._folder.glob("step-*.jsonl"))[:-1]:
+                    old.unlink(missing_ok=True)
+                self._write_anew(self._path(step))
+            except OSError as problem:
+                self._end(problem)
 
     def settle(self) -> None:
         """Say that the last checkpoint of the run is written: journals before its own go, and its own if it has no use."""
@@ -299,10 +302,13 @@ class JournalFile:
                 self._size += done
                 left = left[done:]
         except OSError as problem:
-            logger.warning("conversations in flight are not kept any more (%s); a resumed run restarts them", problem)
-            self._close()
+            self._end(problem)
             return None
         return place
+
+    def _end(self, problem: OSError) -> None:
+        logger.warning("conversations in flight are not kept any more (%s); a resumed run restarts them", problem)
+        self._close()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.jsonl"

@@ -209,3 +209,23 @@ def test_what_became_of_them_is_said_once_however_many_steps_they_start_in(tmp_p
     assert resumed == [2, 1, 0]
     (said,) = [r.getMessage() for r in caplog.records if "in flight" in r.getMessage()]
     assert said == "conversations in flight: 3 went on from their last complete turn, 0 start from their tasks"
+
+
+def test_a_disk_that_takes_no_journal_ends_it_until_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    life = Life(tmp_path, step=2)
+    life.begins("g4/0")
+    monkeypatch.setattr(Path, "replace", full)
+    life.flights.begin(3)
+    assert "not kept any more ([Errno 28] No space left on device)" in caplog.text
+    life.turn("g4/0", version=3)
+    monkeypatch.undo()
+    life.flights.begin(4)
+    life.begins("g4/1")
+    life.turn("g4/1", version=4)
+    after = Life(tmp_path, step=4, resumes=True)
+    assert after.held("g4/1") == ["behind 1"] and after.held("g4/0") is None
