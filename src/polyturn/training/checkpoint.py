@@ -12,7 +12,6 @@ one that it replaces is renamed first, and comes back if the kill fell between t
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from polyturn.core.errors import CheckpointError
+from polyturn.core.errors import CheckpointError, one_line
 from polyturn.core.protocols import Stored
 
 STATE = "state.pt"
@@ -79,9 +78,9 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be written, for instance on a full disk; the earlier ones are intact.
         """
-        self._restore()
         draft, parts = self.folder / f".draft-{step:06d}", stored or {}
         with self._writing(draft, step):
+            self._restore()
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             for name, one in parts.items():
@@ -93,9 +92,9 @@ class Checkpoints:
                     time.sleep(_POLL_S)
                 export(draft / MODEL)
                 final = self._write(draft, step, state)
-            if is_best:
-                self.mark_best(step)
-            self._prune()
+                if is_best:
+                    self.mark_best(step)
+                self._prune()
             if self._former is not None:
                 shutil.rmtree(self._former, ignore_errors=True)
             return final
@@ -159,8 +158,11 @@ class Checkpoints:
             raise CheckpointError(f"there is no checkpoint at {path}; a checkpoint is a folder with {STATE} in it")
         try:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as problem:
-            raise CheckpointError(f"the checkpoint {file} is damaged ({problem}); resume from an earlier one") from problem
+        except Exception as problem:  # whatever damaged bytes come to
+            said = (
+                f"the checkpoint {file} cannot be read ({one_line(problem)}); to resume from an earlier one, remove {path}"
+            )
+            raise CheckpointError(said) from problem
         return state
 
     def _all(self) -> list[Path]:

@@ -63,8 +63,7 @@ def read_shards(state: dict[str, Any], folder: Path, *, whose: str = "checkpoint
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except (CheckpointException, Exception) as problem:  # whatever damaged bytes come to, on whichever rank
-        said = f"the {whose} in {folder} cannot be read ({_reason(problem)}); resume from an earlier one"
-        raise CheckpointError(said) from problem
+        raise _unreadable(problem, folder, whose) from problem
 
 
 def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
@@ -86,7 +85,7 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
     Raises:
         CheckpointError: there is nothing, or it is damaged.
     """
-    if not (folder / METADATA).is_file():
+    if not (folder / METADATA).is_file() and not any(folder.glob("*.distcp")):
         raise CheckpointError(
             f"there is no state in shards in {folder}; a checkpoint of an earlier version holds whole tensors and cannot be "
             f"resumed, but a new run can start from its weights (model.path={folder.parent / 'model'})"
@@ -94,9 +93,7 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
     try:
         found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as problem:  # whatever unpickling damaged bytes comes to
-        raise CheckpointError(
-            f"the {whose} in {folder} is damaged ({one_line(problem)}); resume from an earlier one"
-        ) from problem
+        raise _unreadable(problem, folder, whose) from problem
     return {
         name: TensorKind(tuple(entry.size), entry.properties.dtype)
         for name, entry in found.items()
@@ -156,6 +153,12 @@ def _start(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def _unreadable(problem: BaseException, folder: Path, whose: str) -> CheckpointError:
+    return CheckpointError(
+        f"the {whose} in {folder} cannot be read ({_reason(problem)}); to resume from an earlier one, remove {folder.parent}"
+    )
 
 
 def _reason(problem: BaseException) -> str:

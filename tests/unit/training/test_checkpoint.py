@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from polyturn.core.errors import CheckpointError
-from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.checkpoint import Checkpoints, Saver
 
 
 def export(folder: Path) -> None:
@@ -101,13 +102,29 @@ def test_a_kill_while_a_checkpoint_is_replaced_costs_nothing(tmp_path: Path, mon
     assert again.load(latest) == {"try": 3} and [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
-def test_a_missing_and_a_damaged_checkpoint_say_so(tmp_path: Path):
+def test_a_missing_checkpoint_says_so(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest() is None
     with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*; a checkpoint is a folder with state\.pt"):
         checkpoints.load(tmp_path / "step-000001")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:100], lambda whole: b"", lambda whole: b"\x80\x02}s.", lambda whole: b"ab"]
+)
+def test_a_damaged_checkpoint_says_in_one_line_what_to_do(tmp_path: Path, damage: Callable[[bytes], bytes]):
+    checkpoints = Checkpoints(tmp_path)
     path = checkpoints.save(1, {"step": 1}, export=export)
     state = path / "state.pt"
-    state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"is damaged .*; resume from an earlier one"):
+    state.write_bytes(damage(state.read_bytes()))
+    said = r"^the checkpoint .*state\.pt cannot be read \(\w+Error.*\); to resume from an earlier one, remove .*step-000001$"
+    with pytest.raises(CheckpointError, match=said):
         checkpoints.load(path)
+
+
+def test_a_mark_that_cannot_be_written_is_told_as_a_checkpoint_that_cannot(tmp_path: Path):
+    (tmp_path / ".best").mkdir()
+    saver = Saver(Checkpoints(tmp_path))
+    saver.save(1, {"step": 1}, export=export, is_best=True)
+    with pytest.raises(CheckpointError, match=r"step 1 cannot be written .*the last good one is .*step-000001"):
+        saver.wait()
