@@ -16,8 +16,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Weight = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0)]
 Outcome = Literal["rest", "add", "ignore", "end"]
 
 
@@ -33,7 +32,7 @@ class EstimatorOptions:
 class DividedOptions(EstimatorOptions):
     """An estimator that divides by a spread."""
 
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    eps: Annotated[float, Field(ge=0)] | None = None
     """Added to what divides."""
 
 
@@ -101,7 +100,7 @@ class GdpoOptions(NormOptions):
     """Each score normalised apart."""
 
     name: Literal["gdpo"]
-    weights: Mapping[str, Weight] | None = None
+    weights: Mapping[str, float] | None = None
     """Weight of each named score; null takes those of the reward."""
     whiten_batch: bool | None = None
     """Normalise the sum over the batch."""
@@ -163,7 +162,7 @@ class MtGrpoOptions(TurnOptions):
     """The score of a turn and the outcome, each against the group's."""
 
     name: Literal["mt_grpo"]
-    outcome_weight: Weight | None = None
+    outcome_weight: float | None = None
     """Weight of the outcome beside the turn."""
 
 
@@ -172,7 +171,7 @@ class GigpoOptions(TurnOptions):
     """Turns taken in one state against one another, beside trajectories."""
 
     name: Literal["gigpo"]
-    step_weight: Weight | None = None
+    step_weight: float | None = None
     """Weight of the comparison of turns."""
     gamma: Share | None = None
     """Discount per turn."""

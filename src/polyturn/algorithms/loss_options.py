@@ -35,9 +35,9 @@ class LossOptions:
 class RatioOptions(LossOptions):
     """A loss whose ratio is clipped."""
 
-    clip_low: Annotated[float, Field(ge=0)] | None = None
+    clip_low: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
     """The ratio is clipped below 1 - clip_low; null takes the loss's own bound, 0.2 for ppo_clip."""
-    clip_high: Annotated[float, Field(ge=0)] | None = None
+    clip_high: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
     """The ratio is clipped above 1 + clip_high; null takes the loss's own bound, 0.28 for ppo_clip."""
 
 
@@ -54,7 +54,7 @@ class PpoOptions(RatioOptions):
 
     name: Literal["ppo_clip", "dapo"] = "ppo_clip"
     """A registered policy loss, or `file.py:function`."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=True)] | None = None
     """Bound of the loss at negative advantages, as a multiple of them; null is none."""
 
 
@@ -65,9 +65,9 @@ class ClipCovOptions(RatioOptions):
     name: Literal["clip_cov"]
     clip_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """The share of all tokens that is left out, drawn from those between the two bounds."""
-    clip_cov_lb: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    clip_cov_lb: float | None = None
     """The lower bound of their covariance."""
-    clip_cov_ub: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    clip_cov_ub: float | None = None
     """The upper bound of it."""
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class KlCovOptions(LossOptions):
     name: Literal["kl_cov"]
     kl_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """The share of all tokens that is penalised."""
-    ppo_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    ppo_kl_coef: Annotated[float, Field(ge=0)] | None = None
     """Weight of the penalty."""
 
 
@@ -92,9 +92,9 @@ class SapoOptions(LossOptions):
     """The soft gate of SAPO."""
 
     name: Literal["sapo"]
-    tau_pos: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tau_pos: Annotated[float, Field(gt=0)] | None = None
     """How fast the gate closes for tokens to be made likelier."""
-    tau_neg: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tau_neg: Annotated[float, Field(gt=0)] | None = None
     """The same for tokens to be made less likely; above tau_pos for stability."""
 
 

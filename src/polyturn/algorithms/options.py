@@ -16,6 +16,8 @@ from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 
+Bound = Annotated[float, Field(allow_inf_nan=True)]
+"""A number that may be infinite, which bounds nothing."""
 WEIGHTS = ("none", "token", "sequence", "geometric")
 REJECTIONS = (
     *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
@@ -46,13 +48,13 @@ class CorrectionSettings:
     """Importance weights of the policy loss. token: rho of each token, truncated importance sampling. sequence: the product
     of rho over the segment, for each of its tokens; unbiased and of high variance. geometric: its geometric mean. none only
     rejects and measures."""
-    cap: Annotated[float, Field(gt=0)] = 2.0
+    cap: Annotated[Bound, Field(gt=0)] = 2.0
     """Weights above it are cut to it: min(rho, cap), Ionides 2008."""
     beyond: Literal["truncate", "drop"] = "truncate"
     """What becomes of a weight above the cap: the cap, or 0."""
     normalize: bool = False
     """Divide the weights by their mean over the step."""
-    reject: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
+    reject: Mapping[str, Bound | tuple[Bound, Bound]] = field(default_factory=dict)
     """Bounds beyond which tokens leave the loss, for instance {seq_mean_k1: [0.99, 1.01]}: token, seq_sum, seq_mean or
     seq_max, and k1 (bounds of the ratio; one number is the upper, its inverse the lower), k2 or k3 (one, the upper). A
     segment leaves with all of its tokens."""

@@ -36,6 +36,7 @@ def explain(
     sentences: list[str] = []
     secrets = secrets_in(values, raw_env)
     places: set[KeyPath] = set()
+    told: set[KeyPath] = set()
     for problem in error.errors(include_url=False):
         path, is_meant = _locate(problem["loc"], model, values)
         places.add(path)
@@ -48,6 +49,7 @@ def explain(
             sentences.append(f"{dotted(path)!r} is missing{sources.of(path[:-1])}; give it a value")
         elif problem["type"] in ("value_error", "assertion_error") and isinstance(problem["input"], Mapping):
             sentences.append(f"{dotted(path)}: {message}" if path else message)
+            told.add(path)
         else:
             text = re.sub(r"^Input should be", "it must be", message)
             if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
@@ -57,8 +59,9 @@ def explain(
                 text = f"it must be a list, such as [{problem['input']}]"
             wrong.setdefault(path, []).append(text)
     for path, texts in wrong.items():
-        if isinstance(value_at(values, path), Mapping) and any(p != path and p[: len(path)] == path for p in places):
-            continue  # it was meant as a section, and what is wrong in it is said
+        inside = any(p != path and p[: len(path)] == path for p in places)
+        if path in told or (inside and isinstance(value_at(values, path), Mapping | list)):
+            continue  # it was meant as a section or a list, and what is wrong in it is said
         said = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")
         value = value_at(values, path)
         if said == "it must be a valid string" and isinstance(value, bool | int | float):

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from polyturn.config import schema
 from polyturn.config.explain import as_shown, explain
-from polyturn.config.references import resolve, writable
+from polyturn.config.references import resolve, value_at, writable
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
 from polyturn.config.unknown import as_of_now, unknown_keys, without_other_kinds
@@ -137,6 +137,11 @@ def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
         config = model.model_validate(resolved)
     except ValidationError as error:
         problems += explain(error, model, resolved, sources, raw_env)
+    problems += [
+        f"{sources.statement(path, as_shown(value_at(written, path), path, raw_env))}; {why}"
+        for path, why in schema.no_numbers(model, written)
+        if not any(dotted(path) in said for said in problems)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return Loaded(config, writable(config, resolved, raw_env))

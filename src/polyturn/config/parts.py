@@ -24,7 +24,9 @@ from polyturn.config import schema
 class OwnPart(BaseModel):
     """A part that another package or a file of yours has. Further keys are its arguments."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="allow", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     name: str
     """A registered name, `package.module:Attr` or `file.py:Attr`."""

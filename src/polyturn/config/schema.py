@@ -26,6 +26,8 @@ from pydantic_core import PydanticUndefined
 
 KeyPath = tuple[str | int, ...]
 """Where a value stands: ("rewards", 0, "name")."""
+MAX_INT = 2**63 - 1
+"""The largest whole number that torch and NumPy hold."""
 
 
 class KeyInfo(NamedTuple):
@@ -135,13 +137,14 @@ def meant(annotation: Any, value: Any) -> Any:
     """Return the member of an annotation that `value` is meant for.
 
     Among models that is the one whose literals (such as `type: Literal["a"]`) agree with the value and which knows most of
-    its keys.
+    its keys. Where one key tells them apart, the others may be wrong.
     """
     members = unwrap(annotation)
     if isinstance(value, Mapping):
         models = [m for m in members if is_model(m)]
         if models:
-            return min(models, key=lambda m: (_contradictions(m, value), len(value.keys() - set(keys_of(m)))))
+            by = told_apart_by(models) if len(models) > 1 else ""
+            return min(models, key=lambda m: (_contradictions(m, value, by), len(value.keys() - set(keys_of(m)))))
         return next((m for m in members if get_origin(m) in (dict, Mapping)), members[0])
     if isinstance(value, list | tuple):
         return next((m for m in members if get_origin(m) in (list, tuple, set, frozenset, Sequence)), members[0])
@@ -178,15 +181,29 @@ def with_choices(annotation: Any, value: Any) -> Any:
     return next((word for word in (("on", "yes") if value else ("off", "no")) if word in choices), value)
 
 
+def no_numbers(annotation: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what pydantic would take for a number where one is declared: a truth value, or one of far too many digits."""
+    if isinstance(value, Mapping | list):
+        of = meant(annotation, value)
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from no_numbers(child(of, key), inner, (*path, key))
+    members = unwrap(annotation)
+    if isinstance(value, bool) and bool not in members and (int in members or float in members):
+        yield path, "it must be a number; YAML reads on and yes as true, off and no as false"
+    elif isinstance(value, int) and int in members and abs(value) > MAX_INT:
+        yield path, f"it must be at most {MAX_INT}"
+
+
 def takes_more(section: type) -> bool:
     """Return whether a section takes keys that it does not declare."""
     return issubclass(section, BaseModel) and section.model_config.get("extra") == "allow"
 
 
-def _contradictions(model: type, value: Mapping[str, Any]) -> int:
-    """Count the literals of the model that `value` does not have, where it must, or has another value of."""
+def _contradictions(model: type, value: Mapping[str, Any], by: str) -> int:
+    """Count the literals, or only `by`, that `value` does not have, where it must, or has another value of."""
     return sum(
-        get_origin(found.annotation) is Literal
+        by in ("", key)
+        and get_origin(found.annotation) is Literal
         and (value[key] not in get_args(found.annotation) if key in value else found.is_required)
         for key, found in keys_of(model).items()
     )

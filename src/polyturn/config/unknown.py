@@ -101,6 +101,8 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
     if not kinds:
         return ""
     now, where = value.get(by, keys_of(of)[by].default), dotted((*path, by))
+    if by not in value and keys_of(of)[by].is_required:
+        return f" It is for {where} {' or '.join(kinds)}; set {by}, or leave {key} out (null)."
     names = offered(getattr(of, "GROUP", ""))
     if names and now not in names and (near := did_you_mean(str(now), names)).startswith(" Did"):
         return f" {where}: there is no {now!r}.{near}"

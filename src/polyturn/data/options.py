@@ -35,6 +35,8 @@ class MixOptions:
                     f"data.sampler.weights has {self.weights[name]!r} for {name!r}; give a number from 0 on, or "
                     "[step, weight] pairs in rising order of steps"
                 )
+        if not any(value for points in self.points.values() for _, value in points):
+            raise ConfigError(f"data.sampler.weights is {dict(self.weights)!r}; give one of them a weight above 0")
 
     @property
     def points(self) -> Mapping[str, Sequence[tuple[int, float]]]:

@@ -30,7 +30,7 @@ class ToolOptions:
     """The same in tokens of the run's tokenizer; the smaller of both holds."""
     truncate_side: TruncateSide = "middle"
     """Where a longer result is cut: left keeps its end, right its beginning, middle both."""
-    max_concurrency: Mapping[str, int] = field(default_factory=dict)
+    max_concurrency: Mapping[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict)
     """Tool -> its calls at once; others wait, which is no part of their `timeout_s`. Goes before `max_concurrency` in a
     tool's own config."""
     max_per_host: Annotated[int, Field(ge=1)] | None = None

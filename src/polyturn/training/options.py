@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,6 +27,8 @@ from polyturn.core.errors import ConfigError
 
 BACKEND = "torch"
 """The backend of a run that names none."""
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""The weight of a moving mean beside what is new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +55,11 @@ class OptimSettings:
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Of Adam: how long the means of gradients and of their squares last."""
-    eps: float = 1e-8
+    eps: Annotated[float, Field(ge=0)] = 1e-8
     """Of Adam: added to the root of the mean square."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled from the gradient, as in AdamW; not applied to norms, biases and other vectors."""
     warmup_steps: Annotated[int | float, Field(ge=0)] = 0
     """Steps in which the learning rate rises linearly; the first one already has lr / warmup_steps. Below 1, a share of the
@@ -155,10 +157,10 @@ class SftOptions:
 class DistributedOptions:
     """How the model that trains is spread over devices, by `train.backend`."""
 
-    ONLY: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "torch, megatron",
-        "pipeline_parallel": "megatron",
-        "expert_parallel": "megatron",
+    ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
+        "tensor_parallel": ("torch", "megatron"),
+        "pipeline_parallel": ("megatron",),
+        "expert_parallel": ("megatron",),
     }
     """Keys that belong to a backend, and to which."""
 

@@ -514,10 +514,58 @@ def test_null_takes_a_key_of_another_kind_out_of_a_file() -> None:
     assert loaded.config.engine == ServerOptions(kind="vllm") and "num_slots" not in loaded.resolved["engine"]
 
 
+def _numbers() -> dict[str, str]:
+    """Return the keys that every run has and that are one number, with their types."""
+    rows = [row for row in schema_table(RunConfig) if not row.of and "<" not in row.key and "[" not in row.key]
+    types = {row.key: row.type.split(" | ") for row in rows if not row.key.startswith(("env", "data", "evaluation.data"))}
+    found = {key: " ".join(of) for key, of in types.items() if of[0] in ("int", "float") and "str" not in of}
+    assert len(found) > 60 and "train.steps" in found
+    return found
+
+
+def test_no_number_is_a_truth_value_or_not_finite_or_larger_than_torch_can_hold() -> None:
+    for key, types in _numbers().items():
+        for value in ("true", ".nan", ".inf", "9223372036854775808"):
+            if value[0] == "9" and "float" in types:
+                continue
+            with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
+                load_config(RunConfig, None, ["model.path=x", f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.group_size=yes", "train.group_size is True"),
+        ("train.optim.warmup_steps=.inf", "train.optim.warmup_steps is inf"),
+        ("train.optim.betas=[0.9, 1.0]", "train.optim.betas.1 is 1.0"),
+        ("train.optim.eps=-1", "train.optim.eps is -1"),
+        ("reward.weights={outcome: .nan}", "reward.weights.outcome is nan"),
+        ("env={name: 'a.py:B', forfeit: .nan}", "env.forfeit is nan"),
+        ("data.sampler={name: mix, weights: {a: [[0, .inf]]}}", "data.sampler.weights.a.0.1 is inf"),
+        ("data.sampler={name: mix, weights: {a: 0}}", "give one of them a weight above 0"),
+        ("algorithm.loss={name: 'a.py:f', correction: {negative_bound: .inf}}", "correction.negative_bound is inf"),
+        ("rollout.tools.max_concurrency={search: 0}", "rollout.tools.max_concurrency.search is 0"),
+        ("model.lora={target_modules: [1]}", "model.lora.target_modules.0 is 1"),
+        ("algorithm.kl={target: 1.5}", "its coef is 0"),
+        ("engine.process=owm", "engine.process is 'owm'"),
+    ],
+)
+def test_a_wrong_number_or_word_is_one_sentence_with_its_key(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(RunConfig, None, ["model.path=x", override])
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_bound_may_be_infinite() -> None:
+    correction = "algorithm.loss.correction={cap: .inf, reject: {seq_mean_k1: [0.9, .inf]}}"
+    load_config(RunConfig, None, ["model.path=x", "algorithm.loss={clip_low: .inf, dual_clip: .inf}", correction])
+
+
 def test_the_table_says_which_kind_a_key_is_for() -> None:
     kinds = {row.key: row.of for row in schema_table(RunConfig)}
     found = {key.removeprefix("engine."): of for key, of in kinds.items() if key in ENGINE_KEYS}
     assert found == {"kind": "", "update": "", "num_slots": "embedded", "launch.python": "vllm, sglang", "kwargs": "another"}
+    assert kinds["train.distributed.tensor_parallel"] == "torch or megatron"
 
 
 ENGINE_KEYS = ("engine.kind", "engine.update", "engine.num_slots", "engine.launch.python", "engine.kwargs")

@@ -105,4 +105,4 @@ def test_a_mix_has_no_epochs_and_needs_a_weight():
     with pytest.raises(ConfigError, match=r"set train\.steps"):
         mix({"a": 1, "b": 1, "c": 1}).visits(1)
     with pytest.raises(ConfigError, match="weight 0 at step 0"):
-        mix({"a": 0, "b": 0, "c": 0}).next()
+        mix({"a": 0, "b": [(0, 0.0), (1, 1.0)], "c": 0}).next()

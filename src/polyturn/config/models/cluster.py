@@ -13,7 +13,7 @@ from pydantic import Field
 
 from polyturn.config.models.base import Section
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0)]
 
 
 class ActorsConfig(Section):
