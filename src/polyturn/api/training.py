@@ -192,8 +192,8 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         parts.team.last_word = folder
     if resume:
         tell_changes(folder / "config.yaml", resolved)
-    write_resolved(resolved, folder / "config.yaml", base=parts.place.base)
-    keep_tokenizer(parts, folder)
+    if latest is None:
+        _keep_settings(parts, folder, resolved)
     options.on_folder(folder)
     return _Prepared(parts, tasks, folder, latest)
 
@@ -223,6 +223,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         if latest is not None:
             loading = time.monotonic()
             trainer.resume(latest)
+            _keep_settings(parts, folder, resolved)  # not before, so that a refused one leaves those that the run had
             observer.resume(trainer.state.step)
             logger.info("resumed in %.2f s beside loading the model", time.monotonic() - loading)
             if trainer.state.step >= config.train.steps:
@@ -246,6 +247,11 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         model=None if parts.team is not None else parts.model,
         tokenizer=parts.tokenizer,
     )
+
+
+def _keep_settings(parts: build.Parts, folder: Path, resolved: Mapping[str, Any]) -> None:
+    write_resolved(resolved, folder / "config.yaml", base=parts.place.base)
+    keep_tokenizer(parts, folder)
 
 
 def _curve(folder: Path, *, title: str) -> Path | str:

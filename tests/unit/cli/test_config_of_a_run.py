@@ -22,6 +22,18 @@ def test_a_run_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.M
     assert (run / "checkpoints/step-000002").is_dir()
 
 
+def test_a_resume_that_is_refused_leaves_the_settings_and_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+    called = call_command(main, "train", write_tiny_run(tmp_path), "train.steps=1")
+    assert called.code == 0, called.err
+    (run,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    stored = (run / "config.yaml").read_text()
+    marked = run / "tokenizer" / "tokenizer_config.json"
+    marked.write_text("as it was")
+    refused = call_command(main, "train", run, "--resume", "train.steps=2", "model.lora.rank=2")
+    assert refused.code == 2 and "is of another model" in refused.err
+    assert (run / "config.yaml").read_text() == stored and marked.read_text() == "as it was"
+
+
 def test_a_folder_that_is_no_run_is_still_no_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: of a person\n")
     called = call_command(main, "train", tmp_path)
