@@ -66,5 +66,12 @@ def _cannot_be_made(folder: Path, problem: Exception) -> ConfigError:
 
 
 def keep_tokenizer(parts: Parts, folder: Path) -> None:
-    """Put the tokenizer beside the records of a run, so that its tokens can be read whatever becomes of the model."""
-    parts.tokenizer.save_pretrained(folder / "tokenizer")
+    """Put the tokenizer beside the records of a run, so that its tokens can be read whatever becomes of the model.
+
+    Raises:
+        ConfigError: it cannot be written, for instance on a full disk.
+    """
+    try:
+        parts.tokenizer.save_pretrained(folder / "tokenizer")
+    except Exception as problem:  # the library that writes it raises no other class
+        raise _cannot_be_made(folder, problem) from problem

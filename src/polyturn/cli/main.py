@@ -2,15 +2,17 @@
 
     main(["train", "config.yaml"])  ->  commands/learning.py: train  ->  cli/train.py: run, imported only now
 
-An error of the library is one sentence on stderr and exit code 2; anything else is a bug and shows its traceback.
+An error of the library, or a full disk, is one sentence on stderr and exit code 2; anything else is a bug and shows its
+traceback.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,6 +22,8 @@ from polyturn.cli.end_process import end_process
 from polyturn.core.errors import PolyturnError
 from polyturn.core.printable import printable
 from polyturn.core.secret import hide, secret_variables
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 app = typer.Typer(
     name="polyturn",
@@ -93,12 +97,20 @@ def prepare_process() -> None:
 
 
 def guarded(run: Callable[[], object]) -> None:
-    """Call `run`; an error of the library becomes one sentence on stderr and exit code 2."""
+    """Call `run`; an error of the library, or a disk that takes no more, becomes one sentence on stderr and exit code 2."""
     try:
         run()
     except PolyturnError as problem:
-        print(f"polyturn: {printable(hide(str(problem), *secret_variables(os.environ)))}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(str(problem))
+    except OSError as problem:
+        if problem.errno not in _FULL:
+            raise
+        _refuse(f"the disk takes no more ({problem}); make room there")
     except KeyboardInterrupt:
         print("polyturn: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _refuse(said: str) -> NoReturn:
+    print(f"polyturn: {printable(hide(said, *secret_variables(os.environ)))}", file=sys.stderr)
+    sys.exit(2)

@@ -117,14 +117,15 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, draft: Path, step: int) -> Iterator[None]:
-        """Remove a draft that cannot be written, and say what is there."""
+        """Remove a draft that cannot be written, and say what is there: of a full disk torch tells only where it stopped."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as problem:
+            free = f"; {shutil.disk_usage(self.folder).free / 1e6:.0f} MB are free there" if self.folder.is_dir() else ""
             shutil.rmtree(draft, ignore_errors=True)
             last = self.latest()
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); "
+                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}{free}); "
                 f"the last good one is {last if last else 'none'}"
             ) from problem
 

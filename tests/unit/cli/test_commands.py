@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,11 @@ import yaml
 
 from polyturn.api import console as console_module
 from polyturn.api import training
-from polyturn.api.folders import new_run_folder
+from polyturn.api.folders import keep_tokenizer, new_run_folder
 from polyturn.build import model_folder
 from polyturn.cli import train as train_command
-from polyturn.cli.main import main
-from polyturn.core.errors import CheckpointError
+from polyturn.cli.main import guarded, main
+from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 from support.runs import Called, call_command, write_tiny_run
@@ -293,6 +295,28 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
         handler.emit(logging.LogRecord("polyturn", logging.INFO, "", 0, "step 1/3 [not markup]", None, None))
     text = captured.get()
     assert "rollout" in text and "step 1/3 [not markup]\n" in text.replace("\x1b[0m", "")
+
+
+def test_a_full_disk_is_told_in_a_sentence_and_another_error_is_not(capsys: pytest.CaptureFixture[str]):
+    def failing(number: int) -> None:
+        raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
+
+    with pytest.raises(SystemExit) as ended:
+        guarded(lambda: failing(errno.ENOSPC))
+    assert ended.value.code == 2
+    said = "polyturn: the disk takes no more ([Errno 28] No space left on device: 'runs/a/metrics.jsonl'); make room there\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(IsADirectoryError):
+        guarded(lambda: failing(errno.EISDIR))
+
+
+def test_a_tokenizer_that_cannot_be_kept_is_told_in_a_sentence(tmp_path: Path):
+    def full(folder: Path) -> None:
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
+
+    parts: Any = SimpleNamespace(tokenizer=SimpleNamespace(save_pretrained=full))
+    with pytest.raises(ConfigError, match=r"cannot be made or written \(Exception: No space left on device"):
+        keep_tokenizer(parts, tmp_path)
 
 
 def test_help_loads_nothing_heavy():
