@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -108,7 +109,7 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
             if count_parameters(model) > plan_above:
                 return model
         model = _auto_class(config).from_pretrained(str(source), config=config, dtype=dtype, trust_remote_code=False, **of)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
         raise ConfigError(
             f"no model can be loaded from {str(source)!r} ({where}: {one_line(problem)[:300]}); give a folder that holds "

@@ -140,3 +140,16 @@ def test_kernels_that_are_not_there_are_refused_with_what_to_install() -> None:
         choose_kernels(model, attention="flash_attention_2")
     with pytest.raises(ConfigError, match=r"model.liger is true and .*pip install liger-kernel"):
         choose_kernels(model, liger=True)
+
+
+def test_weights_that_are_damaged_or_of_other_shapes_are_named(tmp_path: Path) -> None:
+    folder = save_model(build_model(CONFIG, seed=0), tmp_path / "model")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"no model can be loaded from .*the folder exists: SafetensorError"):
+        load_model(folder)
+    weights.write_bytes(whole)
+    config.write_text(config.read_text().replace('"intermediate_size": 32', '"intermediate_size": 48'))
+    with pytest.raises(ConfigError, match=r"no model can be loaded from .*the folder exists: RuntimeError.*mismatch"):
+        load_model(folder)
