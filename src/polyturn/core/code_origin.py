@@ -21,6 +21,11 @@ def is_stdlib(filename: str) -> bool:
     return filename.startswith("<") or (filename.startswith(STDLIB) and not filename.startswith(PACKAGES))
 
 
+def is_an_authors(filename: str) -> bool:
+    """Return whether code is neither the library's, nor Python's, nor an installed package's."""
+    return not is_stdlib(filename) and not filename.startswith((OURS, *PACKAGES))
+
+
 def place_of(frames: list[FrameType]) -> str:
     """Return which code of an author a stack of frames, the outermost first, is in; "" where it is in none."""
     shown = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]

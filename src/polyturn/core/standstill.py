@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from types import FrameType
+from collections.abc import Sequence
 
-from polyturn.core.code_origin import is_ours, place_of
+from polyturn.core.code_origin import is_an_authors, is_ours, place_of
 from polyturn.core.watchdog import culprit_of
 
 logger = logging.getLogger(__name__)
@@ -79,29 +82,33 @@ class Standstill:
             is_there = self._look(thread)
 
     def _look(self, thread: int) -> bool:
-        """Note what stands still, end the process for what has for too long; return whether the thread is in the library.
-
-        The frames go with this call: to hold one is to keep what its function held.
-        """
-        frames = sys._current_frames()
-        stacks = {ident: [each for each, _ in traceback.walk_stack(frame)][::-1] for ident, frame in frames.items()}
-        own = stacks.get(thread, [])
-        if any(each.f_code.co_filename.endswith(_DEBUGGERS) for each in own):
+        """Note what stands still, end the process for what has for too long; return whether the thread is in the library."""
+        stacks = _stacks()
+        own = stacks.get(thread, [(_CUT, "")] if thread in sys._current_frames() else [])
+        if any(file.endswith(_DEBUGGERS) for file, _ in own):
             self._since = {}
             return True
-        found: dict[object, str] = {}
+        found: dict[object, int] = {}
         for ident, stack in stacks.items():
-            if (inner := _finalizer(stack)) is not None:
-                turn = self._num_turns if ident == thread else 0
-                found[turn, ident, id(inner[0]), inner[0].f_lasti] = f"a thread: {place_of(inner)}"
-        if own and not self._is_over and (culprit := culprit_of(own[-1], self._loop)) is not None:
-            found[self._num_turns] = f"the event loop: {culprit.name} ({culprit.where})"
+            if (number := _finalizer(stack)) is not None:
+                found[ident, number, self._num_turns if ident == thread else 0] = ident
+        if not self._is_over and _is_in_a_plugin(own):
+            found[self._num_turns] = thread
         now = time.monotonic()
         self._since = {call: self._since.get(call, now) for call in found}
         for call, began in self._since.items():
-            if now - began >= self._held_s:
-                self._end(found[call], now - began)
-        return any(is_ours(each.f_code.co_filename) for each in own)
+            if now - began >= self._held_s and (what := self._named(found[call], is_loop=found[call] == thread)):
+                self._end(what, now - began)
+        return any(is_ours(file) or file == _CUT for file, _ in own)
+
+    def _named(self, ident: int, *, is_loop: bool) -> str:
+        """Return what a thread that stands still is in; "" where it has gone on after all."""
+        frame = sys._current_frames().get(ident)
+        stack = [each for each, _ in traceback.walk_stack(frame)][::-1] if frame is not None else []
+        if (number := _finalizer([(each.f_code.co_filename, each.f_code.co_name) for each in stack])) is not None:
+            return f"a thread: {place_of(stack[number:])}"
+        culprit = culprit_of(frame, self._loop) if is_loop and not self._is_over else None
+        return "" if culprit is None else f"the event loop: {culprit.name} ({culprit.where})"
 
     def _end(self, what: str, seconds: float) -> None:
         told = (
@@ -128,10 +135,41 @@ def _end_anyway(told: str) -> None:
     os._exit(2)
 
 
-def _finalizer(stack: list[FrameType]) -> list[FrameType] | None:
-    """Return the frames from the first finalizer of an author's on that runs inside the library's code, if there is one."""
-    ours = next((i for i, each in enumerate(stack) if is_ours(each.f_code.co_filename)), len(stack))
-    for number in range(ours, len(stack)):
-        if stack[number].f_code.co_name == "__del__" and place_of([stack[number]]):
-            return stack[number:]
-    return None
+def _stacks() -> dict[int, list[tuple[str, str]]]:
+    """Return thread -> (file, function) of the calls that it is in, the outermost first: the innermost hundred of a hundred.
+
+    They are written down all at once. To follow `f_back` through a thread that runs is to follow the frames of coroutines
+    that are suspended meanwhile, which ends Python 3.11 itself.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        lines = file.read().decode(errors="replace").splitlines()
+    stacks: dict[int, list[tuple[str, str]]] = {}
+    stack: list[tuple[str, str]] = []
+    for line in lines:
+        if (head := _THREAD.match(line)) is not None:
+            stack = stacks.setdefault(int(head[1], 16), [])
+        elif (call := _CALL.match(line)) is not None:
+            stack.insert(0, (call[1], call[2]))
+        elif line == "  ...":
+            stack.insert(0, (_CUT, ""))
+    return stacks
+
+
+_CUT = "..."
+"""In place of what stands above."""
+_THREAD = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) ")
+_CALL = re.compile(r'  File "(.*)", line \S+ in (.*)')
+
+
+def _finalizer(stack: Sequence[tuple[str, str]]) -> int | None:
+    """Return where in a stack the first finalizer of an author's is that runs inside the library's code, if there is one."""
+    ours = next((i for i, (file, _) in enumerate(stack) if is_ours(file)), len(stack))
+    return next((i for i in range(ours, len(stack)) if stack[i][1] == "__del__" and is_an_authors(stack[i][0])), None)
+
+
+def _is_in_a_plugin(stack: Sequence[tuple[str, str]]) -> bool:
+    """Return whether the last that was called, of the library and of authors, is an author's."""
+    known = [is_ours(file) for file, _ in stack if is_ours(file) or is_an_authors(file)]
+    return bool(known) and not known[-1]

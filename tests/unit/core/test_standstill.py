@@ -96,6 +96,21 @@ def test_nobody_is_ended_who_goes_on(tmp_path: Path, work: str):
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+def test_coroutines_that_come_and_go_are_looked_at_without_harm(tmp_path: Path):
+    """Their stacks are written down at once: to follow the frames of a thread that runs has ended Python 3.11 itself."""
+    work = """
+    standstill._LOOK_S = 0.0
+    async def deep(depth):
+        await (deep(depth - 1) if depth else asyncio.sleep(0))
+    async def busy():
+        for _ in range(3000):
+            await deep(20)
+    await asyncio.gather(*(busy() for _ in range(8)))
+    """
+    done = ended(tmp_path, work, held_s=60)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
 def test_a_person_may_look_at_it_with_a_debugger(tmp_path: Path):
     work = """
     debugger = pdb.Pdb(nosigint=True)
