@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,10 @@ ENGINES = ("vllm", "sglang")
 
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
+
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as under `nohup`; what is tested would ignore it, too
+        signal.signal(number, handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many threads as cores in each of as many processes would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
