@@ -13,10 +13,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from polyturn import build
 from polyturn.api.folders import open_place
 from polyturn.cli.console import Output
-from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.tokens.codec import load_codec
 
 
@@ -29,7 +31,7 @@ def run(source: Path, *, out: Path, config: Path | None = None) -> None:
         config: The run's config, where `source` holds an adapter and its own config.yaml is not beside it.
 
     Raises:
-        CheckpointError: there is no model in `source`.
+        CheckpointError: there is no model in `source`, or its weights are missing or damaged.
         ConfigError: `out` is there already, or the base model of an adapter is not known.
     """
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
@@ -37,10 +39,25 @@ def run(source: Path, *, out: Path, config: Path | None = None) -> None:
     model = build.model_folder(source)
     assert model is not None
     if (model / "config.json").is_file():
+        _require_weights(model)
         _copy(model, out)
     else:
         _merge(model, out, config=config or _config_of(source))
     Output().fact("model", out)
+
+
+def _require_weights(model: Path) -> None:
+    """Refuse a folder without weights, or with some that are cut: a header says how long its file is."""
+    files = [file for kind in ("safetensors", "bin") for file in sorted(model.glob(f"*.{kind}"))]
+    if not files:
+        raise CheckpointError(f"there are no weights in {model}")
+    for file in files:
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="np"):
+                    pass
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"the weights in {file} cannot be read ({one_line(problem)})") from problem
 
 
 def _copy(model: Path, out: Path) -> None:

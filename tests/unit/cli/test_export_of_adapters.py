@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyturn.cli.main import main
@@ -28,3 +29,18 @@ def test_an_adapter_over_a_model_at_a_relative_path_is_merged_from_the_runs_fold
     changed = [name for name, tensor in base.items() if not torch.equal(tensor, merged[name])]
     assert changed and all("proj" in name for name in changed)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+def test_a_model_whose_weights_are_cut_or_gone_is_not_exported(tmp_path: Path) -> None:
+    model, out = tmp_path / "step-000001" / "model", tmp_path / "out"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    refused = call_command(main, "export", model.parent, "-o", out)
+    assert refused.code == 2 and f"there are no weights in {model}" in refused.err
+    save_file({"w": torch.zeros(8)}, model / "model.safetensors")
+    assert call_command(main, "export", model.parent, "-o", out).code == 0
+    whole = (out / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[:-4])
+    refused = call_command(main, "export", model.parent, "-o", tmp_path / "other")
+    assert refused.code == 2 and "model.safetensors cannot be read (SafetensorError" in refused.err
+    assert not (tmp_path / "other").exists()
