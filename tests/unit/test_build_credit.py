@@ -9,7 +9,7 @@ import pytest
 
 from polyturn import build
 from polyturn.algorithms.advantages import traits_of
-from polyturn.build.credit import drops_zero_variance, require_scores
+from polyturn.build.credit import check_algorithm, drops_zero_variance, require_scores
 from polyturn.build.critic import build_critic
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
@@ -26,6 +26,19 @@ def place(folder: Path, *overrides: str) -> build.ConfigSource:
 
 def options(folder: Path, *overrides: str) -> dict[str, Any]:
     return dict(build.build_estimator(place(folder, *overrides)).keywords)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.kl={coef: 0.1, estimator: k4}", r"algorithm\.kl\.estimator: there is no 'k4'"),
+        ("algorithm.loss.distill={teacher: self, estimator: k4}", r"algorithm\.loss\.distill\.estimator: there is no 'k4'"),
+        ("algorithm.loss={clip_low: 5}", r"algorithm\.loss: the clip range is \[1 - 5"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_before_weights_are_loaded(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_algorithm(place(tmp_path, override))
 
 
 def test_an_estimator_gets_its_own_options(tmp_path: Path) -> None:

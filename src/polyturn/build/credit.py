@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.loss import build_correction, build_policy_loss, kl_controller
+from polyturn.build.loss import build_correction, build_loss, kl_controller
 from polyturn.build.parts import Parts
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
@@ -68,7 +68,7 @@ def check_algorithm(place: ConfigSource) -> None:
         ConfigError: the first problem found.
     """
     build_estimator(place)
-    build_policy_loss(place)
+    build_loss(place)
     build_correction(place)
     build_reward_kl(place)
 

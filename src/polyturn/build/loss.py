@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from polyturn.algorithms.options import CorrectionSettings, KlOptions
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function
 from polyturn.core.signature import required
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from polyturn.algorithms.kl import KlController
     from polyturn.algorithms.losses import PolicyLoss
+    from polyturn.training.loss_terms import LossSettings
 
 _LOSS = CallShape(num=3, write="def loss(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high)")
 
@@ -32,6 +34,23 @@ def build_policy_loss(place: ConfigSource) -> PolicyLoss:
         return adapted  # type: ignore[no-any-return]
     check_function(loss, dataclasses.replace(_LOSS, names=required(loss)[_LOSS.num :]), where=f"algorithm.loss {name!r}")
     return loss
+
+
+def build_loss(place: ConfigSource) -> LossSettings:
+    """Return the loss that the configuration describes.
+
+    Raises:
+        ConfigError: its terms have no such names, or their numbers mean nothing.
+    """
+    from polyturn.training.loss_terms import LossSettings
+
+    algorithm = place.config.algorithm
+    return LossSettings(
+        policy_loss=build_policy_loss(place),
+        policy_loss_kwargs=arguments_of(algorithm.loss, but=("correction", "distill")),
+        distill=algorithm.loss.distill,
+        algorithm=algorithm,
+    )
 
 
 def kl_controller(kl: KlOptions) -> KlController:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from polyturn.build.backend import degrees_of
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
-from polyturn.build.loss import build_policy_loss, build_reference, build_teacher
+from polyturn.build.loss import build_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
 from polyturn.build.parts import Parts
 from polyturn.config.models import RunConfig
-from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label
 from polyturn.core.plugins import load_plugins
@@ -52,19 +51,13 @@ def policy_options(
 
     from polyturn.batching.layout import LayoutSettings
     from polyturn.training.hf import checkpoint_activations
-    from polyturn.training.loss_terms import LossSettings
 
-    algorithm, train = place.config.algorithm, place.config.train
+    train = place.config.train
     if place.config.model.gradient_checkpointing:
         checkpoint_activations(model)
     return {
         "optim": spec.optim.over(spec.steps),
-        "loss": LossSettings(
-            policy_loss=build_policy_loss(place),
-            policy_loss_kwargs=arguments_of(algorithm.loss, but=("correction", "distill")),
-            distill=algorithm.loss.distill,
-            algorithm=algorithm,
-        ),
+        "loss": build_loss(place),
         "layout": LayoutSettings(
             max_tokens_per_batch=spec.max_tokens_per_batch,
             packed=train.layout.name == "packed" or (train.layout.name == "auto" and torch.cuda.is_available()),

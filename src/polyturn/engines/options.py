@@ -34,7 +34,7 @@ class EmbeddedOptions(EngineOptions):
 
     kind: Literal["embedded"] = "embedded"
     """The engine in this process (embedded), servers (vllm, sglang), or another entry point of `polyturn.engines`."""
-    num_slots: Annotated[int, Field(ge=1)] = 128
+    num_slots: Annotated[int, Field(ge=1, le=2**20)] = 128
     """Sequences decoded at once, and conversations whose KV cache is kept."""
     prefill_chunk: Annotated[int, Field(ge=8)] = 256
     """The longest piece of one prompt in one forward pass."""

@@ -55,12 +55,14 @@ class LossSettings:
             raise UnknownNameError(f"there is no segment weight {segment_weight!r}.{hint}")
         low, high, dual = (self.policy_loss_kwargs.get(name) for name in ("clip_low", "clip_high", "dual_clip"))
         if not 0 <= (low or 0.0) <= 1 or not (high or 0.0) >= 0:
-            raise ConfigError(f"the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must hold 1 and stay above 0")
+            raise ConfigError(
+                f"algorithm.loss: the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must hold 1 and stay above 0"
+            )
         if dual is not None and dual <= 1:
-            raise ConfigError(f"dual_clip is {dual}; it must be above 1, or None")
-        kl_estimators.resolve(self.kl.name)
+            raise ConfigError(f"algorithm.loss.dual_clip is {dual}; it must be above 1, or None")
+        kl_estimators.resolve(self.kl.name, key="algorithm.kl.estimator")
         if self.distill is not None:
-            kl_estimators.resolve(self.distill.estimator)
+            kl_estimators.resolve(self.distill.estimator, key="algorithm.loss.distill.estimator")
 
 
 class Terms(NamedTuple):

@@ -118,7 +118,7 @@ class LoraSettings:
 
     PART: ClassVar[str] = "an adapter"
 
-    rank: Annotated[int, Field(ge=1)] = 16
+    rank: Annotated[int, Field(ge=1, le=2**16)] = 16
     """Rank of the update of every adapted layer."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The update is scaled by alpha / rank."""

@@ -547,6 +547,8 @@ def test_no_number_is_a_truth_value_or_not_finite_or_larger_than_torch_can_hold(
         ("rollout.tools.max_concurrency={search: 0}", "rollout.tools.max_concurrency.search is 0"),
         ("model.lora={target_modules: [1]}", "model.lora.target_modules.0 is 1"),
         ("algorithm.kl={target: 1.5}", "its coef is 0"),
+        ("engine.num_slots=4611686018427387904", "engine.num_slots is 4611686018427387904"),
+        ("model.lora.rank=4611686018427387904", "model.lora.rank is 4611686018427387904"),
         ("engine.process=owm", "engine.process is 'owm'"),
     ],
 )

@@ -22,7 +22,7 @@ class TrainTokenizerConfig(Section):
 
     corpus: str
     """`file.py:function` that returns the texts to train on."""
-    vocab_size: int = Field(512, ge=300)
+    vocab_size: int = Field(512, ge=300, le=2**24)
     """Tokens of the vocabulary."""
 
 
