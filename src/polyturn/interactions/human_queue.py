@@ -91,8 +91,9 @@ class HumanQueue:
         """
         ticket, now = secrets.token_hex(16), time.time()
         paper = {"ticket": ticket, "about": dict(about), "since": now, "until": now + deadline_s, "messages": list(messages)}
-        await self._threads.run(_write, self._waiting / f"{ticket}.json", paper)
         try:
+            path = self._waiting / f"{ticket}.json"
+            await self._threads.run(_write, path, paper, on_late=lambda _: self._forget(ticket))
             end = time.monotonic() + deadline_s
             while True:
                 place = self._answers / f"{ticket}.json"

@@ -7,8 +7,9 @@ import dataclasses
 import io
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.interactions import human_queue
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.terminal import Terminal, read_answer
@@ -119,6 +121,31 @@ async def test_an_episode_that_is_cancelled_leaves_the_desk(tmp_path: Path) -> N
     with pytest.raises(asyncio.CancelledError):
         await running
     assert desk.waiting() == [] and not list((tmp_path / "desk").rglob("*.json"))
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_an_episode_that_is_cancelled_while_it_comes_to_the_desk_leaves_it(
+    is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, over, write = threading.Event(), threading.Event(), threading.Event(), human_queue._write
+
+    def slow(path: Path, data: Mapping[str, Any]) -> None:
+        if is_written:
+            write(path, data)
+        begun.set()
+        assert go.wait(60)
+        write(path, data)
+
+    desk, forget = HumanQueue(tmp_path / "desk"), HumanQueue._forget
+    monkeypatch.setattr(human_queue, "_write", slow)
+    monkeypatch.setattr(HumanQueue, "_forget", lambda self, ticket: (forget(self, ticket), go.is_set() and over.set()))
+    asking = asyncio.create_task(desk.ask([], about={}, deadline_s=60.0))
+    await asyncio.to_thread(begun.wait, 60)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    go.set()
+    assert await asyncio.to_thread(over.wait, 60) and not list((tmp_path / "desk").rglob("*.json"))
 
 
 async def test_a_person_answers_in_the_terminal_one_conversation_after_another(keyboard: Keyboard) -> None:
