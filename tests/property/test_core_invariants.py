@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from polyturn.core.arrays import same
 from polyturn.core.builder import TrajectoryBuilder
 from polyturn.core.errors import LifecycleError
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.generation import MIN_TEMPERATURE, Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import TRANSITIONS, Lifecycle, RequestState, StopReason
 from polyturn.core.media import KINDS, Media
 from polyturn.core.messages import Message, ToolCall
@@ -168,7 +168,7 @@ requests = st.builds(
     prompt_ids=ids,
     sampling=st.builds(
         SamplingParams,
-        temperature=st.floats(0, 2),
+        temperature=st.just(0.0) | st.floats(MIN_TEMPERATURE, 2),
         seed=st.none() | st.integers(0, 9),
         stop_token_ids=tuples(st.integers(0, 9)),
     ),

@@ -87,15 +87,15 @@ def test_drafts_do_not_make_more_logits_than_are_allowed(model, monkeypatch, mos
     async def main():
         engine = with_widest_drafts(model)
         await complete(engine, requests("a"))
-        decode, widths = engine._steps._model.decode, []
+        sample, sizes = engine._steps._sample, []
 
-        def watched(rows, ids, *args, **kwargs):
-            widths.append(ids.size * VOCAB)
-            return decode(rows, ids, *args, **kwargs)
+        def watched(rows, logits, is_real):
+            sizes.append(logits.numel())
+            return sample(rows, logits, is_real)
 
-        engine._steps._model.decode = watched
+        engine._steps._sample = watched
         await complete(engine, requests("b"))
-        assert max(widths) <= most
+        assert max(sizes) <= most
         assert bool(engine.stats.drafted_tokens) is drafts
 
     asyncio.run(main())
