@@ -37,9 +37,16 @@ METADATA = ".metadata"
 
 def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
     """Begin to write this process's part of a flat state, tensors and numbers, from a copy; every rank must call it."""
+    staged = {name: _at_its_start(value) if isinstance(value, DTensor) else value for name, value in state.items()}
     return dcp.async_save(  # type: ignore[return-value]  # a future, where nothing else is staged
-        state, checkpoint_id=folder, process_group=_group(folder), no_dist=not dist.is_initialized()
+        staged, checkpoint_id=folder, process_group=_group(folder), no_dist=not dist.is_initialized()
     )
+
+
+def _at_its_start(tensor: Tensor) -> Tensor:
+    """Return a tensor that begins where its storage does, a copy of one that does not: torch would look for the bytes of the
+    whole behind it, and there are none."""
+    return tensor.detach().clone() if tensor.storage_offset() else tensor
 
 
 def is_written(writing: Future[Any], *, whose: str) -> bool:

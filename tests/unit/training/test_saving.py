@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from polyturn.core.errors import CheckpointError
 from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
+from polyturn.training.shards import read_shards, write_shards
 from support.states import stored
 
 
@@ -167,3 +171,16 @@ def test_a_full_disk_is_told_with_the_last_good_checkpoint(small_disk: Path):
     assert [p.name for p in small_disk.iterdir()] == ["step-000001"], "and no half of another one"
     checkpoints.save(3, {"w": torch.zeros(1000)}, export=export)
     assert checkpoints.latest() == small_disk / "step-000003", "once there is room again"
+
+
+def test_a_shard_behind_the_start_of_its_storage_is_written(tmp_path: Path):
+    """As each rank but the first has it of a model whose files are read in parts."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        made, read = (DTensor.from_local(whole[4:], mesh, [Shard(0)]) for whole in (torch.arange(8.0), torch.zeros(8)))
+        write_shards({"w": made}, tmp_path / "state").result()
+        read_shards({"w": read}, tmp_path / "state")
+        assert torch.equal(read.to_local(), torch.arange(4.0, 8.0))
+    finally:
+        dist.destroy_process_group()
