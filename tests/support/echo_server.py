@@ -12,10 +12,11 @@ from typing import Any
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.base import ServerPlaces
+from polyturn.engines.dialect import HttpCall, ServerFacts
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 

@@ -18,11 +18,12 @@ from aiohttp import web
 from polyturn.core.errors import EngineBusyError, EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.dialect import HttpCall, ServerFacts
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.remote import FOREIGN_VERSION, HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.remote import FOREIGN_VERSION, RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
