@@ -29,7 +29,8 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.weight_transport import Way
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
-from polyturn.training.weight_sync import WeightSync, _groups
+from polyturn.training.weight_shifts import groups_of
+from polyturn.training.weight_sync import WeightSync
 
 
 class Leaky:
@@ -55,7 +56,8 @@ async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[st
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         policy = local_policy(model, optim=OptimSettings(lr=1e-3))
         true = {name: tensor.clone() for name, tensor in policy.weights().items()}
-        groups = _groups(policy.weights())
+        live = policy.weights()
+        groups = groups_of(live)
         found = named = passed = 0
         missed: list[str] = []
         async with server(kind) as url:
@@ -65,7 +67,7 @@ async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[st
             began = time.perf_counter()
             for trial in range(trials):
                 name = list(groups)[trial % len(groups)]
-                leaky.kept = frozenset(tensor.data_ptr() for tensor in groups[name])
+                leaky.kept = frozenset(live[kept].data_ptr() for kept in groups[name])
                 try:
                     await sync(engine, policy, trial).start(0)
                     missed.append(name)
