@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
-from polyturn.core.code_origin import OURS, PACKAGES, STDLIB, is_ours, is_stdlib
+from polyturn.core.code_origin import STDLIB, is_an_authors, is_ours, is_stdlib
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def culprit_of(frame: FrameType | None, loop: asyncio.AbstractEventLoop) -> Culp
     caller = max((i for i, f in enumerate(stack) if f.f_code in _CALLERS), default=None)
     below = max((i for i, f in enumerate(stack) if _is_loop(f)), default=len(stack)) if caller is None else caller
     inner = [f for f in stack[below + 1 :] if not is_stdlib(f.f_code.co_filename)]
-    authors = [i for i, f in enumerate(inner) if _is_an_authors(f)]
+    authors = [i for i, f in enumerate(inner) if is_an_authors(f.f_code.co_filename)]
     ours = [i for i, f in enumerate(inner) if is_ours(f.f_code.co_filename)]
     if ours and ours[-1] > max(authors, default=-1):
         return None  # whoever is above only waits for what the library does, itself or by other packages
@@ -219,11 +219,6 @@ def seconds_without_processor(native_id: int) -> float:
             return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
-
-
-def _is_an_authors(frame: FrameType) -> bool:
-    """Return whether a frame that is not the standard library's is neither the library's nor an installed package's."""
-    return not frame.f_code.co_filename.startswith((OURS, *PACKAGES))
 
 
 def _is_loop(frame: FrameType) -> bool:
