@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from polyturn.config import schema
 from polyturn.config.explain import as_shown, explain
+from polyturn.config.idle import idle_keys
 from polyturn.config.references import resolve, value_at, writable
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
@@ -144,6 +145,12 @@ def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+    for idle in idle_keys(config):
+        said = sources.statement(idle.path, as_shown(value_at(resolved, idle.path), idle.path, raw_env))
+        where = " or ".join(map(repr, idle.values)).replace("None", "null")
+        read = f"; it is read where that is {where}" if where else ""
+        now = as_shown(idle.now, idle.by, raw_env).replace("None", "null")
+        logger.warning("%s, which has no effect while %s is %s%s", said, dotted(idle.by), now, read)
     return Loaded(config, writable(config, resolved, raw_env))
 
 

@@ -329,7 +329,8 @@ UNREAD = [
 
 @pytest.mark.parametrize(("override", "key", "value"), MAPPED)
 def test_a_key_moves_to_its_native_key(override: str, key: str, value: Any):
-    made = translated(override, f"{TURNS}.enable=True") if ".max_" in override else translated(override)
+    needs = {".max_": f"{TURNS}.enable=True", ".kl_loss_type": f"{ACTOR}.use_kl_loss=True"}
+    made = translated(override, *(other for part, other in needs.items() if part in override))
     assert native(made.native, key) == value
     fate = next(f for f in made.fates if f.key == override.partition("=")[0])
     assert fate.kind == "mapped" and fate.where == f"from the override {override!r}"

@@ -31,9 +31,9 @@ def kl(s: Source) -> None:
         return  # the section says what the rewards have
     s.put("algorithm.kl.coef", s.number(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
     name = s.get(key, "low_var_kl")
-    if name in estimators:
+    if name in estimators and uses:
         s.put("algorithm.kl.estimator", estimators[name], by=key)
-    else:
+    elif name not in estimators:
         s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(str(name), estimators)}")
 
 

@@ -1,0 +1,103 @@
+"""Keys whose values change nothing, because the value of another key says that nobody reads them.
+
+    algorithm: {aggregate: {norm_length: 512}}
+      ->  Idle(path=("algorithm", "aggregate", "norm_length"), by=("algorithm", "aggregate", "name"), now="token-mean", …)
+
+It is no error: configs are made of others by one key at a time, and a key may wait for another. But whoever set it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from polyturn.algorithms.options import WEIGHTS, AverageOptions, CorrectionSettings, KlOptions
+from polyturn.config.models import RunConfig
+from polyturn.config.models.algorithm import AlgorithmConfig
+from polyturn.config.models.cluster import ClusterConfig
+from polyturn.config.models.evaluation import EvalConfig
+from polyturn.config.models.model import AnyModelConfig
+from polyturn.config.models.rollout import RolloutConfig
+from polyturn.config.parts import OwnPart
+from polyturn.config.schema import KeyPath, is_model, keys_of
+from polyturn.core.generation import Sampling
+from polyturn.engines.options import EmbeddedOptions
+from polyturn.rewards.options import CallRate, SandboxOptions
+from polyturn.rewards.overlong import Overlong
+from polyturn.tools.breaker import BreakerSettings
+from polyturn.training.options import ScheduleOptions, SftOptions, TrainOptions
+
+SOME: tuple[Any, ...] = ()
+"""Any value but null, 0 and false."""
+UNSET = (None,)
+
+READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
+    AverageOptions: {"norm_length": ("name", ("seq-mean-token-sum-norm",))},
+    BreakerSettings: dict.fromkeys(("min_episodes", "cooldown_s", "max_cooldown_s"), ("failures", SOME)),
+    CallRate: {"tokens_per_call": ("tokens_per_minute", SOME)},
+    ClusterConfig: dict.fromkeys(("rank_resources", "engines", "workers", "restarts", "patience_s"), ("address", SOME)),
+    CorrectionSettings: dict.fromkeys(("cap", "beyond", "normalize"), ("weight", WEIGHTS[1:])),
+    AlgorithmConfig: {"critic": ("advantage.name", ("gae", "turn_gae", "bilevel_gae"))},
+    EmbeddedOptions: {"num_threads": ("process", ("auto", "own"))},
+    EvalConfig: dict.fromkeys(("limit_during", "stop_at", "patience"), ("every", SOME)),
+    KlOptions: {"place": ("coef", SOME), "estimator": ("coef", SOME), "horizon": ("target", SOME)},
+    AnyModelConfig: {"revision": ("path", SOME)},
+    Overlong: dict.fromkeys(("penalty", "max_tokens"), ("buffer", SOME)),
+    RolloutConfig: {
+        "interaction_timeout_s": ("interactions", SOME),
+        "sanity_every": ("tokenization_sanity_check_mode", ("strict", "ignore_strippable")),
+    },
+    RunConfig: {
+        "compat.require_interaction_name": ("rollout.interactions", SOME),
+        "rollout.scheduler_kwargs": ("env", UNSET),
+    },
+    Sampling: dict.fromkeys(("top_p", "top_k"), ("temperature", SOME)),
+    SandboxOptions: {"token_env": ("url", SOME), "python": ("url", UNSET)},
+    ScheduleOptions: {"min_lr_ratio": ("name", ("linear", "cosine"))},
+    SftOptions: dict.fromkeys(
+        ("conversations", "kwargs", "min_reward", "batch_size", "max_tokens_per_batch", "max_seconds", "optim"),
+        ("steps", SOME),
+    ),
+    TrainOptions: {"steps": ("epochs", UNSET)},
+}
+"""Section -> a key of it -> another one, and under which values of that the first is read. Both are dotted from it on."""
+
+
+class Idle(NamedTuple):
+    """A key that was set and that nobody reads."""
+
+    path: KeyPath
+    by: KeyPath
+    """The key that says so."""
+    now: Any
+    """Its value."""
+    values: Sequence[Any]
+    """Under which of its values the first is read."""
+
+
+def idle_keys(section: Any, path: KeyPath = ()) -> Iterator[Idle]:
+    """Yield the keys of a section, and of those inside it, that differ from their defaults and are not read."""
+    if is_model(type(section)):
+        inside: list[tuple[str | int, Any]] = [(name, getattr(section, name)) for name in keys_of(type(section))]
+    elif isinstance(section, Mapping | list | tuple):
+        inside = list(section.items() if isinstance(section, Mapping) else enumerate(section))
+    else:
+        return
+    for key, (other, values) in _rules(type(section)).items():
+        of, now = _at(section, key.rpartition(".")[0]), _at(section, other)
+        value, default = _at(section, key), keys_of(type(of))[key.rpartition(".")[2]].default
+        is_own = isinstance(_at(section, other.rpartition(".")[0]), OwnPart)  # what it reads is not known
+        if value != default and not is_own and not (now in values if values else now):
+            yield Idle((*path, *key.split(".")), (*path, *other.split(".")), now, values)
+    for name, value in inside:
+        yield from idle_keys(value, (*path, name))
+
+
+def _rules(section: type) -> Mapping[str, tuple[str, Sequence[Any]]]:
+    return next((READ_WITH[one] for one in section.__mro__ if one in READ_WITH), {})
+
+
+def _at(section: Any, key: str) -> Any:
+    for step in filter(None, key.split(".")):
+        section = getattr(section, step)
+    return section

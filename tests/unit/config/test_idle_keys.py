@@ -1,0 +1,74 @@
+"""Keys that nobody reads under the other values of a configuration: whoever set one is told, and nobody else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from polyturn.config.idle import READ_WITH
+from polyturn.config.load import load_config, load_values
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import keys_of
+
+ONE_FOR_EACH_SECTION = [
+    (["algorithm.aggregate.norm_length=512"], "algorithm.aggregate=seq-mean-token-sum-norm"),
+    (["rollout.tools.breaker.failures=0", "rollout.tools.breaker.cooldown_s=2"], "rollout.tools.breaker.failures=3"),
+    (["reward.rate.tokens_per_call=3"], "reward.rate.tokens_per_minute=100"),
+    (["cluster.workers.count=3"], "cluster.address=auto"),
+    (["algorithm.loss.correction={weight: none, cap: 3}"], "algorithm.loss.correction.weight=token"),
+    (["algorithm.critic.optim.lr=1e-3"], "algorithm.advantage=gae"),
+    (["algorithm.critic.optim.lr=1e-3"], "algorithm.advantage=mine.py:values"),
+    (["engine.process=shared", "engine.num_threads=2"], "engine.process=own"),
+    (["evaluation.patience=3"], "evaluation.every=5"),
+    (["algorithm.kl=[{horizon: 5, coef: 0.1}]"], "algorithm.kl.0.target=0.1"),
+    (["policies={a: {model: {init: {}, tokenizer: x, revision: b}}}"], "policies.a.model={path: x, init: null}"),
+    (["reward.overlong={penalty: 3, max_tokens: 50}"], "reward.overlong.buffer=10"),
+    (["rollout.interaction_timeout_s=3"], "rollout.interactions=users.yaml"),
+    (["env=a:b", "rollout.scheduler_kwargs={a: 1}"], "env=null"),
+    (["rollout.sampling={temperature: 0, top_p: 0.5}"], "rollout.sampling.temperature=1"),
+    (["reward.sandbox.token_env=KEY"], "reward.sandbox.url=http://127.0.0.1:1"),
+    (["train.optim.schedule.min_lr_ratio=0.1"], "train.optim.schedule.name=cosine"),
+    (["warm_start.optim.lr=1e-3"], "warm_start.steps=5"),
+    (["train.epochs=2", "train.steps=7"], "train.epochs=null"),
+]
+
+
+def said(caplog: pytest.LogCaptureFixture, overrides: Sequence[str]) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        load_config(RunConfig, None, ["model.path=none", *overrides])
+    return caplog.messages
+
+
+@pytest.mark.parametrize(("idle", "read"), ONE_FOR_EACH_SECTION)
+def test_a_key_that_nobody_reads_is_told_until_another_one_makes_it_matter(
+    caplog: pytest.LogCaptureFixture, idle: list[str], read: str
+) -> None:
+    lines = said(caplog, idle)
+
+    assert lines and all(" has no effect while " in line for line in lines)
+    assert said(caplog, [*idle, read]) == []
+
+
+def test_who_wrote_a_key_that_nobody_reads_is_named_and_what_would_make_it_matter(caplog: pytest.LogCaptureFixture) -> None:
+    origin = {("algorithm", "aggregate", "norm_length"): "actor.scale (in theirs.yaml)"}
+    values = {"model": {"path": "none"}, "algorithm": {"aggregate": {"norm_length": 512}}}
+
+    load_values(RunConfig, values, origin=origin)
+
+    assert caplog.messages == [
+        "actor.scale (in theirs.yaml) is 512, as algorithm.aggregate.norm_length, which has no effect while "
+        "algorithm.aggregate.name is 'token-mean'; it is read where that is 'seq-mean-token-sum-norm'"
+    ]
+
+
+def test_a_configuration_of_defaults_is_read_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert said(caplog, []) == []
+
+
+def test_every_rule_names_keys_that_its_section_has() -> None:
+    for section, rules in READ_WITH.items():
+        for dotted in (one for key, (other, _) in rules.items() for one in (key, other)):
+            assert dotted.split(".")[0] in keys_of(section), (section, dotted)
