@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from polyturn import build
 from polyturn.algorithms.advantages import traits_of
-from polyturn.build.credit import check_algorithm, drops_zero_variance, require_scores
+from polyturn.build.credit import check_algorithm, check_further_models, drops_zero_variance, require_scores
 from polyturn.build.critic import build_critic
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
@@ -39,6 +40,45 @@ def options(folder: Path, *overrides: str) -> dict[str, Any]:
 def test_a_loss_that_cannot_be_is_refused_before_weights_are_loaded(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_algorithm(place(tmp_path, override))
+
+
+FURTHER = {
+    "algorithm.critic.path": ["algorithm.advantage=gae"],
+    "algorithm.loss.distill.teacher": [],
+    "model.reference": ["algorithm.kl.coef=0.1"],
+}
+
+
+@pytest.mark.parametrize("key", FURTHER)
+@pytest.mark.parametrize("is_plan", [True, False])
+def test_a_further_model_that_is_none_or_of_other_words_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, is_plan: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    like = tiny_model(320)
+    tiny_model(300).save_pretrained(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    says = {
+        "./nowhere": rf"{key} is './nowhere': there is no folder",
+        "abc": rf"{key} is 'abc': 'abc' is no folder here",
+        "empty": rf"{key} is 'empty': no model can be loaded",
+        "other": rf"the model of {key} has a vocabulary of 300 and the model of 320",
+    }
+
+    for name, words in says.items():
+        found = replace(place(tmp_path, *FURTHER[key], f"{key}={name}"), is_plan=is_plan)
+        with pytest.raises(ConfigError, match=words):
+            check_further_models(found, build.build_estimator(found), like=like)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train.group_size", "train.groups_per_step", "train.epochs", "evaluation.sets.all.samples", "engine.launch.replicas"],
+)
+def test_a_number_that_no_machine_has_room_for_is_refused_as_it_is_read(tmp_path: Path, key: str) -> None:
+    engine = ["engine={kind: vllm, num_slots: null}"] if key.startswith("engine") else []
+    with pytest.raises(ConfigError, match=rf"^{key} is 1000000000 .*less than or equal to \d+$"):
+        place(tmp_path, *engine, f"{key}=1000000000")
 
 
 def test_an_estimator_gets_its_own_options(tmp_path: Path) -> None:

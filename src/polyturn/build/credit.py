@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.config_source import ConfigSource
-from polyturn.build.loss import build_correction, build_loss, kl_controller
+from polyturn.build.config_source import ConfigSource, folder_or_name
+from polyturn.build.critic import critic_path
+from polyturn.build.loss import build_correction, build_loss, kl_controller, reference_path, teacher_path
 from polyturn.build.parts import Parts
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
@@ -13,6 +14,8 @@ from polyturn.core.plugin_class import CallShape, check_function
 from polyturn.core.stand_in import as_ours
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from polyturn.training.reward_kl import RewardKl
 
 OF_GROUP = CallShape(num=2, write="def estimate(rewards_G, samples_G, **options)")
@@ -57,8 +60,37 @@ def check_credit(parts: Parts) -> None:
     Raises:
         ConfigError: the first problem found.
     """
-    require_scores(parts, build_estimator(parts.place))
-    check_algorithm(parts.place)
+    place, estimator = parts.place, build_estimator(parts.place)
+    require_scores(parts, estimator)
+    check_algorithm(place)
+    check_further_models(place, estimator, like=parts.model)
+
+
+def check_further_models(place: ConfigSource, estimator: Any, *, like: PreTrainedModel) -> None:
+    """Refuse the name of a further model that leads to none, or to one of another vocabulary.
+
+    Of a plan a small one is loaded, so that it is whole; of a run it will be.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
+    from polyturn.training import hf
+    from polyturn.training.reference import require_same_vocabulary
+
+    load = hf.load_plan if place.is_plan else hf.load_outline
+    named = {
+        "algorithm.critic.path": critic_path(place, estimator),
+        "algorithm.loss.distill.teacher": teacher_path(place),
+        "model.reference": reference_path(place),
+    }
+    for key, path in named.items():
+        if path is None:
+            continue
+        try:
+            found = load(folder_or_name(path, place.base))
+        except ConfigError as problem:
+            raise ConfigError(f"{key} is {path!r}: {problem}") from problem
+        require_same_vocabulary(like, found, name=f"model of {key}")
 
 
 def check_algorithm(place: ConfigSource) -> None:

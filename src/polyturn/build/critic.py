@@ -25,21 +25,33 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
     from polyturn.training.critic import Critic, local_critic
     from polyturn.training.ranked import RankedBackend
 
-    place, config = parts.place, parts.place.config
-    critic = config.algorithm.critic
+    place, path = parts.place, critic_path(parts.place, estimator)
     if not traits_of(estimator).needs_values:
-        if critic.warmup or critic.path is not None:
-            raise ConfigError(
-                f"algorithm.critic is set and the estimator {config.algorithm.advantage.name!r} uses no critic; set "
-                "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
-            )
         return None
     options = critic_options(place)
     if parts.team is not None:
         backend = RankedBackend(parts.team, "critic", layout=options["layout"])
         return Critic(backend, settings=options["settings"])
-    model = parts.model if critic.path is None else critic_model(place, like=parts.model)
+    model = parts.model if path is None else critic_model(place, like=parts.model)
     return local_critic(model, media=parts.context.media, **options)
+
+
+def critic_path(place: ConfigSource, estimator: Any) -> str | None:
+    """Return the model whose backbone the critic starts from; None for the policy's.
+
+    Raises:
+        ConfigError: the estimator uses no critic, and there is one.
+    """
+    from polyturn.algorithms.advantages import traits_of
+
+    config = place.config
+    critic = config.algorithm.critic
+    if (critic.warmup or critic.path is not None) and not traits_of(estimator).needs_values:
+        raise ConfigError(
+            f"algorithm.critic is set and the estimator {config.algorithm.advantage.name!r} uses no critic; set "
+            "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
+        )
+    return critic.path
 
 
 def critic_model(place: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:

@@ -62,15 +62,34 @@ def kl_controller(kl: KlOptions) -> KlController:
     return AdaptiveKl(coef=kl.coef, target=kl.target, horizon=kl.horizon)
 
 
+def reference_path(place: ConfigSource) -> str | None:
+    """Return what `model.reference` names.
+
+    Raises:
+        ConfigError: nothing reads it.
+    """
+    path = place.config.model.reference
+    if path is not None and not place.config.algorithm.has_kl:
+        raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl.coef")
+    return path
+
+
+def teacher_path(place: ConfigSource) -> str | None:
+    """Return the model to distil from; None where there is none.
+
+    Raises:
+        ConfigError: there is nothing to learn from at all.
+    """
+    loss = place.config.algorithm.loss
+    if loss.distill is None and loss.name == "none":
+        raise ConfigError("algorithm.loss is none and algorithm.loss.distill is not set: there is nothing to learn from")
+    return None if loss.distill is None else loss.distill.teacher
+
+
 def build_reference(place: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
     """Return whether there is a reference, or the one that `model.reference` names."""
-    config = place.config
-    path = config.model.reference
-    if not config.algorithm.has_kl:
-        if path is not None:
-            raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl.coef")
-        return False
-    return True if path is None else load_frozen(place, path, like=model, dtype=None)
+    path = reference_path(place)
+    return place.config.algorithm.has_kl if path is None else load_frozen(place, path, like=model, dtype=None)
 
 
 def build_teacher(place: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
@@ -79,12 +98,8 @@ def build_teacher(place: ConfigSource, model: PreTrainedModel) -> PreTrainedMode
     Raises:
         ConfigError: it cannot be loaded, or there is nothing to learn from at all.
     """
-    loss = place.config.algorithm.loss
-    if loss.distill is None:
-        if loss.name == "none":
-            raise ConfigError("algorithm.loss is none and algorithm.loss.distill is not set: there is nothing to learn from")
-        return None
-    return load_frozen(place, loss.distill.teacher, like=model, dtype=loss.distill.dtype)
+    path, distill = teacher_path(place), place.config.algorithm.loss.distill
+    return None if path is None or distill is None else load_frozen(place, path, like=model, dtype=distill.dtype)
 
 
 def build_correction(place: ConfigSource) -> CorrectionSettings | None:

@@ -9,7 +9,7 @@ It is no error: configs are made of others by one key at a time, and a key may w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from polyturn.algorithms.options import WEIGHTS, AverageOptions, CorrectionSettings, KlOptions
 from polyturn.config.models import RunConfig
@@ -77,15 +77,16 @@ class Idle(NamedTuple):
 
 def idle_keys(section: Any, path: KeyPath = ()) -> Iterator[Idle]:
     """Yield the keys of a section, and of those inside it, that differ from their defaults and are not read."""
-    if is_model(type(section)):
-        inside: list[tuple[str | int, Any]] = [(name, getattr(section, name)) for name in keys_of(type(section))]
+    kind: Any = type(section)
+    if is_model(kind):
+        inside: list[tuple[str | int, Any]] = [(name, getattr(section, name)) for name in keys_of(kind)]
     elif isinstance(section, Mapping | list | tuple):
         inside = list(section.items() if isinstance(section, Mapping) else enumerate(section))
     else:
         return
-    for key, (other, values) in _rules(type(section)).items():
+    for key, (other, values) in _rules(kind).items():
         of, now = _at(section, key.rpartition(".")[0]), _at(section, other)
-        value, default = _at(section, key), keys_of(type(of))[key.rpartition(".")[2]].default
+        value, default = _at(section, key), keys_of(cast(Any, type(of)))[key.rpartition(".")[2]].default
         is_own = isinstance(_at(section, other.rpartition(".")[0]), OwnPart)  # what it reads is not known
         if value != default and not is_own and not (now in values if values else now):
             yield Idle((*path, *key.split(".")), (*path, *other.split(".")), now, values)

@@ -57,7 +57,7 @@ class LaunchOptions:
     """Further arguments of the server, for instance ["--tensor-parallel-size", "2"]."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the server."""
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=1, le=2**16)] = 1
     """How many servers are started."""
     devices: list[str] = field(default_factory=list)
     """For each server the GPUs that it sees, for instance ["0,1", "2,3"]; needed on GPUs where there are several servers."""

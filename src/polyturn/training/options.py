@@ -187,11 +187,11 @@ class TrainOptions:
 
     steps: Annotated[int, Field(ge=0)] = 100
     """Optimizer steps of the run."""
-    epochs: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Passes over the tasks, which replace `steps` once the tasks are counted; a last step that is not full is not taken."""
-    groups_per_step: Annotated[int, Field(ge=1)] = 32
+    groups_per_step: Annotated[int, Field(ge=1, le=2**20)] = 32
     """Tasks whose groups are trained in one step."""
-    group_size: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Trajectories of one task that are compared with one another."""
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer updates per step, each on its share of the step's trajectories."""

@@ -19,7 +19,7 @@ Amount = Annotated[float, Field(ge=0)]
 class ActorsConfig(Section):
     """Processes of one kind on a cluster."""
 
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=2**16)
     """How many of them."""
     resources: dict[str, Amount] = {"CPU": 1}
     """What each of them occupies, in Ray's words: CPU, GPU, and resources that a node was started with."""

@@ -23,7 +23,7 @@ class EvalSetConfig(Section):
     sampling: Sampling = Sampling(temperature=0.0)
     max_turns: int | None = Field(None, ge=1)
     """Overrides rollout.limits.max_turns."""
-    samples: int = Field(1, ge=1)
+    samples: int = Field(1, ge=1, le=2**16)
     """How often each task is run; more than one gives mean@N, best@N and, where functions return a `pred`, maj@N."""
     every: bool = True
     """Whether it also runs every `evaluation.every` steps; else only before and after training."""
