@@ -32,17 +32,9 @@ class SampleId(NamedTuple):
 
 
 _FLOATS = (
-    "loss_weights",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "rewards",
-    "advantages",
-    "returns",
-    "correction",
-    "marks",
-)
+    "loss_weights", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns",
+    "correction", "marks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

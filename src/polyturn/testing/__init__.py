@@ -34,14 +34,8 @@ _FROM = {
 """Public name -> the module that has it, imported when it is asked for."""
 
 __all__ = [
-    "ContractError",
-    "check_interaction",
-    "check_reward",
-    "check_scheduler",
-    "check_tool",
-    "published_config",
-    "tiny",
-]
+    "ContractError", "check_interaction", "check_reward", "check_scheduler", "check_tool", "published_config", "tiny",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

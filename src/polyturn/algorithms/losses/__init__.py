@@ -25,24 +25,7 @@ from polyturn.algorithms.losses.sequence import geo_mean, gspo, gspo_sequence
 from polyturn.algorithms.losses.token import cispo, none, policy_gradient, ppo_clip, sapo
 
 __all__ = [
-    "MAX_LOG_RATIO",
-    "PolicyLoss",
-    "Selection",
-    "TokenLoss",
-    "bind",
-    "cispo",
-    "clip_cov",
-    "geo_mean",
-    "gspo",
-    "gspo_sequence",
-    "kl_cov",
-    "mark",
-    "marks",
-    "none",
-    "policy_gradient",
-    "policy_losses",
-    "ppo_clip",
-    "sapo",
-    "selection_of",
-    "takes_option",
-]
+    "MAX_LOG_RATIO", "PolicyLoss", "Selection", "TokenLoss", "bind", "cispo", "clip_cov", "geo_mean", "gspo",
+    "gspo_sequence", "kl_cov", "mark", "marks", "none", "policy_gradient", "policy_losses", "ppo_clip", "sapo",
+    "selection_of", "takes_option",
+]  # fmt: skip

@@ -28,21 +28,10 @@ from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.task import NATIVE_AGENTS
 
 __all__ = [
-    "AgentData",
-    "AgentLoopBase",
-    "AgentLoopMetrics",
-    "AgentLoopOutput",
-    "AgentState",
-    "AsyncLLMServerManager",
-    "DictConfigWrap",
-    "FunctionCall",
-    "TokenOutput",
-    "ToolListWrap",
-    "ToolParser",
-    "get_agent_loop_class",
-    "get_trajectory_info",
-    "register",
-]
+    "AgentData", "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "AgentState", "AsyncLLMServerManager",
+    "DictConfigWrap", "FunctionCall", "TokenOutput", "ToolListWrap", "ToolParser", "get_agent_loop_class",
+    "get_trajectory_info", "register",
+]  # fmt: skip
 
 _Class = TypeVar("_Class", bound="type[AgentLoopBase]")
 

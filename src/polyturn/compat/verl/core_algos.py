@@ -35,34 +35,14 @@ from polyturn.compat.verl.torch_functional import masked_mean, masked_whiten
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 
 __all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "POLICY_LOSS_REGISTRY",
-    "AdvantageEstimator",
-    "agg_loss",
-    "as_estimator",
-    "as_policy_loss",
-    "compute_gae_advantage_return",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "compute_value_loss",
-    "get_adv_estimator_fn",
-    "get_policy_loss_fn",
-    "kl_penalty",
-    "masked_mean",
-    "masked_whiten",
-    "register_adv_est",
-    "register_policy_loss",
-]
+    "ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY", "AdvantageEstimator", "agg_loss", "as_estimator", "as_policy_loss",
+    "compute_gae_advantage_return", "compute_gpg_outcome_advantage", "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage", "compute_grpo_vectorized_outcome_advantage", "compute_opo_outcome_advantage",
+    "compute_policy_loss_dro", "compute_policy_loss_vanilla", "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage", "compute_remax_outcome_advantage", "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage", "compute_value_loss", "get_adv_estimator_fn", "get_policy_loss_fn",
+    "kl_penalty", "masked_mean", "masked_whiten", "register_adv_est", "register_policy_loss",
+]  # fmt: skip
 
 
 class AdvantageEstimator(str, Enum):  # noqa: UP042  (users see the text of a member)

@@ -8,14 +8,9 @@ from polyturn.rewards.math import last_boxed, last_boxed_only_string, remove_box
 from polyturn.rewards.math_dapo import INVALID, compute_score, normalize_final_answer
 
 __all__ = [
-    "compute_score",
-    "is_correct_minerva",
-    "is_correct_strict_box",
-    "last_boxed_only_string",
-    "normalize_final_answer",
-    "remove_boxed",
-    "verify",
-]
+    "compute_score", "is_correct_minerva", "is_correct_strict_box", "last_boxed_only_string", "normalize_final_answer",
+    "remove_boxed", "verify",
+]  # fmt: skip
 
 _STRICT_CHARS = 100
 

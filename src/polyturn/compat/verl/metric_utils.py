@@ -13,14 +13,9 @@ from polyturn.compat.verl.metric import reduce_metrics
 from polyturn.evaluation.repeated import task_metrics
 
 __all__ = [
-    "bootstrap_metric",
-    "calc_maj_val",
-    "compute_data_metrics",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "process_validation_metrics",
-    "reduce_metrics",
-]
+    "bootstrap_metric", "calc_maj_val", "compute_data_metrics", "compute_throughout_metrics", "compute_timing_metrics",
+    "process_validation_metrics", "reduce_metrics",
+]  # fmt: skip
 
 
 def _compute_response_info(batch: Any) -> dict[str, Tensor]:

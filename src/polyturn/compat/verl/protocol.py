@@ -28,20 +28,10 @@ from polyturn.compat.verl.batch_errors import check, mini_batches
 from polyturn.compat.verl.batch_union import same, union_numpy_dict, union_tensor_dict
 
 __all__ = [
-    "DataProto",
-    "DataProtoItem",
-    "collate_fn",
-    "deserialize_single_tensor",
-    "deserialize_tensordict",
-    "fold_batch_dim",
-    "pad_dataproto_to_divisor",
-    "serialize_single_tensor",
-    "serialize_tensordict",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-]
+    "DataProto", "DataProtoItem", "collate_fn", "deserialize_single_tensor", "deserialize_tensordict", "fold_batch_dim",
+    "pad_dataproto_to_divisor", "serialize_single_tensor", "serialize_tensordict", "unfold_batch_dim", "union_numpy_dict",
+    "union_tensor_dict", "unpad_dataproto",
+]  # fmt: skip
 
 
 @dataclass

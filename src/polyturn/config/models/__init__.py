@@ -30,22 +30,7 @@ from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.run import CompatConfig, RunConfig
 
 __all__ = [
-    "ActorsConfig",
-    "AlgorithmConfig",
-    "ClusterConfig",
-    "CompatConfig",
-    "DataConfig",
-    "DumpConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "EvalSetConfig",
-    "ModelConfig",
-    "PolicyConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "TaskSourceConfig",
-    "TrackerConfig",
-    "TrainTokenizerConfig",
-]
+    "ActorsConfig", "AlgorithmConfig", "ClusterConfig", "CompatConfig", "DataConfig", "DumpConfig", "EnvConfig",
+    "EvalConfig", "EvalSetConfig", "ModelConfig", "PolicyConfig", "RewardConfig", "RewardFunctionConfig", "RolloutConfig",
+    "RunConfig", "TaskSourceConfig", "TrackerConfig", "TrainTokenizerConfig",
+]  # fmt: skip

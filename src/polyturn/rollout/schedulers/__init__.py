@@ -15,14 +15,5 @@ from polyturn.rollout.schedulers.thinking_tips import ThinkingTips
 from polyturn.rollout.schedulers.tree import Tree
 
 __all__ = [
-    "Compaction",
-    "Gym",
-    "ImageTools",
-    "Lookahead",
-    "MathTips",
-    "React",
-    "SingleTurn",
-    "ThinkingTips",
-    "Tree",
-    "schedulers",
-]
+    "Compaction", "Gym", "ImageTools", "Lookahead", "MathTips", "React", "SingleTurn", "ThinkingTips", "Tree", "schedulers",
+]  # fmt: skip

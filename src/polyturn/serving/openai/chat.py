@@ -28,43 +28,14 @@ from polyturn.serving.openai.chat_request import (
 )
 from polyturn.serving.wire import dumps
 
-READ = frozenset(
-    {
-        "messages",
-        "model",
-        "tools",
-        "tool_choice",
-        "n",
-        "stop",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "logprobs",
-        "top_logprobs",
-        "stream",
-        "stream_options",
-        "return_token_ids",
-        "continue_final_message",
-    }
-)
-HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "reasoning_effort",
-        "verbosity",
-        "add_generation_prompt",
-    }
-)
+READ = frozenset({
+    "messages", "model", "tools", "tool_choice", "n", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+    "top_k", "seed", "logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids", "continue_final_message",
+})  # fmt: skip
+HARMLESS = frozenset({
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "reasoning_effort", "verbosity", "add_generation_prompt",
+})  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

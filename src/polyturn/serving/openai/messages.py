@@ -30,22 +30,10 @@ from polyturn.serving.openai.chat_request import (
 )
 from polyturn.serving.wire import dumps
 
-READ = frozenset(
-    {
-        "messages",
-        "model",
-        "system",
-        "tools",
-        "tool_choice",
-        "max_tokens",
-        "stop_sequences",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stream",
-        "thinking",
-    }
-)
+READ = frozenset({
+    "messages", "model", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k",
+    "stream", "thinking",
+})  # fmt: skip
 HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "output_config", "betas", "speed", "inference_geo"})
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],), "context_management": ()}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -30,39 +30,14 @@ from polyturn.serving.openai.chat_request import (
 )
 from polyturn.serving.wire import dumps
 
-READ = frozenset(
-    {
-        "input",
-        "instructions",
-        "model",
-        "tools",
-        "tool_choice",
-        "max_output_tokens",
-        "temperature",
-        "top_p",
-        "top_logprobs",
-        "stream",
-        "previous_response_id",
-        "include",
-    }
-)
-HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "reasoning",
-        "truncation",
-        "stream_options",
-        "max_tool_calls",
-        "seed",
-    }
-)
+READ = frozenset({
+    "input", "instructions", "model", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p", "top_logprobs",
+    "stream", "previous_response_id", "include",
+})  # fmt: skip
+HARMLESS = frozenset({
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "reasoning", "truncation", "stream_options", "max_tool_calls", "seed",
+})  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "text": ({"format": {"type": "text"}}, {}, {"verbosity": "medium"}),
     "background": (False,),

@@ -24,26 +24,8 @@ from polyturn.tokens.parsers.qwen3_coder import Qwen3CoderParser
 from polyturn.tokens.parsers.reasoning import ReasoningFormat, reasoning_formats
 
 __all__ = [
-    "DeepSeekV3Parser",
-    "DeepSeekV31Parser",
-    "GlmParser",
-    "GptOssParser",
-    "HermesParser",
-    "KimiK2Parser",
-    "Llama3Parser",
-    "MinimaxM2Parser",
-    "MistralParser",
-    "ParsedText",
-    "ParsedTurn",
-    "PlainParser",
-    "PythonicParser",
-    "Qwen3CoderParser",
-    "ReasoningFormat",
-    "ToolCallParser",
-    "TurnParser",
-    "build_parser",
-    "detect",
-    "detect_reasoning",
-    "parsers",
+    "DeepSeekV3Parser", "DeepSeekV31Parser", "GlmParser", "GptOssParser", "HermesParser", "KimiK2Parser", "Llama3Parser",
+    "MinimaxM2Parser", "MistralParser", "ParsedText", "ParsedTurn", "PlainParser", "PythonicParser", "Qwen3CoderParser",
+    "ReasoningFormat", "ToolCallParser", "TurnParser", "build_parser", "detect", "detect_reasoning", "parsers",
     "reasoning_formats",
-]
+]  # fmt: skip
