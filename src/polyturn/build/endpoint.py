@@ -73,11 +73,8 @@ def for_endpoint(which: EvalSet) -> EvalSet:
 
 
 def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: str) -> None:
-    """Refuse tasks that cannot run: unknown tools or interactions, no reward, pictures.
-
-    Raises:
-        DataError, ConfigError: the first problem found.
-    """
+    """Refuse tasks that cannot run: unknown tools or interactions, no reward, pictures. Raises DataError, ConfigError: the
+    first problem found."""
 
     def check(task: Task) -> None:
         context.rewarder.check([task], tools=context.tools.tools, scoring=context.tools.scoring)

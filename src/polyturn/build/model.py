@@ -109,11 +109,8 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def build_outline(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Make the model without its weights, for a process that neither trains nor serves it: its config and its shapes.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """Make the model without its weights, for a process that neither trains nor serves it: its config and its shapes. Raises
+    ConfigError: there is no such model."""
     import torch
 
     from polyturn.training import hf
@@ -168,11 +165,8 @@ def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreT
 
 
 def build_media(place: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
-    """Make the processor of a model that takes more than text; None for text.
-
-    Raises:
-        ConfigError: `model.processor` leads to none, or to one that does not fit the tokenizer.
-    """
+    """Make the processor of a model that takes more than text; None for text. Raises ConfigError: `model.processor` leads to
+    none, or to one that does not fit the tokenizer."""
     from polyturn.training import hf
 
     config = place.config.model

@@ -25,11 +25,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def needing(extra: str, *, what: str) -> Iterator[None]:
-    """Import inside what `what` needs; `extra` of this package brings it.
-
-    Raises:
-        ConfigError: something of it is not installed.
-    """
+    """Import inside what `what` needs; `extra` of this package brings it. Raises ConfigError: something of it is not
+    installed."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -125,11 +125,8 @@ def layout_of(config: RunConfig) -> GpuLayout:
 
 
 def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> None:
-    """Refuse a layout that asks for more GPUs, or for more memory on one, than there is.
-
-    Raises:
-        ConfigError: with the nearest layout that fits, if there is one.
-    """
+    """Refuse a layout that asks for more GPUs, or for more memory on one, than there is. Raises ConfigError: with the
+    nearest layout that fits, if there is one."""
     rank, server = sum(demand.rank(layout.ranks).values()), sum(demand.server(layout.width or 1).values())
     wrong = []
     if layout.gpus > gpus:

@@ -34,11 +34,7 @@ def uninstall(name: str) -> None:
 
 @functools.cache
 def finder(name: str) -> AliasFinder:
-    """Return the one finder of a namespace.
-
-    Raises:
-        UnknownNameError: there is no such namespace.
-    """
+    """Return the one finder of a namespace. Raises UnknownNameError: there is no such namespace."""
     if name not in NAMESPACES:
         raise UnknownNameError(f"compat has no namespace {name!r}.{did_you_mean(name, NAMESPACES)}")
     return AliasFinder(NAMESPACES[name])

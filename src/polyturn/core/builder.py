@@ -292,11 +292,8 @@ class TrajectoryBuilder:
         return total - keep
 
     def reweigh(self, refs: Sequence[SpanRef], weights: ArrayLike) -> None:
-        """Set the weights of sampled spans that are already there, `weights` running over all of them in order.
-
-        Raises:
-            AlignmentError: a span was not sampled, or the lengths differ.
-        """
+        """Set the weights of sampled spans that are already there, `weights` running over all of them in order. Raises
+        AlignmentError: a span was not sampled, or the lengths differ."""
         chosen = float_array(weights)
         spans = [self.span(ref) for ref in refs]
         for span in spans:

@@ -49,11 +49,8 @@ def kind_of(part: Mapping[str, Any]) -> str | None:
 
 
 def normal_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message part with its media as a source; a part without media is returned as it is.
-
-    Raises:
-        DataError: the part names a medium and holds nothing that can be read as one.
-    """
+    """Return a message part with its media as a source; a part without media is returned as it is. Raises DataError: the
+    part names a medium and holds nothing that can be read as one."""
     kind = kind_of(part)
     if kind is None:
         return part
@@ -119,11 +116,7 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
 
 
 def read_source(source: str) -> bytes:
-    """Return the bytes that a source stands for.
-
-    Raises:
-        DataError: there is no such file, or the data URI is damaged.
-    """
+    """Return the bytes that a source stands for. Raises DataError: there is no such file, or the data URI is damaged."""
     if source.startswith("data:"):
         head, _, data = source.partition(",")
         try:

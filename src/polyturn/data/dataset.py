@@ -131,11 +131,8 @@ class TaskDataset(TaskSequence):
     """The tasks of one or more files, in the order of the files."""
 
     def __init__(self, parts: Sequence[Rows], *, split: str, columns: Mapping[str, str] | None = None) -> None:
-        """Take rows, and the names that some columns of a task have there.
-
-        Raises:
-            DataError: the first row of a part has no such column.
-        """
+        """Take rows, and the names that some columns of a task have there. Raises DataError: the first row of a part has no
+        such column."""
         self.split = split
         self._parts = list(parts)
         self._columns = dict(columns or {})

@@ -142,11 +142,7 @@ class TaskMix(TaskSampler):
         return {**self._identity(), "number": self._number, **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called.
-
-        Raises:
-            CheckpointError: the state is of other tasks or another seed.
-        """
+        """Go on from where `state_dict` was called. Raises CheckpointError: the state is of other tasks or another seed."""
         mine = self._identity()
         for key, value in mine.items():
             if state.get(key) != value:

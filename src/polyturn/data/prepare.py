@@ -76,11 +76,8 @@ def prepare_gsm8k(
 
 
 def final_answer(answer: str) -> str:
-    """Return what follows the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250".
-
-    Raises:
-        DataError: there is no such mark, or nothing after it.
-    """
+    """Return what follows the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250". Raises DataError:
+    there is no such mark, or nothing after it."""
     _, mark, after = answer.rpartition("####")
     value = after.strip().replace(",", "")
     if not mark or not value:

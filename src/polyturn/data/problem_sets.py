@@ -90,11 +90,8 @@ def _geo3k_row(problem: Mapping[str, Any], *, index: int, split: str, where: str
 
 
 def search_row(problem: Mapping[str, Any], *, index: int, split: str, where: str) -> dict[str, Any]:
-    """Return the row of a question that is answered by searching.
-
-    Raises:
-        DataError: it has no `question`, or no `golden_answers`.
-    """
+    """Return the row of a question that is answered by searching. Raises DataError: it has no `question`, or no
+    `golden_answers`."""
     question, answers = problem.get("question"), problem.get("golden_answers")
     if not isinstance(question, str) or not isinstance(answers, list) or not answers:
         raise DataError(f"{where}: a row needs a text 'question' and a list 'golden_answers', not {sorted(problem)}")

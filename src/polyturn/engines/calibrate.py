@@ -68,11 +68,8 @@ class _Bench:
         return length - self._prefilled
 
     async def seconds(self, prompts: Sequence[Ids], max_tokens: int) -> float:
-        """Return how long all of `prompts` take at once, with `max_tokens` each.
-
-        Raises:
-            EngineError: the server ends completions before that.
-        """
+        """Return how long all of `prompts` take at once, with `max_tokens` each. Raises EngineError: the server ends
+        completions before that."""
         loop = asyncio.get_running_loop()
 
         async def ask(prompt: Ids) -> None:
@@ -193,11 +190,7 @@ def save(speed: Speed, path: Path) -> None:
 
 
 def load(path: Path) -> Speed:
-    """Read what `save` wrote.
-
-    Raises:
-        ConfigError: there is no such file, or it says something else.
-    """
+    """Read what `save` wrote. Raises ConfigError: there is no such file, or it says something else."""
     if not path.is_file():
         raise ConfigError(
             f"there is no speed file {path}; `polyturn simulate --fit URL --out {shlex.quote(str(path))}` measures one"

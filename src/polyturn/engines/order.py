@@ -121,10 +121,7 @@ class LongestFirst(OrderPolicy):
 
     def __init__(self, *, age: float = 2.0) -> None:
         """Take at how many fair shares of waiting a request goes first; the rest up to 3 is for the others that are due.
-
-        Raises:
-            ConfigError: with that age something could wait longer.
-        """
+        Raises ConfigError: with that age something could wait longer."""
         super().__init__()
         if not 0 < age <= 2:
             raise ConfigError(f"age is {age}; over 2, a request could wait more than 3 times its fair share; 0 is its own")

@@ -38,12 +38,7 @@ class Revivable(Protocol):
         ...
 
     async def revive(self) -> None:
-        """Return once it answers.
-
-        Raises:
-            EngineGoneError: it never will.
-            EngineError: it does not, for now.
-        """
+        """Return once it answers. Raises EngineGoneError: it never will; EngineError: it does not, for now."""
         ...
 
 

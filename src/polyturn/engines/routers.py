@@ -127,11 +127,8 @@ class RoutingPass:
         self._handles.clear()
 
     def read_choices(self) -> Tensor:
-        """Return [N, L, K] the experts that the tokens of the pass went to, and forget them.
-
-        Raises:
-            ConfigError: a router did not choose as routers are known to.
-        """
+        """Return [N, L, K] the experts that the tokens of the pass went to, and forget them. Raises ConfigError: a router
+        did not choose as routers are known to."""
         layers = [c for c in self.chosen if c is not None]
         if len(layers) < len(self.chosen):
             raise ConfigError(

@@ -180,11 +180,7 @@ def require(module: str, *, install: str, needed_by: str) -> ModuleType:
 
 
 def known_id(id: str, known: Iterable[str], *, name: str) -> str:
-    """Return `id`, which must be among `known`.
-
-    Raises:
-        UnknownNameError: it is not; the message has the nearest.
-    """
+    """Return `id`, which must be among `known`. Raises UnknownNameError: it is not; the message has the nearest."""
     names = list(known)
     if id not in names:
         raise UnknownNameError(f"env {name!r}: there is no {id!r}.{did_you_mean(id, names)}")
@@ -192,11 +188,8 @@ def known_id(id: str, known: Iterable[str], *, name: str) -> str:
 
 
 def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call `make`, which makes something with the config's arguments, and return what it made.
-
-    Raises:
-        ConfigError: it raised.
-    """
+    """Call `make`, which makes something with the config's arguments, and return what it made. Raises ConfigError: it
+    raised."""
     try:
         return make()
     except ConfigError:
@@ -227,11 +220,8 @@ class OwnRandom:
 
     @contextmanager
     def held(self, *, seed: int | None = None) -> Iterator[None]:
-        """Draw from the own state inside the block; `seed` begins that of the module `random`.
-
-        Raises:
-            SchedulerError: another environment's call has not ended.
-        """
+        """Draw from the own state inside the block; `seed` begins that of the module `random`. Raises SchedulerError:
+        another environment's call has not ended."""
         if not _GLOBAL_RANDOM.acquire(timeout=HELD_S):
             raise SchedulerError(
                 f"an environment that draws from the process's random generators has kept them for {HELD_S:g} s: its step "

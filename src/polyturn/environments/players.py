@@ -173,11 +173,8 @@ class PolicyPlayer:
         self._num_moves = 0
 
     async def act(self, observation: str) -> str:
-        """Return the action in what it says next.
-
-        Raises:
-            EngineError: the game is longer than its context, or its engine is lost.
-        """
+        """Return the action in what it says next. Raises EngineError: the game is longer than its context, or its engine is
+        lost."""
         seat = self._seat
         self._see(observation)
         seed = derive_seed(seat.seed, "move", self._num_moves)

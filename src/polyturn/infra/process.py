@@ -178,10 +178,7 @@ def dies_with_parent(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
 ) -> list[str]:
     """Return a command that does the same and is told to end when the thread that starts it does, where the kernel can.
-
-    Raises:
-        OSError: there is no such program in the environment and the folder that it would run in.
-    """
+    Raises OSError: there is no such program in the environment and the folder that it would run in."""
     program = os.path.join(cwd or "", command[0]) if os.sep in command[0] else command[0]
     if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
         code = errno.EACCES if os.path.exists(program) else errno.ENOENT

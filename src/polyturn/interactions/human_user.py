@@ -103,11 +103,8 @@ class HumanUser(SceneInteraction):
     async def respond(
         self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Ask the person.
-
-        Raises:
-            InteractionError: nobody answered in time and that is an error here, or the terminal was closed.
-        """
+        """Ask the person. Raises InteractionError: nobody answered in time and that is an error here, or the terminal was
+        closed."""
         shown = [self._shown(m) for m in messages]
         about = {"conversation": instance_id if scene is None else scene.id}
         about |= {name: str(kwargs[name]) for name in ROW_KEYS if kwargs.get(name)}

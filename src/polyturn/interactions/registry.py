@@ -53,20 +53,14 @@ SCENE_INTERACTION = Shape(
 
 
 def check_interaction(cls: type, *, where: str = "") -> None:
-    """Refuse a class that would leave replies to its base class, or cannot be called as an interaction is.
-
-    Raises:
-        ConfigError: the first problem found.
-    """
+    """Refuse a class that would leave replies to its base class, or cannot be called as an interaction is. Raises
+    ConfigError: the first problem found."""
     check_class(cls, SCENE_INTERACTION if hasattr(cls, "reply_timeout_s") else INTERACTION, where=where)
 
 
 def check_interactions(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
-    """Check the class of every interaction of a file, or of a mapping with the same content, and make none.
-
-    Raises:
-        ConfigError: an item cannot be read, or its class is no interaction.
-    """
+    """Check the class of every interaction of a file, or of a mapping with the same content, and make none. Raises
+    ConfigError: an item cannot be read, or its class is no interaction."""
     file = _read(source, base=base)
     for entry in file.entries:
         check_interaction(_class_of(_class_or_object(entry.class_name, base=file.base)), where=entry.where)
@@ -77,12 +71,8 @@ def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | No
 
 
 def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[Any]:
-    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names.
-
-    Raises:
-        MissingModuleError, MissingAttributeError: the path leads nowhere.
-        ConfigError: it leads to something that is not a class.
-    """
+    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names. Raises MissingModuleError,
+    MissingAttributeError: the path leads nowhere; ConfigError: it leads to something that is not a class."""
     found = import_attr(cls_name, base=base)
     if not isinstance(found, type):
         raise ConfigError(f"class_name {cls_name!r} names a {type(found).__name__}; it must name an interaction class")

@@ -112,11 +112,7 @@ class SearchIndex:
 
     @classmethod
     def open(cls, folder: Path) -> SearchIndex:
-        """Open an index.
-
-        Raises:
-            ConfigError: there is none, another version of the library built it, or it is damaged.
-        """
+        """Open an index. Raises ConfigError: there is none, another version of the library built it, or it is damaged."""
         about = _read_about(folder)
         try:
             store = PassageStore(folder)

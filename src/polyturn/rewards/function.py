@@ -106,21 +106,14 @@ class RewardFunction:
             self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s, running=running)
 
     def require(self) -> None:
-        """Check that the function can work at all.
-
-        Raises:
-            ConfigError: it is a shipped one, and what it needs is not there.
-        """
+        """Check that the function can work at all. Raises ConfigError: it is a shipped one, and what it needs is not
+        there."""
         check = next((check for function, check in CHECKS if function is self._function), None)
         if check is not None:
             check(self._kwargs)
 
     async def __call__(self, trajectory: Trajectory, *, tool_rewards: Mapping[str, float | None]) -> Score:
-        """Score a finished trajectory.
-
-        Raises:
-            RewardError: the function raised, was late, or returned no finite number.
-        """
+        """Score a finished trajectory. Raises RewardError: the function raised, was late, or returned no finite number."""
         where = f"reward {self.name!r} of trajectory {trajectory.id!r}"
         try:
             if self._is_quick:

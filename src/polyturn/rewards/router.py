@@ -138,11 +138,8 @@ class RewardRouter:
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
-        """Return what scores a data_source: a function, "interaction", "tools" or "turns".
-
-        Raises:
-            UnknownNameError: nothing does.
-        """
+        """Return what scores a data_source: a function, "interaction", "tools" or "turns". Raises UnknownNameError: nothing
+        does."""
         if (found := _match(self._routes, data_source) or self._function or _match(self._built_in, data_source)) is not None:
             return found
         raise UnknownNameError(
@@ -236,11 +233,8 @@ class RewardRouter:
         of_tools: Mapping[str, float],
         tool_rewards: Mapping[str, float | None],
     ) -> tuple[float, Mapping[str, Any]]:
-        """Return what the task's route gives for the outcome, and what is recorded beside it.
-
-        Raises:
-            RewardError: nothing scores the task, or its reward function failed.
-        """
+        """Return what the task's route gives for the outcome, and what is recorded beside it. Raises RewardError: nothing
+        scores the task, or its reward function failed."""
         try:
             target = self._target(trajectory.task)
         except UnknownNameError as problem:

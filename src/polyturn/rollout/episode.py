@@ -96,11 +96,8 @@ class Episode(EpisodeState):
         return reason
 
     async def process_media(self, messages: Sequence[Message]) -> None:
-        """Let the model's processor look at the media of messages, which no event loop then waits for.
-
-        Raises:
-            DataError: it cannot.
-        """
+        """Let the model's processor look at the media of messages, which no event loop then waits for. Raises DataError: it
+        cannot."""
         if self._context.media is not None:
             await self._context.media.prepare(messages)
 
@@ -142,11 +139,8 @@ class Episode(EpisodeState):
         return turn
 
     def play_as(self, agent: str) -> None:
-        """Give its agent a name, before the prompt is shown; segments and their rewards go by it.
-
-        Raises:
-            LifecycleError: the prompt is shown.
-        """
+        """Give its agent a name, before the prompt is shown; segments and their rewards go by it. Raises LifecycleError: the
+        prompt is shown."""
         if self._history.builder.is_open:
             raise LifecycleError(f"episode {self.id!r} has shown its prompt; name its agent in `on_trajectory_start`")
         self._history.play_as(agent)
@@ -171,11 +165,8 @@ class Episode(EpisodeState):
 
     @not_own_time
     async def mark_with_tools(self) -> Mark:
-        """Return where the episode stands, with what its tools keep there: for forks that go on from it later.
-
-        Raises:
-            SnapshotError: a tool's `snapshot` raised or was late.
-        """
+        """Return where the episode stands, with what its tools keep there: for forks that go on from it later. Raises
+        SnapshotError: a tool's `snapshot` raised or was late."""
         return self._history.mark()._replace(tools=await self.resources.tool_states(self._tools))
 
     @not_own_time
@@ -196,11 +187,8 @@ class Episode(EpisodeState):
 
     @not_own_time
     async def ask_partner(self, turn: OpenTurn) -> Reply:
-        """Let the interaction answer the turn and score it.
-
-        Raises:
-            InteractionError: it raised, was late, or answered something that cannot be understood.
-        """
+        """Let the interaction answer the turn and score it. Raises InteractionError: it raised, was late, or answered
+        something that cannot be understood."""
         interaction = self.resources.interaction
         if interaction is None:
             raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
@@ -241,11 +229,8 @@ class Episode(EpisodeState):
         return (await speaker.generate()).message
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
-        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
-
-        Raises:
-            SchedulerError: the turn's message is to go on, which messages cannot answer as well.
-        """
+        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again. Raises
+        SchedulerError: the turn's message is to go on, which messages cannot answer as well."""
         self._history.record(turn, reply)
 
     def read(self, text: str, *, turn: OpenTurn) -> Message:
@@ -371,8 +356,5 @@ class Episode(EpisodeState):
 
     async def call(self, scheduler: Scheduler, method: Any, *args: Any, **options: Any) -> Any:
         """Call a method that the scheduler's author wrote, plain or async; `AuthorCalls.call` says with which deadlines.
-
-        Raises:
-            SchedulerError: it raised something that is not of the library, or was late.
-        """
+        Raises SchedulerError: it raised something that is not of the library, or was late."""
         return await self._context.calls.call(method, *args, is_shared=scheduler.shared, **options)

@@ -110,11 +110,7 @@ class History(HistoryState):
         self._encoder = encoder
 
     def play_as(self, agent: str) -> None:
-        """Name its agent, before the prompt is shown.
-
-        Raises:
-            LifecycleError: the prompt is shown.
-        """
+        """Name its agent, before the prompt is shown. Raises LifecycleError: the prompt is shown."""
         if self.builder.is_open:
             raise LifecycleError("the prompt is shown; name the agent in `on_trajectory_start`")
         self._named(agent)
@@ -127,11 +123,8 @@ class History(HistoryState):
             self._happened("prompt", list(self._messages))
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
-        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
-
-        Raises:
-            SchedulerError: the turn's message is to go on, which messages cannot answer as well.
-        """
+        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again. Raises
+        SchedulerError: the turn's message is to go on, which messages cannot answer as well."""
         messages = with_origin(reply.messages, Origin.ENVIRONMENT)
         turn.observation += messages
         turn.info.update(reply.info)

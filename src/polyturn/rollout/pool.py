@@ -154,11 +154,8 @@ class FailureBudget:
         """Whether any trajectory did not fail."""
 
     def count(self, group: TrajectoryGroup) -> None:
-        """Count one group.
-
-        Raises:
-            RolloutError: more than `max_share` of the latest failed; the message has the most common reasons.
-        """
+        """Count one group. Raises RolloutError: more than `max_share` of the latest failed; the message has the most common
+        reasons."""
         for trajectory in group.trajectories:
             # Without the trajectory's own id, so that one cause of many failures reads as one.
             reason = (trajectory.error or trajectory.stop_reason.value).replace(trajectory.id, "…")
@@ -172,11 +169,8 @@ class FailureBudget:
             )
 
     def require_any(self) -> None:
-        """Refuse to go on, or to end well, where not one trajectory came to anything, however few there were.
-
-        Raises:
-            RolloutError: all that were counted failed; the message has the most common reasons.
-        """
+        """Refuse to go on, or to end well, where not one trajectory came to anything, however few there were. Raises
+        RolloutError: all that were counted failed; the message has the most common reasons."""
         if self._latest and not self._has_one:
             raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")
 

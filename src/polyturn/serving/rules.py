@@ -247,11 +247,7 @@ def query_token(query: str) -> str | None:
 
 
 def check_token(token: str | None) -> None:
-    """Refuse a token that no header can carry.
-
-    Raises:
-        ConfigError: it is empty, or holds blanks or letters beyond ASCII.
-    """
+    """Refuse a token that no header can carry. Raises ConfigError: it is empty, or holds blanks or letters beyond ASCII."""
     if token is None:
         return
     if not token.strip():

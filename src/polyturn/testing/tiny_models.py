@@ -102,11 +102,8 @@ def tiny_model(
 
 
 def _family(kind: str, *, hidden: int, heads: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the classes of a kind's configuration and model, and the fields that it has of its own.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
+    """Return the classes of a kind's configuration and model, and the fields that it has of its own. Raises ConfigError:
+    there is no such kind."""
     import transformers
 
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden}

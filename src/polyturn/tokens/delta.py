@@ -203,11 +203,8 @@ class DeltaEncoder:
         return ids[1:] if int(ids[0]) in ends.past else ids
 
     def delta_text(self, new: Sequence[Message], *, history: Sequence[Message] = ()) -> str:
-        """Return the text that `extend` encodes, from the end token of the completion's turn on.
-
-        Raises:
-            TemplateError: the template cannot render the messages.
-        """
+        """Return the text that `extend` encodes, from the end token of the completion's turn on. Raises TemplateError: the
+        template cannot render the messages."""
         return self._render_delta(new, self._past(history))
 
     def _encode(

@@ -140,11 +140,8 @@ class MediaProcessor:
                     raise DataError(f"{where} shows {a_kind(medium.kind)}, but there is no file {source!r}")
 
     def expansion(self, medium: Media) -> Expansion:
-        """Return what the processor makes of one medium.
-
-        Raises:
-            DataError: the processor has no part for it, cannot read it, or fails on it.
-        """
+        """Return what the processor makes of one medium. Raises DataError: the processor has no part for it, cannot read it,
+        or fails on it."""
         with self._lock:
             found = self._cache.get(medium)
             if found is not None:
@@ -161,11 +158,8 @@ class MediaProcessor:
         return made
 
     async def prepare(self, messages: Sequence[Message]) -> None:
-        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded.
-
-        Raises:
-            DataError: as `expansion`.
-        """
+        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded. Raises
+        DataError: as `expansion`."""
         for medium in (medium for message in messages for medium in message.media):
             if medium not in self._cache:
                 await self._thread.submit(functools.partial(self.expansion, medium))
@@ -220,11 +214,8 @@ class MediaProcessor:
         return ids_array(np.concatenate([*pieces, ids[start:]]))
 
     def inputs(self, media: Sequence[Media]) -> dict[str, Any]:
-        """Return the model's inputs for `media`, concatenated in their order: name -> tensor.
-
-        Raises:
-            DataError: a medium cannot be processed, or inputs of several media do not fit together.
-        """
+        """Return the model's inputs for `media`, concatenated in their order: name -> tensor. Raises DataError: a medium
+        cannot be processed, or inputs of several media do not fit together."""
         import torch
 
         columns: dict[str, list[Any]] = {}
@@ -244,11 +235,8 @@ class MediaProcessor:
         return self._type_of[ids]
 
     def shown(self, ids: Ids, media: Sequence[Media]) -> int:
-        """Return how many of `media` are shown by the prefix `ids`.
-
-        Raises:
-            TemplateError: the prefix ends inside a medium.
-        """
+        """Return how many of `media` are shown by the prefix `ids`. Raises TemplateError: the prefix ends inside a
+        medium."""
         types = self.types(ids)
         left = {kind: int((types == number).sum()) for number, kind in enumerate(KINDS, start=1)}
         count = 0
@@ -343,20 +331,14 @@ class MediaProcessor:
 
 
 def load_image(source: str) -> Any:
-    """Return the Pillow image in RGB that a source stands for.
-
-    Raises:
-        DataError: it is no image, or Pillow is not installed.
-    """
+    """Return the Pillow image in RGB that a source stands for. Raises DataError: it is no image, or Pillow is not
+    installed."""
     return decode_image(read_source(source), what=show(source))
 
 
 def decode_image(data: bytes, *, what: str) -> Any:
     """Return the Pillow image in RGB of a file, once its head says that it is of a format and a size that is decoded here.
-
-    Raises:
-        DataError: it is no such image, or Pillow is not installed.
-    """
+    Raises DataError: it is no such image, or Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as problem:
@@ -386,22 +368,16 @@ def _load_frames(sources: Sequence[str]) -> list[Any]:
 
 
 def check_size(size: tuple[int, int], *, what: str) -> None:
-    """Refuse an image by its header, before its pixels are decoded: a file of kilobytes may hold gigabytes of them.
-
-    Raises:
-        DataError: it has more than `MAX_PIXELS`.
-    """
+    """Refuse an image by its header, before its pixels are decoded: a file of kilobytes may hold gigabytes of them. Raises
+    DataError: it has more than `MAX_PIXELS`."""
     width, height = size
     if width * height > MAX_PIXELS:
         raise DataError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} are decoded, so show a smaller one")
 
 
 def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
-    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say.
-
-    Raises:
-        DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits.
-    """
+    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say. Raises
+    DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits."""
     data = read_source(source)
     if data.startswith(b"\x93NUMPY"):
         try:
@@ -422,11 +398,8 @@ def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
 
 
 def load_processor(path: str, *, revision: str | None = None) -> Any:
-    """Load the processor at `path` (a folder, or a name on the hub).
-
-    Raises:
-        ConfigError: there is none, or a library that it needs is not installed.
-    """
+    """Load the processor at `path` (a folder, or a name on the hub). Raises ConfigError: there is none, or a library that it
+    needs is not installed."""
     from transformers import AutoProcessor
 
     cached = only_cached(path, revision=revision)

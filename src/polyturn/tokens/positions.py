@@ -59,12 +59,8 @@ class MediaRows:
         """What stands for a kind's features in `RowInputs.types`."""
 
     def row(self, ids: Ids, media: Sequence[Media]) -> RowInputs:
-        """Return what the model reads beside `ids`, a prefix of a segment that shows `media`.
-
-        Raises:
-            TemplateError: `ids` hold other features than those of a prefix of `media`.
-            DataError: a medium cannot be processed.
-        """
+        """Return what the model reads beside `ids`, a prefix of a segment that shows `media`. Raises TemplateError: `ids`
+        hold other features than those of a prefix of `media`; DataError: a medium cannot be processed."""
         types = self.media.types(ids)
         shown = media[: self.media.shown(ids, media)]
         inputs = self.media.inputs(shown)

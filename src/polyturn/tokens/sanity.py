@@ -62,11 +62,7 @@ class Difference:
 
 
 def check_mode(mode: str) -> str:
-    """Return `mode` if there is such a mode, with "off" as "disable".
-
-    Raises:
-        ConfigError: there is no such mode.
-    """
+    """Return `mode` if there is such a mode, with "off" as "disable". Raises ConfigError: there is no such mode."""
     if mode not in MODES:
         raise ConfigError(f"there is no sanity-check mode {mode!r}.{did_you_mean(mode, MODES)}")
     return "disable" if mode == "off" else mode

@@ -84,11 +84,8 @@ def make_client(
 
 
 def token_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the token that a server is sent: `auth_token`, or the environment's variable `token_env`.
-
-    Raises:
-        ConfigError: the variable is not set, or both are given.
-    """
+    """Return the token that a server is sent: `auth_token`, or the environment's variable `token_env`. Raises ConfigError:
+    the variable is not set, or both are given."""
     given = {"token": settings.get("auth_token"), "token_env": settings.get("token_env")}
     return token_from(given, where="the MCP server")
 
@@ -212,11 +209,8 @@ def _check_server(settings: Any, *, where: str) -> None:
 
 
 def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-    """Return the schema of every tool of a server, in OpenAI's form and otherwise as the server declared it.
-
-    Raises:
-        ConfigError: the server could not be reached in a few tries or in `timeout_s` seconds.
-    """
+    """Return the schema of every tool of a server, in OpenAI's form and otherwise as the server declared it. Raises
+    ConfigError: the server could not be reached in a few tries or in `timeout_s` seconds."""
     words = StderrTail(secrets_of(settings))
 
     async def fetch() -> list[dict[str, Any]]:

@@ -37,11 +37,7 @@ class McpItem:
 
 
 def read_item(settings: Any, *, where: str) -> McpItem:
-    """Return the `mcp` settings of an item, checked.
-
-    Raises:
-        ConfigError: they are missing or wrong.
-    """
+    """Return the `mcp` settings of an item, checked. Raises ConfigError: they are missing or wrong."""
     known = settings if isinstance(settings, Mapping) else {}
     path, servers = known.get("mcp_servers_config_path"), known.get("servers")
     if isinstance(path, str) == isinstance(servers, Mapping):

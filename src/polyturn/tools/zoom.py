@@ -80,11 +80,8 @@ class ImageZoomInTool(BaseTool):
         )
 
     async def create(self, instance_id: str | None = None, image: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode with its image, which may also be under that key of `create_kwargs`.
-
-        Raises:
-            DataError: there is no image, or it cannot be read.
-        """
+        """Begin one episode with its image, which may also be under that key of `create_kwargs`. Raises DataError: there is
+        no image, or it cannot be read."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         source = kwargs.get("create_kwargs", {}).get("image") if image is None else image
         if source is None:

@@ -81,20 +81,14 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the causal language model in folder `source`, or of that name and revision on the hub.
-
-    Raises:
-        ConfigError: there is none, or it cannot be loaded.
-    """
+    """Return the causal language model in folder `source`, or of that name and revision on the hub. Raises ConfigError:
+    there is none, or it cannot be loaded."""
     return _opened(source, dtype, revision, plan_above=None)
 
 
 def load_plan(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the same; above a billion parameters without its weights, on the meta device, for a plan of memory.
-
-    Raises:
-        ConfigError: as `load_model` does.
-    """
+    """Return the same; above a billion parameters without its weights, on the meta device, for a plan of memory. Raises
+    ConfigError: as `load_model` does."""
     return _opened(source, dtype, revision, plan_above=1_000_000_000)
 
 
@@ -119,11 +113,8 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
 
 
 def load_outline(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the same without its weights, whatever its size: its config and shapes, which occupy no memory.
-
-    Raises:
-        ConfigError: as `load_model` does.
-    """
+    """Return the same without its weights, whatever its size: its config and shapes, which occupy no memory. Raises
+    ConfigError: as `load_model` does."""
     return _opened(source, dtype, revision, plan_above=0)
 
 
@@ -166,11 +157,7 @@ def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write weights into `model`, in place.
-
-    Raises:
-        CheckpointError: they are those of another model.
-    """
+    """Write weights into `model`, in place. Raises CheckpointError: they are those of another model."""
     own, tied = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)).keys()
     again = tied - dict(model.named_parameters()).keys()
     if odd := sorted((own.keys() ^ weights.keys()) - again):

@@ -86,10 +86,7 @@ class Objective(Protocol):
 
     def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
         """Return what runs the network on a micro-batch of `samples` and gives its terms; `kl_coef` weighs a KL term now.
-
-        Raises:
-            TrainingError: the samples lack what it needs.
-        """
+        Raises TrainingError: the samples lack what it needs."""
         ...
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:

@@ -69,11 +69,8 @@ class ModelPolicy(OverBackend):
         return self.backend.step_count
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
-        """Return for each sample [T] the log-probability of each weighted token, 0 elsewhere.
-
-        Raises:
-            ConfigError: `reference` is asked of a policy that was built without one.
-        """
+        """Return for each sample [T] the log-probability of each weighted token, 0 elsewhere. Raises ConfigError:
+        `reference` is asked of a policy that was built without one."""
         start = time.perf_counter()
         scores = self.backend.score(samples, REFERENCE if reference else OWN)
         self.train_seconds += time.perf_counter() - start
@@ -113,11 +110,8 @@ class ModelPolicy(OverBackend):
         return self._pass(samples, coefs, "supervised").metrics
 
     def optim_step(self) -> Metrics:
-        """Take one optimizer step from the summed gradient, on all ranks or on none, and clear it.
-
-        Raises:
-            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
-        """
+        """Take one optimizer step from the summed gradient, on all ranks or on none, and clear it. Raises TrainingError:
+        loss or gradient is not finite, once more in a row than such steps are skipped."""
         start = time.perf_counter()
         metrics = self.backend.optim_step()
         seconds = time.perf_counter() - start

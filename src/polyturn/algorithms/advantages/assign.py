@@ -82,11 +82,8 @@ class _Views(NamedTuple):
 
 
 def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, least: int) -> _Views:
-    """Return the groups of a step with their samples, of each agent those that `least` members or more have.
-
-    Raises:
-        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
-    """
+    """Return the groups of a step with their samples, of each agent those that `least` members or more have. Raises
+    AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward."""
     places: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
         places.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
@@ -143,11 +140,8 @@ def check_estimator(
     kwargs: Mapping[str, Any] | None = None,
     has_penalties: bool = False,
 ) -> None:
-    """Refuse an estimator that cannot work in a run, before anything is sampled.
-
-    Raises:
-        ConfigError: groups are too small for it and its options, or it has no use for rewards on single tokens.
-    """
+    """Refuse an estimator that cannot work in a run, before anything is sampled. Raises ConfigError: groups are too small
+    for it and its options, or it has no use for rewards on single tokens."""
     traits = traits_of(estimator)
     drawn = None if traits.draws is None else (kwargs or {}).get(traits.draws)
     if drawn is not None and not (isinstance(drawn, int) and 1 <= drawn < group_size):

@@ -75,21 +75,13 @@ async def score(
 
 @functools.cache
 def make(names: tuple[str, ...], options: str) -> tuple[Any, ...]:
-    """Make the named reward functions.
-
-    Raises:
-        ConfigError: one is unknown or cannot be made.
-    """
+    """Make the named reward functions. Raises ConfigError: one is unknown or cannot be made."""
     args = SimpleNamespace(**json.loads(options))
     return tuple(_made(orms.find(name), name=name, args=args) for name in names)
 
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None, *, use_gym_env: bool) -> list[float]:
-    """Return one weight for each function, and for the environment.
-
-    Raises:
-        ConfigError: there are more or fewer.
-    """
+    """Return one weight for each function, and for the environment. Raises ConfigError: there are more or fewer."""
     num = len(names) + use_gym_env
     if num == 0:
         raise ConfigError("there is no reward: name a function in reward_funcs, or use an environment (use_gym_env)")

@@ -106,11 +106,8 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Return mean and deviation of each function over samples of `data`, drawn with replacement.
-
-    Raises:
-        ValueError: there is nothing to draw from.
-    """
+    """Return mean and deviation of each function over samples of `data`, drawn with replacement. Raises ValueError: there is
+    nothing to draw from."""
     draws = np.random.RandomState(seed)
     values: list[list[float]] = [[] for _ in reduce_fns]
     for _ in range(n_bootstrap):

@@ -188,11 +188,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
 
 def get_dataset_class(data_config: Any) -> type[Dataset[Any]]:
-    """Return the class that `custom_cls` of the section `data` names; `RLHFDataset` where it names none.
-
-    Raises:
-        TypeError: it names no class of datasets.
-    """
+    """Return the class that `custom_cls` of the section `data` names; `RLHFDataset` where it names none. Raises TypeError:
+    it names no class of datasets."""
     custom = data_config.get("custom_cls") or {}
     if custom.get("path") is None:
         return RLHFDataset

@@ -190,11 +190,7 @@ class SamplerOrder(Curriculum):
         return {**state, "own": own()} if callable(own) else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called.
-
-        Raises:
-            CheckpointError: the state is of another dataset.
-        """
+        """Go on from where `state_dict` was called. Raises CheckpointError: the state is of another dataset."""
         if state.get("size") != self.size:
             raise CheckpointError(
                 f"the checkpoint's task order has size {state.get('size')!r} and this run has {self.size}; resume with the "

@@ -72,11 +72,8 @@ class Composed:
 
 
 def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the config in the file `path`.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or an override cannot be read.
-    """
+    """Compose the config in the file `path`. Raises ConfigError: a file is missing or damaged, or an override cannot be
+    read."""
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
@@ -240,11 +237,7 @@ class _Hydra:
 
 
 def _require_hydra() -> None:
-    """Raise unless Hydra is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise unless Hydra is installed. Raises ConfigError: it is not."""
     if importlib.util.find_spec("hydra") is None:
         raise ConfigError(
             "configs in verl's keys are composed by Hydra, which is not installed: pip install 'polyturn[verl]'"

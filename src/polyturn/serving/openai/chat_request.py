@@ -96,11 +96,8 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 
 
 def normal_messages(given: Any) -> list[dict[str, Any]]:
-    """Return checked messages: roles that templates know, text as a string, media as data URIs.
-
-    Raises:
-        BadRequest: something is not as the chat API has it, or a medium is no data URI.
-    """
+    """Return checked messages: roles that templates know, text as a string, media as data URIs. Raises BadRequest: something
+    is not as the chat API has it, or a medium is no data URI."""
     if not isinstance(given, list) or not given:
         raise BadRequest(f"messages is {_short(given)}; give a list of at least one message", param="messages")
     return [_normal_message(message, f"messages[{index}]") for index, message in enumerate(given)]
@@ -186,11 +183,8 @@ def _normal_call(given: Any, where: str) -> dict[str, Any]:
 
 
 def normal_tools(given: Any) -> list[dict[str, Any]]:
-    """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API.
-
-    Raises:
-        BadRequest: one is no function, or two have one name.
-    """
+    """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API. Raises
+    BadRequest: one is no function, or two have one name."""
     if given is None:
         return []
     tools: list[dict[str, Any]] = []
@@ -235,11 +229,7 @@ def _canonical(arguments: str) -> str:
 
 
 def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above: bool = False) -> float | None:
-    """Return a number of a request, None where it is not given.
-
-    Raises:
-        BadRequest: it is no number, or outside the range.
-    """
+    """Return a number of a request, None where it is not given. Raises BadRequest: it is no number, or outside the range."""
     value = body.get(name)
     if value is None:
         return None
@@ -249,11 +239,8 @@ def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above
 
 
 def temperature(body: Mapping[str, Any]) -> float | None:
-    """Return the temperature of a request, None where it is not given.
-
-    Raises:
-        BadRequest: it is none that an engine samples at.
-    """
+    """Return the temperature of a request, None where it is not given. Raises BadRequest: it is none that an engine samples
+    at."""
     value = number(body, "temperature", low=0, high=100)
     if value and value < MIN_TEMPERATURE:
         raise BadRequest(f"temperature is {value}; use 0 for greedy decoding", param="temperature")
@@ -261,11 +248,8 @@ def temperature(body: Mapping[str, Any]) -> float | None:
 
 
 def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 31) -> int | None:
-    """Return the first of some whole numbers of a request that is given, None where none is.
-
-    Raises:
-        BadRequest: it is no whole number, or outside the range.
-    """
+    """Return the first of some whole numbers of a request that is given, None where none is. Raises BadRequest: it is no
+    whole number, or outside the range."""
     for name in names:
         value = body.get(name)
         if value is None:
@@ -277,11 +261,7 @@ def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 3
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return one text or a list of them.
-
-    Raises:
-        BadRequest: it is neither, or one is empty.
-    """
+    """Return one text or a list of them. Raises BadRequest: it is neither, or one is empty."""
     value = body.get(name)
     found = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(t, str) and t for t in found) or len(found) > 16:
@@ -318,11 +298,7 @@ def check_parameters(
 
 
 def listed(given: Any, where: str) -> list[Any]:
-    """Return a list of a request.
-
-    Raises:
-        BadRequest: it is none.
-    """
+    """Return a list of a request. Raises BadRequest: it is none."""
     if not isinstance(given, list):
         raise BadRequest(f"{where} is {_short(given)}; it is a list", param=where)
     return given

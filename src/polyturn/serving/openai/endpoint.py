@@ -200,19 +200,12 @@ class ModelEndpoint:
                 self._ended.popitem(last=False)
 
     def check_token(self, request: Request) -> None:
-        """Refuse a request without the server's token.
-
-        Raises:
-            BadRequest: it has none, or another.
-        """
+        """Refuse a request without the server's token. Raises BadRequest: it has none, or another."""
         check_key(request, self._token(), wants=SERVER_TOKEN)
 
     def check_reward_key(self, request: Request, key: str) -> None:
-        """Refuse a request with neither an episode's reward key nor the server's token.
-
-        Raises:
-            BadRequest: it has another.
-        """
+        """Refuse a request with neither an episode's reward key nor the server's token. Raises BadRequest: it has
+        another."""
         check_key(request, (key.encode(), *self._token()), wants=REWARD_KEY)
 
     def _app(self, more: Sequence[Route]) -> Starlette:
