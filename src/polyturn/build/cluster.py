@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
+from polyturn.core.standstill import Standstill
 from polyturn.engines.base import ModelFolder
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
@@ -154,6 +156,7 @@ def _pool(place: ConfigSource, pool: Member, capabilities: EngineCapabilities, j
     from polyturn.cluster.engine import ClusterEngine
 
     parts = build_parts(place, engine=ClusterEngine(pool, capabilities), has_weights=False)
+    Standstill(asyncio.get_running_loop(), deadline_s=place.config.deadline_s, of_worker=True)
     # Whether too many failed is for the leader to say, who sees all of them.
     context = dataclasses.replace(parts.context, journal=journal)
     return RolloutPool(context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)

@@ -3,8 +3,9 @@
     async def execute(…): time.sleep(10**9)       the loop stands, and with it every deadline
     def __del__(self): time.sleep(10**9)          wherever the object is dropped: in any thread, after the loop, too
 
-Nothing in Python ends such code but the end of its process. What a run has recorded is whole at any moment, so it ends as by
-a kill, with a sentence. Where the loop is not the main thread's (a notebook's), it is only said.
+Nothing in Python ends such code but the end of its process. What a run has recorded is whole at any moment, so it ends
+as by a kill, with a sentence; a worker of a cluster, too. Where else the loop is not the main thread's (a notebook's), it is
+only said.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _LOOK_S = 2.0
 _SAY_S = 4.0
 """How long the sentence may take: whoever stands still may hold the lock of the console."""
 
+_GO_ON = "--resume goes on from the latest checkpoint of training"
+
 _DEBUGGERS = ("/bdb.py", "/pydevd.py")
 """A person looks at what stands in one of these."""
 
@@ -47,12 +50,14 @@ _DEBUGGERS = ("/bdb.py", "/pydevd.py")
 class Standstill:
     """Looks every two seconds at what an event loop's thread does, and at the finalizers in all threads."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, deadline_s: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, deadline_s: float, of_worker: bool = False) -> None:
         """Watch from now until the calling thread has left the library.
 
         Args:
             loop: The event loop, which this thread is about to run.
             deadline_s: The longest deadline of its plug-ins.
+            of_worker: The process is there for nothing but what this loop does, which somebody else runs and this thread
+                is in: watch until the loop is closed.
         """
         self._loop = loop
         self._held_s = deadline_s + GRACE_S
@@ -61,7 +66,9 @@ class Standstill:
         self._is_over = False
         self._since: dict[object, float] = {}
         """Call that stands still -> since when."""
-        self._of_main = threading.current_thread() is threading.main_thread()
+        self._of_main = of_worker or threading.current_thread() is threading.main_thread()
+        """Whether the process is the loop's to end."""
+        self._of_worker = of_worker
         threading.Thread(target=self._watch, args=(threading.get_ident(),), name="polyturn-standstill", daemon=True).start()
 
     def end_loop(self) -> None:
@@ -75,7 +82,7 @@ class Standstill:
     def _watch(self, thread: int) -> None:
         """Run in a thread of its own."""
         is_there = True
-        while is_there:
+        while is_there or (self._of_worker and not self._loop.is_closed()):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._turn)
             time.sleep(min(_LOOK_S, self._held_s / 4))
@@ -118,7 +125,8 @@ class Standstill:
             logger.error("%sInterrupt twice to leave the run", told)
             self._held_s *= 2
             return
-        told += "The process ends; what it recorded is whole, and --resume goes on from the latest checkpoint of training"
+        told += "The process ends; what it recorded is whole, and "
+        told += "another worker takes its episodes" if self._of_worker else _GO_ON
         threading.Thread(target=_end_anyway, args=(told,), name="polyturn-end", daemon=True).start()
         logger.error("%s", told)
         for stream in (sys.stdout, sys.stderr):

@@ -111,6 +111,20 @@ def test_coroutines_that_come_and_go_are_looked_at_without_harm(tmp_path: Path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 
 
+def test_a_worker_ends_whose_loop_stands_in_another_thread_than_the_main_one(tmp_path: Path):
+    """As on a cluster: somebody else runs the loop, and between two episodes nothing of the library is on its stack."""
+    work = """
+    async def of_worker():
+        standstill.Standstill(asyncio.get_running_loop(), deadline_s=0.4, of_worker=True)
+        await asyncio.sleep(2)
+        time.sleep(3600)
+    await asyncio.to_thread(asyncio.run, of_worker())
+    """
+    done = ended(tmp_path, work, held_s=60)
+    assert done.returncode == 2 and "the event loop: work.<locals>.of_worker" in done.stderr, done.stderr
+    assert "another worker takes its episodes" in done.stderr
+
+
 def test_a_person_may_look_at_it_with_a_debugger(tmp_path: Path):
     work = """
     debugger = pdb.Pdb(nosigint=True)
