@@ -58,7 +58,7 @@ def keep(picture: bytes, name: str) -> None:
 
 def telling(run: Path, *, split: str, step: int | None) -> dict[str, object]:
     """Return what names the trajectory to show: one that was repaired, with a tool call where there is such a one."""
-    store = polyturn.open_store(run).select(split=split)
+    store = polyturn.Run(run).select(split=split)
     steps = set(store.table(["step"])["step"].to_pylist())
     if not steps or (step is not None and step not in steps):
         raise SystemExit(f"{run} has no trajectories of {split!r} at step {step}; choose others with --split and --step")

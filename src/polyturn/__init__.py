@@ -38,7 +38,6 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "evaluate": "polyturn.api.front",
         "steps": "polyturn.api.front",
         "Run": "polyturn.api.run",
-        "open_store": "polyturn.store.stored_run",
         "tiny": "polyturn.testing.published",
     },
     "Write a tool": {
@@ -193,7 +192,6 @@ if TYPE_CHECKING:
     from polyturn.rollout.open_turn import OpenTurn, Reply
     from polyturn.rollout.pool import GroupSpec, RolloutPool
     from polyturn.rollout.scheduler import MultiTurnScheduler
-    from polyturn.store.stored_run import open_store
     from polyturn.testing.published import tiny
     from polyturn.tokens.codec import Codec
     from polyturn.tokens.parsers import PlainParser

@@ -188,7 +188,7 @@ def test_a_step_at_a_time_trains_on_what_the_body_sets(tmp_path: Path) -> None:
     run = steps.run
     assert run.metrics["step"] == [1, 2, 3]
     assert run.model() is arguments["model"]
-    trained = run.store.record("g0/0").trained.advantages
+    trained = run.record("g0/0").trained.advantages
     assert trained is None or abs(trained).max() > 2, "the record holds what was trained on"
 
 

@@ -225,7 +225,7 @@ def _left(folder: Path) -> dict[str, Any]:
     rows = [_row(row, folder) for row in _stored(place / "trajectories")]
     weights = {
         trajectory.id: [_runs(segment.loss_weights) for segment in trajectory.segments]
-        for trajectory in polyturn.open_store(place).trajectories()
+        for trajectory in polyturn.Run(place).trajectories()
     }
     written = place / "metrics.jsonl"
     lines = written.read_text(encoding="utf-8").splitlines() if written.is_file() else []

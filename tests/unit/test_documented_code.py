@@ -105,7 +105,7 @@ def small(code: str, model: str) -> str:
 
 @pytest.mark.parametrize("page", with_blocks("python"), ids=named)
 def test_the_python_of_a_page_runs(page: Path, here: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch):
-    for run in set(re.findall(r'open_store\("([^"]+)"\)', page.read_text())):
+    for run in set(re.findall(r'polyturn\.Run\("([^"]+)"\)', page.read_text())):
         shutil.copytree(recorded, here / run)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)

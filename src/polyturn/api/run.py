@@ -1,9 +1,10 @@
 """Run: what `polyturn.train`, `polyturn.evaluate` and `polyturn.rollout` return, and what a run's folder opens as.
 
-run = polyturn.train(…)
+run = polyturn.train(…)  or  polyturn.Run("runs/mine")
 run.metrics                     a table, one row a step          run.config      what YAML would say
-run.trajectories                iterate, filter, look one up     run.model()     the trained model
-run.show("g5/2")                one of them                      run.resume(steps=200)
+run.trajectories                to iterate, or look one up       run.model()     the trained model
+run.filter("reward < 1")        some of them                     run.resume(steps=200)
+run.show("g5/2")                one of them
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.store.stored_run import StoredRun, open_store
-from polyturn.store.table import RowTable
+from polyturn.store.parquet_store import FOLDER
+from polyturn.store.stored_run import StoredRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class Run:
-    """A run that is over, and its folder."""
+class Run(StoredRun):
+    """A run's folder: metrics, recorded trajectories, configuration and weights, while it goes on (`refresh`) and after."""
 
     def __init__(
         self,
@@ -45,35 +46,21 @@ class Run:
             reports: What an evaluation showed, by evaluation set.
             resources: What is kept for as long as this is, for instance the objects that the configuration names.
         """
-        self.folder = Path(folder)
+        folder = Path(folder)
+        if not (folder / "config.yaml").is_file() and not (folder / FOLDER).is_dir():
+            raise DataError(f"there is no run in {str(folder)!r}; name the folder of one, for instance runs/NAME")
+        super().__init__(folder)
         self._model = model
         self._again = again
         self.reports = dict(reports or {})
         """What an evaluation showed, by evaluation set: `run.reports["greedy"].report.success`."""
         self._resources = resources
-        if not (self.folder / "config.yaml").is_file():
-            raise DataError(f"there is no run in {str(self.folder)!r}; name the folder of one, for instance runs/NAME")
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration as YAML would say it; objects of the program that started it are shown as `<live …>`."""
         loaded: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
         return loaded
-
-    @property
-    def store(self) -> StoredRun:
-        """The recorded trajectories as a table that can be filtered and searched."""
-        return open_store(self.folder)
-
-    @property
-    def metrics(self) -> RowTable:
-        """One row a step, evaluations included."""
-        return self.store.metrics
-
-    @property
-    def trajectories(self) -> Any:
-        """The recorded trajectories: `for t in run.trajectories`, `run.trajectories["g5/2"]`, `run.trajectories[-1]`."""
-        return self.store.trajectories
 
     def model(self) -> PreTrainedModel:
         """Return the trained model, ready to generate: the one in memory, else that of the newest checkpoint.
@@ -125,7 +112,7 @@ class Run:
 
     def __repr__(self) -> str:
         num = len(self.metrics)
-        return f"Run({str(self.folder)!r}: {num} rows of metrics, {len(self.store)} trajectories)"
+        return f"Run({str(self.folder)!r}: {num} rows of metrics, {len(self)} trajectories)"
 
     def _repr_html_(self) -> str:
-        return f"<p><b>{escape(str(self.folder))}</b></p>" + self.metrics._repr_html_() + self.store._repr_html_()
+        return f"<p><b>{escape(str(self.folder))}</b></p>" + self.metrics._repr_html_() + super()._repr_html_()

@@ -1,6 +1,6 @@
 """StoredRun: the recorded trajectories of a run, while it goes on and after.
 
-    run = polyturn.open_store("runs/quickstart")
+    run = open_store("runs/quickstart")               polyturn.Run("runs/quickstart") adds its configuration and weights
     run.table()                                       one row a trajectory, an Arrow table
     run.filter("reward < 1 and num_tool_errors > 0")  the same, narrowed; conditions are DuckDB's SQL
     run.trajectory("g5/2")                            one, equal to what was recorded
@@ -263,7 +263,8 @@ class StoredRun:
 
     @property
     def trajectories(self) -> Trajectories:
-        """Every trajectory, to iterate; `trajectories(step=3)` gives those of one step or split."""
+        """Every trajectory: `for t in run.trajectories`, `run.trajectories["g5/2"]`, `run.trajectories[-1]`; of one step or
+        split, `run.trajectories(step=3)`."""
         return Trajectories(self)
 
     @property

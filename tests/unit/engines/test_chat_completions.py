@@ -322,7 +322,7 @@ def test_the_command_evaluates_an_endpoint_with_torch_absent(serve: Any, tmp_pat
     assert server.keys[0] == "Bearer s3cr3t" and server.asked[0]["model"] == "some/model"
     run = Path(found["folder"])
     assert not any(b"s3cr3t" in p.read_bytes() for p in run.rglob("*") if p.is_file())
-    (trajectory, *_) = polyturn.open_store(run).trajectories()
+    (trajectory, *_) = polyturn.Run(run).trajectories()
     assert trajectory.metrics["text_only"] == 1.0 and trajectory.turns[0].message.text == "quiet"
 
 

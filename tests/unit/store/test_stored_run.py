@@ -29,7 +29,7 @@ def write(folder: Path, *, steps: int = 3, settings: StoreSettings | None = None
 
 def test_a_run_is_narrowed_by_sql_conditions_and_by_values(tmp_path: Path) -> None:
     write(tmp_path)
-    run = polyturn.open_store(tmp_path)
+    run = polyturn.Run(tmp_path)
     assert [t.id for t in run.filter("reward >= 1 and num_turns = 1").trajectories()] == ["g1/0", "g1/1", "g2/0", "g2/1"]
     assert [g.id for g in run.select(step=2).groups()] == ["g2"]
     assert [t.id for t in run.filter("step > 0").select(group="g2").trajectories()] == ["g2/0", "g2/1"]
