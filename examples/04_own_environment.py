@@ -29,17 +29,11 @@ class Game:
 
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 16}
 REAL = {"steps": 100, "groups_per_step": 16}
-
-if __name__ == "__main__":  # the environment is made from this file, by its name
-    run = polyturn.train(
-        model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
-        env={
-            "name": f"{__file__}:Game",
-            "prompt": "Find a number from 1 to 9. Write nothing but a number.",
-            "tasks": 64,
-        },
-        max_turns=4,
-        name="own_environment",
-        **(TINY if "--tiny" in sys.argv else REAL),
-    )
-    print(run)
+run = polyturn.train(
+    model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
+    env={"name": Game, "prompt": "Find a number from 1 to 9. Write nothing but a number.", "tasks": 64},
+    max_turns=4,
+    name="own_environment",
+    **(TINY if "--tiny" in sys.argv else REAL),
+)
+print(run)

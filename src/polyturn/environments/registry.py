@@ -3,6 +3,7 @@
     textarena:GuessTheNumber-v0       a prefix: an entry point of the group `polyturn.environments`, as the shipped ones are
     my_package.module:Class           an `Adapter`, or an environment (reset, step, close), in a module
     folder/lake.py:Lake               the same in a file, relative to the config
+    <live __main__:Game>              the same that a program gave
 
 An adapter imports what its package brings, so none is imported before its prefix is named.
 """
@@ -17,6 +18,7 @@ from typing import Any
 from polyturn.core.entry_points import wrong_kind
 from polyturn.core.env import ENV, Env
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
+from polyturn.core.live import is_label
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import Registry, import_attr
 from polyturn.environments.base import Adapter
@@ -52,7 +54,7 @@ def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Pa
             f"env {name!r} is no name of an environment; write 'prefix:id', for instance 'textarena:GuessTheNumber-v0', or "
             "'package.module:Class' or 'file.py:Class' for one of your own"
         )
-    if "." in prefix or "/" in prefix:
+    if "." in prefix or "/" in prefix or is_label(name):
         return _own(name, import_attr(name, base=base), kwargs or {}, base)
     wanted = prefix.replace("-", "_")
     if wanted not in adapters:
