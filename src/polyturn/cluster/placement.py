@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from polyturn.training.rank_group import RankWorker
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_S = 5.0
 _QUIET_S = 5.0
 """How long to wait for room without a word."""
 
@@ -59,6 +61,16 @@ def check_travels(name: str, held: object) -> None:
         ) from problem
 
 
+def _check_answers(address: str) -> None:
+    """Connect once to an address that names a port; Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except OSError as problem:
+            raise ConnectionError(one_line(problem)) from problem
+
+
 class Cluster:
     """A connection to Ray, and what this run placed there."""
 
@@ -76,6 +88,7 @@ class Cluster:
         self._patience_s = patience_s
         self._groups: list[Any] = []
         try:
+            _check_answers(address)
             ray.init(
                 address=address,
                 num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)) if address == "local" else None,
@@ -87,7 +100,7 @@ class Cluster:
         except (ConnectionError, RayError, ValueError, RuntimeError) as problem:
             raise ConfigError(
                 f"no Ray cluster answers at {address!r} ({str(problem).splitlines()[0]}); start one with `ray start "
-                "--head`, or use --ray local"
+                "--head`, or use --ray local (in Python: ray='local')"
             ) from problem
 
     def engines(self, need: ResourceRequest, build: Callable[[], Engine]) -> ClusterEngine:
