@@ -97,7 +97,9 @@ def _reported(folder: Path, found: dict[str, EvaluatedSet]) -> Evaluation:
 def _sets(place: build.ConfigSource) -> list[EvalSet]:
     sets = build.build_eval_sets(place)
     if not sets:
-        raise ConfigError("evaluation.data is not set: there are no tasks to evaluate on")
+        raise ConfigError(
+            "evaluation.data is not set: there are no tasks to evaluate on; name them there (in Python: tasks=rows)"
+        )
     return sets
 
 

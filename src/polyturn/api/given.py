@@ -24,6 +24,7 @@ from polyturn.config.models import RunConfig
 from polyturn.config.sources import merge
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import LiveObject, hold
+from polyturn.core.reward import shown
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -53,9 +54,14 @@ class GivenArguments:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], **own: Any) -> GivenArguments:
-        """Return what a function was called with: its own parameters, and further keywords, of which some are ours too."""
+        """Return what a function was called with: its own parameters, and further keywords, of which some are ours too.
+
+        Raises:
+            ConfigError: a keyword belongs to another function.
+        """
+        if strange := [name for name in keywords if name in own or name == "resume"]:
+            raise ConfigError(f"{strange[0]!r} is for polyturn.train and polyturn.steps; leave it out here")
         ours = {name: value for name, value in keywords.items() if name in cls.__dataclass_fields__ and name != "overrides"}
-        ours = {name: value for name, value in ours.items() if name not in own}
         return cls(**own, **ours, overrides={name: value for name, value in keywords.items() if name not in ours})
 
 
@@ -72,8 +78,10 @@ def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
         merge(values, reader.plain(given.config))
     elif isinstance(given.config, str | Path):
         path = Path(given.config)
+        if path.suffix not in (".yaml", ".yml", ".json") and not path.exists():
+            raise ConfigError(f"config is {str(path)!r}, and there is no such file; a model is given as model={str(path)!r}")
     elif given.config is not None:
-        raise ConfigError(f"config is {given.config!r:.80}; give the path of a YAML file, or the same as a dict")
+        raise ConfigError(f"config is {shown(given.config)}; give the path of a YAML file, or the same as a dict")
     for part in (
         reader.model(given.model, given.tokenizer),
         reader.interaction(given.interaction),
@@ -87,6 +95,8 @@ def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
         reader.overrides(given.overrides),
     ):
         merge(values, part)
+    if path is None and isinstance(about := values.get("model", {}), Mapping) and not {"path", "init"} & about.keys():
+        raise ConfigError("model is not given; name one on the hub, or its folder: model='Qwen/Qwen3-0.6B'")
     loaded = load_config(RunConfig, path, values=values)
     base = Path() if path is None else base_of(path)
     return ConfigSource(config=loaded.config, base=base.resolve(), live=tuple(reader.held)), loaded.resolved
@@ -125,6 +135,8 @@ class _Reader:
         nothing = {"init": None, "tokenizer": None}
         if model is None:
             return {"model": of_tokenizer} if of_tokenizer else {}
+        if isinstance(model, Mapping) and any(hasattr(value, "dtype") for value in model.values()):
+            raise ConfigError("model is a dict of weights; load them into a model, and give that: model.load_state_dict(…)")
         if isinstance(model, Mapping):
             return {"model": {**self.plain(model), **of_tokenizer}}
         if isinstance(model, str | Path):
@@ -134,7 +146,7 @@ class _Reader:
         refuse_coroutine(model, "model")
         if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
             raise ConfigError(
-                f"model is {model!r:.80}; give the name of a model on the hub, its folder, or a causal language model of "
+                f"model is {shown(model)}; give the name of a model on the hub, its folder, or a causal language model of "
                 "transformers: model='Qwen/Qwen3-0.6B'"
             )
         name = str(getattr(model.config, "_name_or_path", "") or "")
@@ -160,7 +172,10 @@ class _Reader:
         nothing: dict[str, Any] = {**dict.fromkeys(("files", "dataset", "subset", "split", "generator", "limit")), **_EMPTY}
         refuse_coroutine(value, what)
         if isinstance(value, Mapping) and not hasattr(value, "column_names"):
-            if "prompt" in value or "messages" in value:
+            prompt = value.get("prompt", value.get("messages"))
+            if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Mapping):
+                raise DataError(f"{what} is a dict of columns; give rows: {what}=datasets.Dataset.from_dict({what})")
+            if prompt is not None:
                 value = [value]
             elif {"files", "dataset", "generator"} & value.keys():
                 return self.plain(value)  # type: ignore[no-any-return]
@@ -214,19 +229,21 @@ class _Reader:
     def _tool(self, tool: Any, where: str) -> str:
         refuse_coroutine(tool, where)
         if isinstance(tool, str | Path):
-            return str(tool)
-        if isinstance(tool, type):
+            return _path_of_code(str(tool), where, "tools=[price]")
+        is_class = isinstance(tool, type)
+        if is_class and issubclass(tool, BaseTool):
             raise ConfigError(f"{where} is the class {tool.__name__}; give a tool: {tool.__name__}(config, tool_schema)")
         if not isinstance(tool, BaseTool):
             if not inspect.isroutine(tool):
-                public = inspect.getmembers(tool, inspect.ismethod)
+                public = inspect.getmembers(tool, lambda one: inspect.isfunction(one) or inspect.ismethod(one))
                 methods = [name for name, one in public if one.__doc__ and name != "reset" and name[0] != "_"]
                 if methods:
                     each = ", ".join(f"it.{name}" for name in methods)
-                    raise ConfigError(f"{where} is a {type(tool).__name__}; give its methods: tools=[{each}]")
+                    kind = f"the class {tool.__name__}" if is_class else f"a {type(tool).__name__}"
+                    raise ConfigError(f"{where} is {kind}; give methods of an object: tools=[{each}]")
                 raise ConfigError(
-                    f"{where} is {tool!r:.80}, which is no function; write a function with annotations and a docstring, and "
-                    "give it: tools=[price]"
+                    f"{where} is {shown(tool)}, which is no function; write a function with annotations and a docstring, "
+                    "and give it: tools=[price]"
                 )
             FunctionTool(tool)  # what is missing in its signature or docstring is told now
         return self.label(tool)
@@ -250,12 +267,13 @@ class _Reader:
             entry = self.plain(value)
             return {"name": default_name(str(entry["class_name"]).rpartition(":")[2].rstrip(">")), **entry}
         if isinstance(value, str):
+            _path_of_code(value, "interaction", "interaction=Customer")
             return {"name": name or default_name(value.replace(".", ":").rpartition(":")[2]), "class_name": value}
         cls = value if isinstance(value, type) else type(value)
         if inspect.isroutine(value) or not isinstance(value, type | BaseInteraction):
             raise ConfigError(
-                f"interaction is {value!r:.80}; give a class with `async def generate_response(self, instance_id, messages, "
-                "**kwargs)` that inherits polyturn.BaseInteraction: interaction=Customer"
+                f"interaction is {shown(value)}; give a class with `async def generate_response(self, instance_id, "
+                "messages, **kwargs)` that inherits polyturn.BaseInteraction: interaction=Customer"
             )
         check_interaction(cls, where="interaction")
         return {"name": name or default_name(cls.__name__), "class_name": self.label(value)}
@@ -276,7 +294,7 @@ class _Reader:
         if isinstance(value, type):
             raise ConfigError(f"reward is the class {value.__name__}; give what can be called: reward={value.__name__}(…)")
         if not isinstance(value, str) and not callable(value):
-            raise ConfigError(f"reward is {value!r:.80}; give a function of a trajectory: reward=lambda trajectory: 1.0")
+            raise ConfigError(f"reward is {shown(value)}; give a function of a trajectory: reward=lambda trajectory: 1.0")
         return {"reward": {"function": self.plain(value)}}
 
     def scheduler(self, value: Any) -> dict[str, Any]:
@@ -290,7 +308,7 @@ class _Reader:
                 "inherits polyturn.MultiTurnScheduler, and give that: scheduler=MyScheduler"
             )
         if not isinstance(value, str | type | MultiTurnScheduler):
-            raise ConfigError(f"scheduler is {value!r:.80}; give a MultiTurnScheduler, its class, or the name of one")
+            raise ConfigError(f"scheduler is {shown(value)}; give a MultiTurnScheduler, its class, or the name of one")
         kwargs: dict[str, Any] = {} if isinstance(value, str) else {"scheduler_kwargs": {}}
         return {"rollout": {"scheduler": self.plain(value), **kwargs}}
 
@@ -314,8 +332,15 @@ def _engine(engine: Any) -> Any:
     if isinstance(engine, Mapping):
         return dict(engine)
     if not isinstance(engine, str):
-        raise ConfigError(f"engine is {engine!r:.80}; name one: engine='embedded', 'vllm' or 'sglang'")
+        raise ConfigError(f"engine is {shown(engine)}; name one: engine='embedded', 'vllm' or 'sglang'")
     return {"kind": engine}
+
+
+def _path_of_code(value: str, what: str, write: str) -> str:
+    """Return an import path as it is; refuse another text, which is a name in quotes or what a function returned."""
+    if not {":", "."} & set(value):
+        raise ConfigError(f"{what} is the text {value!r:.60}; give what has that name, without quotes: {write}")
+    return value
 
 
 def refuse_coroutine(value: Any, what: str) -> None:
@@ -347,8 +372,11 @@ def _kind(value: Any) -> str:
 def _tokenizer_name(tokenizer: Any) -> str | None:
     if isinstance(tokenizer, str | Path):
         return _here(tokenizer)
+    if isinstance(tokenizer, type):
+        name = tokenizer.__name__
+        raise ConfigError(f"tokenizer is the class {name}; give a tokenizer: {name}.from_pretrained('…')")
     if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
         raise ConfigError(
-            f"tokenizer is {tokenizer!r:.80}; give a tokenizer of transformers, its folder, or its name on the hub"
+            f"tokenizer is {shown(tokenizer)}; give a tokenizer of transformers, its folder, or its name on the hub"
         )
     return None

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.reward import shown
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
-from polyturn.data.rows import QUESTIONS
+from polyturn.data.rows import QUESTIONS, advice_for
 
 
 def called(function: Any, what: str, name: str) -> Any:
@@ -49,8 +50,9 @@ def rows_of(value: Any, what: str) -> Sequence[Any]:
         raise DataError(f"{what} is a set, whose order is another one each time; give a list: {what}=sorted({what})")
     if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         if hasattr(value, "__iter__"):
-            raise DataError(f"{what} is a {type(value).__name__}, which has no length; give a list: list(….take(1000))")
-        raise DataError(f"{what} is {value!r:.80}; give rows, the path of a jsonl or parquet file, or a data set")
+            write = f"{what}=list(itertools.islice({what}, 1000))"
+            raise DataError(f"{what} is a {type(value).__name__}, which has no length; give a list: {write}")
+        raise DataError(f"{what} is {shown(value)}; give rows, the path of a jsonl or parquet file, or a data set")
     return value  # type: ignore[no-any-return]
 
 
@@ -61,9 +63,11 @@ def check_first(row: Any, what: str, *, has_columns: bool) -> None:
     if isinstance(row, list) and row and isinstance(row[0], Mapping):
         raise DataError(f"{what} has conversations for rows; write {what}=[{{'prompt': messages}} for messages in {what}]")
     if not isinstance(row, Mapping):
-        raise DataError(f"{what} has a first row {row!r:.80}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
+        raise DataError(f"{what} has a first row {shown(row)}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
     if "prompt" in row or "messages" in row:
         return
+    if "conversations" in row and (advice := advice_for(row)):
+        raise DataError(f"{what} has no 'prompt'.{advice}")
     columns = [str(name) for name in row]
     asked = next((name for wanted in QUESTIONS for name in columns if name.lower() == wanted), None) or (
         columns[0] if columns else "question"

@@ -11,6 +11,7 @@ from polyturn import build
 from polyturn.api.console import stderr_console
 from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
+from polyturn.core.errors import ConfigError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
@@ -40,6 +41,8 @@ def roll_out(
     place: build.ConfigSource, resolved: Mapping[str, Any], *, num_tasks: int | None, checkpoint: Path | None = None
 ) -> RolledOut:
     """Run `num_tasks` groups of `train.group_size` members, or one for every task, and record them."""
+    if num_tasks is not None and not (isinstance(num_tasks, int) and num_tasks > 0):
+        raise ConfigError(f"num_tasks is {num_tasks!r}; give a number of tasks from 1 on, or leave it out for all of them")
     config = place.config
     folder = Path(config.out) / f"{config.name}-rollout"
     check_writable(folder.parent)

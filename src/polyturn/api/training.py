@@ -29,7 +29,7 @@ from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.config.unknown import as_of_now
-from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
+from polyturn.core.errors import CheckpointError, ConfigError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.tracking.plot import plot_learning_curve
@@ -91,6 +91,13 @@ class RunOptions:
     """May change what each step trains on."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
     """Is told the numbers of each step."""
+
+    def __post_init__(self) -> None:
+        if self.resume not in (True, False, "auto"):
+            raise ConfigError(
+                f"resume is {self.resume!r:.80}; write resume=True to go on from the newest checkpoint of the run that "
+                "name=… names, or resume='auto' where there may be none"
+            )
 
 
 def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | Path | None:

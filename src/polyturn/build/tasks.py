@@ -115,7 +115,7 @@ def build_train_tasks(place: ConfigSource) -> Sequence[Task]:
     if source is None and not names:
         raise ConfigError(
             "data.train is not set; name the tasks to train on, as files or as a generator, or an environment that brings "
-            "its own (env: textarena:GuessTheNumber-v0)"
+            "its own (env: textarena:GuessTheNumber-v0; in Python: tasks=rows)"
         )
     if source is None:
         return build_env_tasks(place, split="train")

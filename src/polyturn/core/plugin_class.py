@@ -92,6 +92,8 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
                 f"{prefix}{cls.__name__} defines `{found}`, but {shape.what} needs `{name}`: did you mean that?"
             )
         example = f"; write `{shape.calls[group[0]].write}`" if group[0] in shape.calls else ""
+        if group not in shape.needs:
+            example = f"; inherit polyturn.{shape.bases[0].__name__}, which has it"
         raise ConfigError(f"{prefix}{cls.__name__} defines no `{group[0]}`, and {shape.what} needs it{example}")
     for name in strangers:
         likely = max(sorted(known), key=lambda n: _likeness(name, n))

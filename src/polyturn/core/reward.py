@@ -39,9 +39,9 @@ def as_flag(value: Any) -> bool | None:
 
 
 def shown(value: Any, max_chars: int = 100) -> str:
-    """Return what a plug-in or a judge gave in place of a score, for a sentence about it."""
+    """Return what a plug-in or a judge gave in place of what was wanted, on one line of a sentence about it."""
     try:
-        return f"{value!r:.{max_chars}}"
+        return " ".join(repr(value).split())[:max_chars]
     except Exception:  # more digits than are written out, nested too deep, or what an author's class raises
         return f"a {type(value).__name__} that cannot be written out"
 

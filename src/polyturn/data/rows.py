@@ -169,7 +169,9 @@ class _RowReader:
     def prompt(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
         value = row.get("prompt")
         if value is None:
-            self.fail(f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.{_advice(row)}")
+            self.fail(
+                f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.{advice_for(row)}"
+            )
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list) or not value:
@@ -261,7 +263,7 @@ def _as_list(prompt: Any) -> str:
     return "; write [message] around it" if isinstance(prompt, Mapping) and "content" in prompt else ""
 
 
-def _advice(row: Mapping[str, Any]) -> str:
+def advice_for(row: Mapping[str, Any]) -> str:
     """Return how a row of a widespread form becomes one with a prompt; "" for any other."""
     if isinstance(said := row.get("conversations"), list) and said and isinstance(said[0], Mapping) and "from" in said[0]:
         return (

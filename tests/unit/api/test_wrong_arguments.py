@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import polyturn
@@ -46,6 +47,21 @@ class Columns(list[Any]):
 
     def rename_column(self, old: str, new: str) -> None:
         raise NotImplementedError
+
+
+class Alone:
+    async def generate_response(self, instance_id: str, messages: list[Any], **kwargs: Any) -> Any:
+        return True, "", 0.0, {}
+
+
+class Many:
+    def __repr__(self) -> str:
+        return "Many\nwith   lines"
+
+
+class Stream:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(ROWS)
 
 
 async def load() -> list[dict[str, Any]]:
@@ -125,7 +141,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another trainer's setting": ({"num_generations": 8}, ["here it is group_size=8"]),
     "another trainer's adapters": ({"peft_config": 3}, ["here it is **{'model.lora.rank': 16}"]),
     "a keyword like no other": ({"zzz": 3}, ["no keyword 'zzz'. A keyword is one of model, tokenizer, tasks"]),
-    "an object with methods for a tool": ({"tools": [Game()]}, ["is a Game; give its methods: tools=[it.guess]"]),
+    "an object with methods for a tool": ({"tools": [Game()]}, ["is a Game; give methods of an object: tools=[it.guess]"]),
     "a set": ({"tasks": {"a", "b"}}, ["tasks is a set", "tasks=sorted(tasks)"]),
     "conversations for rows": (
         {"tasks": [[{"role": "user", "content": "1 + 1?"}]]},
@@ -140,6 +156,39 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the last name of a key deep down": ({"max_cooldown_s": 3}, ["no keyword 'max_cooldown_s'"]),
     "a retired key": ({"min_lr_ratio": 0.1}, ["no keyword 'min_lr_ratio' any more; write schedule: {name: cosine"]),
     "a value of another kind": ({"steps": "many"}, ["train.steps is 'many'"]),
+    "a list for the model": ({"model": [Many()]}, ["model is [Many with lines]", "model='Qwen/Qwen3-0.6B'"]),
+    "weights for the model": (
+        {"model": {"embed.weight": np.zeros(2)}},
+        ["model is a dict of weights", "model.load_state_dict(…)"],
+    ),
+    "no model": ({"model": None}, ["model is not given", "model='Qwen/Qwen3-0.6B'"]),
+    "no tasks": ({"tasks": None}, ["data.train is not set", "in Python: tasks=rows"]),
+    "a class for the tokenizer": ({"tokenizer": Score}, ["tokenizer is the class Score", "Score.from_pretrained('…')"]),
+    "a name in quotes for a tool": ({"tools": "price"}, ["tools[0] is the text 'price'", "without quotes: tools=[price]"]),
+    "a name in quotes for an interaction": ({"interaction": "Customer"}, ["is the text 'Customer'", "interaction=Customer"]),
+    "a class with methods for a tool": (
+        {"tools": [Game]},
+        ["is the class Game; give methods of an object", "tools=[it.guess]"],
+    ),
+    "a method of a class for a tool": ({"tools": [Game.guess]}, ["method of a class", "tools=[it.guess]"]),
+    "a class of its own for an interaction": (
+        {"interaction": Alone},
+        ["Alone defines no `start_interaction`", "inherit polyturn.BaseInteraction, which has it"],
+    ),
+    "a dict of columns": (
+        {"tasks": {"prompt": ["1 + 1?"], "ground_truth": ["2"]}},
+        ["tasks is a dict of columns", "tasks=datasets.Dataset.from_dict(tasks)"],
+    ),
+    "rows that can only be iterated": (
+        {"tasks": Stream()},
+        ["a Stream, which has no length", "tasks=list(itertools.islice("],
+    ),
+    "rows of ShareGPT": (
+        {"tasks": [{"conversations": [{"from": "human", "value": "1 + 1?"}]}]},
+        ["This is ShareGPT's form: write 'messages' in place of 'conversations'"],
+    ),
+    "a folder to resume from": ({"resume": "runs/mine"}, ["resume is 'runs/mine'", "write resume=True"]),
+    "no name": ({"name": ""}, ["name is ''", "out/name"]),
     "a whole key that is none": ({"rollout.limits.max_turn": 3}, ["rollout.limits.max_turn", "Did you mean"]),
 }
 
@@ -149,6 +198,22 @@ def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
     given, words = CASES[name]
     text = said(**given)
     assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: polyturn.rollout("tiny", ROWS, num_tasks="3"), "num_tasks is '3'; give a number of tasks from 1 on"),
+        (lambda: polyturn.rollout("tiny", ROWS, num_tasks=0), "num_tasks is 0; give a number of tasks from 1 on"),
+        (lambda: polyturn.rollout("tiny", ROWS, resume=True), "'resume' is for polyturn.train"),
+        (lambda: polyturn.evaluate("tiny", ROWS, eval_tasks=ROWS), "'eval_tasks' is for polyturn.train"),
+        (lambda: polyturn.evaluate("tiny"), "evaluation.data is not set.*tasks=rows"),
+        (lambda: polyturn.steps("Qwen/Qwen3-0.6B", tasks=ROWS), "a model is given as model='Qwen/Qwen3-0.6B'"),
+    ],
+)
+def test_what_is_given_to_another_function_is_answered_too(call: Any, words: str) -> None:
+    with pytest.raises(polyturn.ConfigError, match=words):
+        call()
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

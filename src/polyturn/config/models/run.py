@@ -88,7 +88,7 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _stays_below_out(cls, name: str) -> str:
-        if name.startswith("/") or ".." in name.split("/"):
+        if {"", ".", ".."} & set(name.split("/")):
             raise ValueError("a run's folder is out/name and lies below `out`; set out to the folder that it belongs in")
         return name
 
