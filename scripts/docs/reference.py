@@ -21,6 +21,7 @@ from polyturn.api import front
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.core import errors
+from polyturn.core.arrays import Record
 from polyturn.tools.failures import ToolFailure
 from polyturn.tracking.metric_docs import MEANINGS
 
@@ -126,9 +127,7 @@ def api_page() -> str:
     for task, names in polyturn.BY_TASK.items():
         lines += ["", f"# {task}"]
         for name in names:
-            lines += _described(name, getattr(polyturn, name), "polyturn")
-        if task.startswith("Train"):
-            lines += _described("rollout", front.rollout, "polyturn")
+            lines += _described(name, front.rollout if name == "rollout" else getattr(polyturn, name), "polyturn")
     lines += ["", "# Testing", "", "What `polyturn.testing` offers for tests of plug-ins."]
     for name in sorted(polyturn.testing.__all__):
         lines += _described(name, getattr(polyturn.testing, name), "polyturn.testing")
@@ -147,12 +146,19 @@ def _described(name: str, what: Any, module: str) -> Iterator[str]:
         yield from ("", "| field | meaning |", "|---|---|")
         for field, (kind, text) in fields.items():
             yield f"| `{field}: {kind}` | {_cell(text)} |"
-    for method, function in vars(what).items():
+    for method, function in _own_and_private(what).items():
         if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property | classmethod)):
             continue
         target = function.fget if isinstance(function, property) else inspect.unwrap(getattr(what, method))
         shown = "" if isinstance(function, property) else _signature(target)
         yield from ("", f"**{method}**`{shown}`" if shown else f"**{method}**", "", *_prose(inspect.getdoc(target) or ""))
+
+
+def _own_and_private(cls: type) -> dict[str, Any]:
+    """Return what a class defines, and what it has from bases of ours that have no entry of their own."""
+    ours = [c for c in cls.__mro__ if c.__module__.startswith("polyturn.") and c is not Record]
+    defining = [c for c in ours if c is cls or c.__name__ not in polyturn.__all__]
+    return {name: inspect.getattr_static(cls, name) for c in defining for name in vars(c)}
 
 
 def _signature(what: Any) -> str:

@@ -36,6 +36,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
     "Train, evaluate, roll out": {
         "train": "polyturn.api.front",
         "evaluate": "polyturn.api.front",
+        "rollout": "polyturn.rollout",
         "steps": "polyturn.api.front",
         "Run": "polyturn.api.run",
         "tiny": "polyturn.testing.published",
@@ -132,8 +133,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "CheckpointError": "polyturn.core.errors",
     },
 }
-"""The public names and where each is defined, by what somebody wants to do. `rollout` is there as well: the package, which
-can be called."""
+"""The public names and where each is defined, by what somebody wants to do; `rollout` is a package that can be called."""
 
 _WHERE = {name: module for names in BY_TASK.values() for name, module in names.items()}
 __doc__ += "\n" + "\n".join(f"{task}:\n    {', '.join(names)}" for task, names in BY_TASK.items()) + "\n"
