@@ -27,7 +27,7 @@ class Game:
         """Free what the episode took; called once, whatever ended it."""
 
 
-TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 16}
+TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}
 REAL = {"steps": 100, "groups_per_step": 16}
 run = polyturn.train(
     model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
