@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -196,6 +197,20 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path, 
 
 WARM = ["train.steps=1", f"warm_start.steps={WARM_STEPS}", "warm_start.batch_size=2", "engine.deterministic=true"]
 
+WAITS = """
+
+import time
+from pathlib import Path
+
+said = score
+
+
+def score(trajectory):
+    while Path(__file__).with_name("waits").exists():
+        time.sleep(0.05)
+    return said(trajectory)
+"""
+
 
 def check_warm_start_is_like(run: Path, whole: Path) -> None:
     steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
@@ -227,6 +242,26 @@ def test_a_warm_start_that_is_interrupted_goes_on_where_it_was(tmp_path: Path, w
         assert re.search(r"of the warm start; go on with: \S*polyturn train", err) and "Traceback" not in err
     called = call("train", config, *settings, "--resume")
     assert called.code == 0, called.err
+    check_warm_start_is_like(run, warmed)
+
+
+def test_a_second_process_is_kept_out_of_a_runs_folder_until_the_first_one_dies(tmp_path: Path, warmed: Path):
+    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
+    settings = [*WARM, "train.checkpoint_every=0.001s"]
+    (tmp_path / "waits").touch()
+    plugins = tmp_path / "plugins.py"
+    plugins.write_text(plugins.read_text() + WAITS)
+    process = Forked("train", config, *settings)
+    process.wait_until(lambda: Checkpoints(run / "checkpoints").latest() is not None)
+    before = (run / "config.yaml").read_text()
+    refused = call("train", config, *settings, "train.optim.lr=1", "--resume")
+    assert refused.code == 2, refused.err
+    assert f"process {process.pid} on {socket.gethostname()} trains into {run} at this moment" in refused.err
+    assert (run / "config.yaml").read_text() == before and process.poll() is None
+    process.kill()
+    process.wait()
+    (tmp_path / "waits").unlink()
+    assert call("train", config, *settings, "--resume").code == 0
     check_warm_start_is_like(run, warmed)
 
 

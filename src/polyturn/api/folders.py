@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
+import logging
 import os
+import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,11 @@ from polyturn.build import ConfigSource, Parts
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, one_line
+
+logger = logging.getLogger(__name__)
+
+_LOCK = ".lock"
+"""The file in a run's folder that whoever trains into it has locked; it stays, with who that was last."""
 
 
 def open_place(path: Path, overrides: Sequence[str]) -> tuple[ConfigSource, dict[str, Any]]:
@@ -32,15 +42,42 @@ def new_run_folder(wanted: Path) -> Path:
     Raises:
         ConfigError: it cannot be made.
     """
-    folder, number = wanted, 1
-    try:
-        while os.path.lexists(folder):
-            number += 1
-            folder = wanted.with_name(f"{wanted.name}-{number}")
-        folder.mkdir(parents=True)
-    except (OSError, ValueError) as problem:
-        raise _cannot_be_made(folder, problem) from problem
-    return folder
+    for number in itertools.count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except (OSError, ValueError) as problem:
+            if not (isinstance(problem, FileExistsError) and os.path.lexists(folder)):
+                raise _cannot_be_made(folder, problem) from problem
+    raise AssertionError("numbers do not end")
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Keep every other process out of a run's folder meanwhile; the kernel gives it back when this one ends or is killed.
+
+    Where the file system has no locks that is said in a line, and nobody is kept out.
+
+    Raises:
+        ConfigError: another process trains into it.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context((folder / _LOCK).open("a+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        except BlockingIOError as problem:
+            file.seek(0)
+            raise ConfigError(
+                f"{file.read() or 'another process'} trains into {folder} at this moment; wait for its end, or start a "
+                "run of another name (name=NAME)"
+            ) from problem
+        except OSError as problem:
+            logger.warning("no other process is kept from training into %s, which cannot be locked (%s)", folder, problem)
+        yield
 
 
 def check_writable(folder: Path) -> None:

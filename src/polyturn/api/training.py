@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ import yaml
 from polyturn import build
 from polyturn.api import ranks
 from polyturn.api.console import logging_to, stderr_console
-from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
+from polyturn.api.folders import check_writable, hold_folder, keep_tokenizer, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
@@ -125,7 +125,8 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
     attempt = _Attempt(source=source, resume=options.resume)
     for left in range(config.cluster.restarts if is_on_cluster else 0, -1, -1):
         try:
-            return _train(attempt, resolved, this, options)
+            with attempt.held:
+                return _train(attempt, resolved, this, options)
         except (RankLostError, EngineLostError) as problem:
             if not left:
                 raise
@@ -145,6 +146,8 @@ class _Attempt:
     resume: bool | Literal["auto"]
     name: str = ""
     """The run's folder, once it is chosen."""
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What is given back at its end: the folder, for others to train into."""
 
 
 class _Prepared(NamedTuple):
@@ -167,6 +170,8 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     place, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
     config = place.config
     folder = Path(config.out) / config.name
+    if resume and options.dry_run is None and folder.is_dir():
+        attempt.held.enter_context(hold_folder(folder))
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None
     if resume == "auto":
         resume = latest is not None or warm_checkpoints(folder).latest() is not None
@@ -194,6 +199,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
     if not resume:
         folder = new_run_folder(folder)
+        attempt.held.enter_context(hold_folder(folder))
     attempt.name = folder.name
     if isinstance(parts.team, GroupTeam):
         parts.team.last_word = folder

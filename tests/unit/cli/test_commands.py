@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import yaml
 
 from polyturn.api import console as console_module
 from polyturn.api import training
-from polyturn.api.folders import keep_tokenizer, new_run_folder
+from polyturn.api.folders import hold_folder, keep_tokenizer, new_run_folder
 from polyturn.build import model_folder
 from polyturn.cli import train as train_command
 from polyturn.cli.main import guarded, main
@@ -268,8 +269,22 @@ def test_ctrl_c_outside_training_ends_quietly_with_130(tmp_path: Path, monkeypat
 
 
 def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path):
-    names = [new_run_folder(tmp_path / "runs" / "a").name for _ in range(3)]
-    assert names == ["a", "a-2", "a-3"]
+    with ThreadPoolExecutor(4) as threads:  # at once, too
+        made = list(threads.map(new_run_folder, [tmp_path / "runs" / "a"] * 4))
+    assert {folder.name for folder in made} == {"a", "a-2", "a-3", "a-4"}
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="cannot be made or written"):
+        new_run_folder(tmp_path / "gone" / "a")
+
+
+def test_a_file_system_without_locks_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with hold_folder(tmp_path), hold_folder(tmp_path):
+        pass
+    assert "no other process is kept from training" in caplog.text and "No locks available" in caplog.text
 
 
 def test_a_checkpoint_may_be_named_by_its_run_its_folder_or_its_model(trained: tuple[Path, Called], tmp_path: Path):
