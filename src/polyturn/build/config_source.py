@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from polyturn.core.live import LiveObject
 
 if TYPE_CHECKING:
     from polyturn.environments.base import Adapter
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +64,10 @@ def model_folder(path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    steps = [*path.glob("step-*/model"), *path.glob("checkpoints/step-*/model")]
-    candidates = [path, path / "model", *sorted(steps, reverse=True)]
-    for candidate in candidates:
+    steps = sorted((*path.glob("step-*"), *path.glob("checkpoints/step-*")), reverse=True)
+    for candidate in (path, path / "model", *(step / "model" for step in steps)):
         if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
+            if candidate.parent in steps[1:]:
+                logger.warning("there is no model in %s; taking the older one in %s", steps[0], candidate.parent)
             return candidate
     raise CheckpointError(f"there is no model in {path}; name a folder with config.json, a checkpoint, or a run's folder")

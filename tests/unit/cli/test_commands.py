@@ -287,6 +287,15 @@ def test_a_file_system_without_locks_is_a_line(tmp_path: Path, monkeypatch: pyte
     assert "no other process is kept from training" in caplog.text and "No locks available" in caplog.text
 
 
+def test_an_older_step_is_taken_with_a_line_where_the_newest_has_no_model(tmp_path: Path, caplog: Any):
+    for step, name in ((1, "config.json"), (2, "damaged")):
+        model = tmp_path / "checkpoints" / f"step-00000{step}" / "model"
+        model.mkdir(parents=True)
+        (model / name).touch()
+    assert model_folder(tmp_path) == tmp_path / "checkpoints" / "step-000001" / "model"
+    assert re.search(r"no model in \S*step-000002; taking the older one in \S*step-000001", caplog.text)
+
+
 def test_a_checkpoint_may_be_named_by_its_run_its_folder_or_its_model(trained: tuple[Path, Called], tmp_path: Path):
     config, _ = trained
     model = run_of(config) / "checkpoints" / "step-000003" / "model"
