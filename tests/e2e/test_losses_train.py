@@ -73,7 +73,11 @@ def test_lora_trains_an_adapter_keeps_it_and_leaves_a_merged_model(tmp_path):
     assert evaluated.code == 0, evaluated.err
     refused = call_command(main, "eval", tmp_path / "config.yaml", "--checkpoint", run / "checkpoints/step-000002")
     assert refused.code != 0 and "holds an adapter and model.lora is not set" in refused.err
-    resumed = call_command(main, "train", tmp_path / "config.yaml", *RUN, LORA, "algorithm.kl.coef=0.1", "train.steps=3")
+    again = ("train", tmp_path / "config.yaml", *RUN, LORA, "algorithm.kl.coef=0.1", "train.steps=3", "--resume")
+    settings = (run / "config.yaml").read_text()
+    louder = call_command(main, *again, "model.lora.alpha=99")
+    assert louder.code == 2 and "and that of model.lora 99" in louder.err and (run / "config.yaml").read_text() == settings
+    resumed = call_command(main, *again)
     assert resumed.code == 0, resumed.err
 
 

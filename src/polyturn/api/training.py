@@ -33,7 +33,8 @@ from polyturn.core.errors import CheckpointError, ConfigError, EngineLostError, 
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.tracking.plot import plot_learning_curve
-from polyturn.training.checkpoint import WARM_START, Checkpoints, SavingClock
+from polyturn.training.checkpoint import MODEL, WARM_START, Checkpoints, SavingClock
+from polyturn.training.lora import CONFIG_FILE, require_same_settings
 from polyturn.training.loop import Trainer
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
@@ -173,9 +174,12 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     if resume and options.dry_run is None and folder.is_dir():
         attempt.held.enter_context(hold_folder(folder))
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None
+    former = latest or warm_checkpoints(folder).latest() if resume else None
     if resume == "auto":
-        resume = latest is not None or warm_checkpoints(folder).latest() is not None
-    if resume and latest is None and warm_checkpoints(folder).latest() is None:
+        resume = former is not None
+    if former is not None and config.model.lora is not None and (former / MODEL / CONFIG_FILE).is_file():
+        require_same_settings(former / MODEL, rank=config.model.lora.rank, alpha=config.model.lora.alpha)
+    if resume and former is None:
         raise CheckpointError(
             f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without resume, or name another "
             "run with name=…"

@@ -10,6 +10,7 @@ merged weights W + (alpha / rank) B A under the model's own names, which is what
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,17 +162,39 @@ def save_adapter(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Ten
         raise CheckpointError(f"no adapter was written to {folder}; the model has none")
 
 
-def load_adapter(model: nn.Module, folder: Path) -> None:
+def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:
+    """Refuse the adapter in `folder` where it is scaled otherwise, of which the shapes of its tensors say nothing.
+
+    Raises:
+        CheckpointError: with what differs.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"the adapter's settings {file} cannot be read ({one_line(problem)})") from problem
+    own = {"r": rank, "lora_alpha": alpha, "use_rslora": False, "use_dora": False, "alpha_pattern": {}}
+    for name, value in own.items():
+        if saved.get(name, value) != value:
+            raise CheckpointError(
+                f"the adapter in {folder} has {name} {saved[name]!r} and that of model.lora {value!r}; model.lora must be "
+                "what it was"
+            )
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write into the model's adapter what `save_adapter` left in `folder`.
 
     Raises:
-        CheckpointError: there is none, or it is another model's or of another shape.
+        CheckpointError: there is none, or it is another model's, of another shape, or scaled otherwise.
     """
     from safetensors.torch import load_file
 
     file = folder / WEIGHTS_FILE
     if not file.is_file():
         raise CheckpointError(f"there is no adapter in {folder}; a folder with one holds {WEIGHTS_FILE}")
+    config: Any = model.peft_config[ADAPTER]
+    require_same_settings(folder, rank=config.r, alpha=config.lora_alpha)
     own = adapter_tensors(model)
     named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
     saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}

@@ -174,6 +174,9 @@ def test_a_checkpoint_holds_the_adapter_alone_and_fits_no_other(tmp_path: Path):
         policy(other).load(state)
     with pytest.raises(CheckpointError, match="is of another model"):
         policy(tiny_model(VOCAB, hidden=16)).load(state)
+    narrower = adapted(target_modules=["q_proj"])
+    with pytest.raises(CheckpointError, match="must be what it was"):
+        policy(narrower).load(state)
 
 
 def test_it_is_saved_merged_or_alone(tmp_path: Path):
@@ -188,6 +191,10 @@ def test_it_is_saved_merged_or_alone(tmp_path: Path):
     assert torch.equal(logits(other), logits(model))
     with pytest.raises(CheckpointError, match="no adapter in"):
         lora.load_adapter(other, tmp_path / "merged")
+    louder = tiny_model(VOCAB, hidden=16)
+    lora.add_lora(louder, lora.LoraSettings(rank=4, alpha=32))
+    with pytest.raises(CheckpointError, match=r"has lora_alpha 8\S* and that of model.lora 32"):
+        lora.load_adapter(louder, alone)
 
 
 def test_modules_that_are_not_there_are_named():
