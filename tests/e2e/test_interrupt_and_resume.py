@@ -265,6 +265,20 @@ def test_a_second_process_is_kept_out_of_a_runs_folder_until_the_first_one_dies(
     check_warm_start_is_like(run, warmed)
 
 
+def test_a_warm_start_that_cannot_go_on_leaves_the_settings_that_the_run_had(tmp_path: Path):
+    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
+    settings = [*WARM, "train.checkpoint_every=0.001s"]
+    process = Forked("train", config, *settings)
+    process.wait_until(lambda: Checkpoints(run / "warm_start").latest() is not None)
+    process.kill()
+    process.wait()
+    before = (run / "config.yaml").read_text()
+    for change, says in (("model.init.hidden_size=32", "is of another model"), ("warm_start.steps=0", "warm_start.steps is 0")):
+        refused = call("train", config, *settings, change, "--resume")
+        assert refused.code == 2 and says in refused.err, refused.err
+        assert (run / "config.yaml").read_text() == before
+
+
 def test_supervised_training_that_is_interrupted_goes_on_in_its_folder(tmp_path: Path, warmed: Path):
     config = write_tiny_run(tmp_path)
     run = tmp_path / "runs" / "tiny-sft"

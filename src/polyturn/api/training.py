@@ -34,8 +34,8 @@ from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.checkpoint import MODEL, WARM_START, Checkpoints, SavingClock
-from polyturn.training.lora import CONFIG_FILE, require_same_settings
 from polyturn.training.loop import Trainer
+from polyturn.training.lora import CONFIG_FILE, require_same_settings
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
 from polyturn.training.process_group import GroupTeam
@@ -209,7 +209,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         parts.team.last_word = folder
     if resume:
         tell_changes(folder / "config.yaml", resolved)
-    if latest is None:
+    else:
         _keep_settings(parts, folder, resolved)
     options.on_folder(folder)
     return _Prepared(parts, tasks, folder, latest)
@@ -224,6 +224,8 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
     parts, tasks, folder, latest = prepared
     config = parts.place.config
     line = options.again(folder.name)
+    # Not before the checkpoint is loaded, so that one that is refused leaves the settings that the run had.
+    keep_settings = functools.partial(_keep_settings, parts, folder, resolved)
     also = replace(build.build_records(parts, tasks.eval_sets, environ=os.environ), on_step=options.on_step)
     team = contextlib.nullcontext() if parts.team is None else contextlib.closing(parts.team)
     with (
@@ -234,13 +236,13 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
     ):
         warm = Spent()
         if latest is None:
-            warm = warm_start(parts, observer, signals, folder=folder, again=line)
+            warm = warm_start(parts, observer, signals, folder=folder, again=line, on_resume=keep_settings)
         trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
         trainer.update.revise = options.revise
         if latest is not None:
             loading = time.monotonic()
             trainer.resume(latest)
-            _keep_settings(parts, folder, resolved)  # not before, so that a refused one leaves those that the run had
+            keep_settings()
             observer.resume(trainer.state.step)
             logger.info("resumed in %.2f s beside loading the model", time.monotonic() - loading)
             if trainer.state.step >= config.train.steps:
@@ -303,7 +305,15 @@ def warm_checkpoints(folder: Path) -> Checkpoints:
     return Checkpoints(folder / WARM_START, keep=1)
 
 
-def warm_start(parts: build.Parts, observer: RunObserver, signals: Signals, *, folder: Path, again: str) -> Spent:
+def warm_start(
+    parts: build.Parts,
+    observer: RunObserver,
+    signals: Signals,
+    *,
+    folder: Path,
+    again: str,
+    on_resume: Callable[[], object],
+) -> Spent:
     """Train on the conversations of `warm_start`, if any; go on where a run that ended in the middle of it left off.
 
     A signal ends it after the step under way with a checkpoint, and the process with 128 + its number.
@@ -314,16 +324,26 @@ def warm_start(parts: build.Parts, observer: RunObserver, signals: Signals, *, f
         signals: What notes an interruption.
         folder: The run's.
         again: The command that goes on with it.
+        on_resume: Is called once the checkpoint is loaded that it goes on from, if there is one.
+
+    Raises:
+        CheckpointError: there is one that it cannot go on from.
     """
     sft = parts.place.config.warm_start
-    if sft.steps == 0:
+    checkpoints, first = warm_checkpoints(folder), 0
+    latest = checkpoints.latest()
+    if sft.steps == 0 and latest is None:
         return Spent()
+    if latest is not None and (first := int(checkpoints.load(latest)["step"])) > sft.steps:
+        raise CheckpointError(
+            f"the checkpoint {latest} is of step {first} of the warm start, and warm_start.steps is {sft.steps}; give as "
+            "many steps at least, or start a new run"
+        )
     samples = build.warm_start_samples(parts)
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
-    checkpoints, first = warm_checkpoints(folder), 0
-    if (latest := checkpoints.latest()) is not None:
-        first = int(checkpoints.load(latest)["step"])
+    if latest is not None:
         policy.load(latest / "policy")
+        on_resume()
         logger.info("warm start: going on at step %d", first)
     clock = SavingClock(parts.place.config.train.checkpoint_every_s)
 

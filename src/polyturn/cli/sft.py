@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import check_writable, new_run_folder, open_place
+from polyturn.api.folders import check_writable, hold_folder, new_run_folder, open_place
 from polyturn.api.signals import Signals
 from polyturn.api.training import warm_checkpoints, warm_start
 from polyturn.cli.console import Output, command
@@ -30,13 +31,16 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     check_writable(interrupted or folder.parent)
     parts = build.build_parts(place, checkpoint=None if interrupted else build.model_folder(checkpoint))
     folder = interrupted or new_run_folder(folder)
-    write_resolved(resolved, folder / "config.yaml", base=place.base)
+    again = command("sft", path, *overrides, "--checkpoint", folder)
+    keep_settings = functools.partial(write_resolved, resolved, folder / "config.yaml", base=place.base)
     out = Output()
-    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer, Signals() as signals:
-        again = command("sft", path, *overrides, "--checkpoint", folder)
-        steps = warm_start(parts, observer, signals, folder=folder, again=again).steps
-    saved = build.exporter(parts)(folder / "model")
-    shutil.rmtree(warm_checkpoints(folder).folder, ignore_errors=True)
-    out.fact("steps", steps)
+    with hold_folder(folder):
+        if interrupted is None:
+            keep_settings()
+        with RunObserver(folder, total_steps=0, console=stderr_console()) as observer, Signals() as signals:
+            done = warm_start(parts, observer, signals, folder=folder, again=again, on_resume=keep_settings)
+        saved = build.exporter(parts)(folder / "model")
+        shutil.rmtree(warm_checkpoints(folder).folder, ignore_errors=True)
+    out.fact("steps", done.steps)
     out.fact("metrics", folder / "sft_metrics.jsonl")
     out.fact("model", saved)
