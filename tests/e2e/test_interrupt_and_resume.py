@@ -273,7 +273,10 @@ def test_a_warm_start_that_cannot_go_on_leaves_the_settings_that_the_run_had(tmp
     process.kill()
     process.wait()
     before = (run / "config.yaml").read_text()
-    for change, says in (("model.init.hidden_size=32", "is of another model"), ("warm_start.steps=0", "warm_start.steps is 0")):
+    for change, says in (
+        ("model.init.hidden_size=32", "is of another model"),
+        ("warm_start.steps=0", "warm_start.steps is 0"),
+    ):
         refused = call("train", config, *settings, change, "--resume")
         assert refused.code == 2 and says in refused.err, refused.err
         assert (run / "config.yaml").read_text() == before

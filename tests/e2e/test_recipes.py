@@ -39,7 +39,7 @@ from support.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 SHARED = ROOT.parent / "shared" / "data"
-OVERLAYS = ("one_gpu", "eight_gpus", "qwen3")
+OVERLAYS = ("one_gpu", "eight_gpus", "thirty_two_gpus", "qwen3")
 """What lies below all recipes, or above any."""
 NAMES = sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in OVERLAYS)
 WITH_DATA = dict(

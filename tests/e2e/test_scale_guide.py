@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import Qwen3Config
 
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
+from polyturn.testing.tiny_models import tiny_tokenizer
 from support.runs import call_command
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "scale.md"
@@ -81,6 +83,25 @@ def test_each_config_loads_and_dry_runs(step, tmp_path):
     done = call_command(main, "train", tmp_path / "run.yaml", *on_cluster, "--dry-run", *STAND_INS)
     assert done.code == 0, done.err
     assert "episodes" in done.out
+
+
+SIZES = {"Qwen/Qwen3-8B": (4096, 12288, 36, 32), "Qwen/Qwen3-32B": (5120, 25600, 64, 64)}
+"""Hidden width, that of the feed-forward layers, layers and heads, as their configs on the hub have them."""
+PLANS = re.findall(r"```console\n\$ polyturn (plan .*)\n([^`]*)```", GUIDE.read_text())
+
+
+@pytest.mark.parametrize(("command", "printed"), PLANS, ids=SIZES)
+def test_the_plans_of_the_recipes_are_those_that_are_printed(command, printed, tmp_path, monkeypatch):
+    (name,) = re.findall(r"model\.path=(\S+)", command)
+    width, inner, layers, heads = SIZES[name]
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
+    same = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+    Qwen3Config(**sizes, **same, tie_word_embeddings=False).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.chdir(GUIDE.parents[2] / "examples" / "recipes")
+    done = call_command(main, *command.replace(name, str(tmp_path)).split())
+    assert done.code == 0, done.err
+    assert done.out.strip() == printed.strip()
 
 
 def test_the_ladder_ends_on_eight_ranks_with_engines_and_workers_placed():
