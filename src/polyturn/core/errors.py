@@ -171,7 +171,10 @@ MAX_LINE = 10_000
 
 def one_line(error: BaseException) -> str:
     """Return an exception as one short line: its type, then its message without line breaks and without secrets."""
-    whole = str(error)
+    try:
+        whole = str(error)
+    except BaseException as odd:  # it is the code of whoever wrote the exception, too
+        whole = f"(its message cannot be read: {type(odd).__name__})"
     text = " ".join(scrubbed(whole[: 2 * MAX_LINE]).split())  # a secret that the end of a line cuts is hidden before
     if len(text) > MAX_LINE or len(whole) > 2 * MAX_LINE:
         text = f"{text[:MAX_LINE]}… ({len(whole)} characters)"

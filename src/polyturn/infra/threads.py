@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from polyturn.core.errors import one_line
+
 
 @dataclass(slots=True, eq=False)
 class _Job:
@@ -117,7 +119,7 @@ class DaemonThreads:
             except BaseException as raised:
                 # What is no plain exception cannot cross a future: it would be lost, or end the event loop, or this thread.
                 odd = not isinstance(raised, Exception) or isinstance(raised, StopIteration)
-                error = RuntimeError(f"{type(raised).__name__}: {raised}") if odd else raised
+                error = RuntimeError(one_line(raised)) if odd else raised
             with self._changed:
                 job.is_running = False
                 if job.is_abandoned:

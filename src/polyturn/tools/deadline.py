@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from polyturn.core.errors import one_line
 from polyturn.core.own_time import OwnTime
 from polyturn.core.watchdog import calls_plugins
 from polyturn.infra.threads import DaemonThreads
@@ -60,8 +61,10 @@ class CallWithDeadline:
                 return await work()
             result = await self._threads.run(work, on_late=on_late, is_owed=is_owed)
             return await result if inspect.isawaitable(result) else result
-        except SystemExit as problem:  # would end the event loop
-            raise RuntimeError(f"SystemExit: {problem}") from problem
+        except (SystemExit, KeyboardInterrupt) as problem:  # would end the event loop
+            if type(problem) is KeyboardInterrupt:  # a person's, which comes wherever the main thread is
+                raise
+            raise RuntimeError(one_line(problem)) from problem
 
     async def run(
         self,
@@ -109,7 +112,7 @@ class CallWithDeadline:
             raise RuntimeError("CancelledError: it was cancelled from within")
         problem = task.exception()
         if problem is not None and not isinstance(problem, Exception):  # it would end what must go on
-            raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
+            raise RuntimeError(one_line(problem)) from problem
         return task.result()
 
     async def _stop(self, task: asyncio.Task[Any]) -> None:

@@ -47,7 +47,13 @@ def test_nothing_registered_says_so() -> None:
     assert did_you_mean("x", []) == " Nothing is registered."
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(9)
+
+
 def test_an_exception_becomes_one_line() -> None:
+    assert one_line(Unreadable()) == "Unreadable: (its message cannot be read: SystemExit)"
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
     assert one_line(TimeoutError()) == "TimeoutError"
 

@@ -127,7 +127,16 @@ async def test_code_that_ignores_being_cancelled_is_left_behind_and_counted_unti
     assert one.num_abandoned == 0
 
 
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
+class Quits(KeyboardInterrupt):
+    """What a library raises in place of it, for instance to say whose key was pressed."""
+
+
+class Unreadable(BaseException):
+    def __str__(self) -> str:
+        raise SystemExit("not even its message")
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit, Quits, Unreadable])
 @pytest.mark.parametrize("waits", [True, False])
 async def test_errors_that_would_end_more_become_runtime_errors(error: type[BaseException], waits: bool) -> None:
     async def leaves() -> None:

@@ -22,7 +22,7 @@ async def test_it_returns_and_raises_what_the_function_does() -> None:
         await threads.run(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize("error", [SystemExit, StopIteration, asyncio.CancelledError, GeneratorExit])
+@pytest.mark.parametrize("error", [SystemExit, StopIteration, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt])
 async def test_errors_that_would_end_the_loop_or_vanish_become_runtime_errors(error: type[BaseException]) -> None:
     def leave() -> None:
         raise error("bye")
