@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,22 @@ async def test_a_manager_scores_a_trajectory_and_reports_beside_it(file: Path) -
     assert len(row) == 1 and row.non_tensor_batch["ground_truth"][0] == trajectory.task.ground_truth
     assert row.non_tensor_batch["data_source"][0] == trajectory.task.data_source
 
-    import asyncio
-
     def call() -> dict[str, Any]:
         of = {"manager": "talkative", "function": f"{file}:judge", "tokenizer": str(file.parent / "model")}
         return score(trajectory, **of, manager_kwargs={"per_char": 0.5}, function_kwargs={"bonus": 4.0})
 
     assert await asyncio.to_thread(call) == {"score": 5.0, "truth": trajectory.task.ground_truth}
+
+
+async def test_calls_that_come_at_once_get_the_same_manager(file: Path) -> None:
+    slow = MANAGER.replace("talkative", "slow").replace("        self.compute", "        time.sleep(0.05); self.compute")
+    (file.parent / "slow.py").write_text(f"import time\n{slow}".replace('"truth": truths', '"made": [id(self)]'))
+    of = {"manager": "slow", "function": f"{file.parent / 'slow.py'}:judge", "tokenizer": str(file.parent / "model")}
+    trajectory = await finished()
+
+    found = await asyncio.gather(*(asyncio.to_thread(score, trajectory, **of) for _ in range(8)))
+
+    assert len({one["made"] for one in found}) == 1
 
 
 def test_a_config_names_a_manager_that_its_functions_file_registers(file: Path) -> None:

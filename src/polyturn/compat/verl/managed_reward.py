@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,10 +44,16 @@ def score(
         manager_kwargs: Arguments of the manager.
         function_kwargs: Arguments that the function always gets.
     """
-    made = _manager(json.dumps([manager, function, tokenizer, dict(manager_kwargs or {}), dict(function_kwargs or {})]))
+    described = json.dumps([manager, function, tokenizer, dict(manager_kwargs or {}), dict(function_kwargs or {})])
+    with _MAKING:
+        made = _manager(described)
     found = made(as_batch(trajectory), return_dict=True)
     reported = found.get("reward_extra_info") or {}
     return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}
+
+
+_MAKING = threading.Lock()
+"""Held while a manager is made, so that the first calls, several at once, get the same one."""
 
 
 @functools.cache
