@@ -136,15 +136,16 @@ def _adapter(section: type) -> TypeAdapter[Any]:
 def meant(annotation: Any, value: Any) -> Any:
     """Return the member of an annotation that `value` is meant for.
 
-    Among models that is the one whose literals (such as `type: Literal["a"]`) agree with the value and which knows most of
-    its keys. Where one key tells them apart, the others may be wrong.
+    Among sections that is the one whose literal (such as `kind: Literal["a"]`) the value has; the one without a literal
+    where none has it; and the one with a default of it where the value does not say.
     """
     members = unwrap(annotation)
     if isinstance(value, Mapping):
-        models = [m for m in members if is_model(m)]
-        if models:
-            by = told_apart_by(models) if len(models) > 1 else ""
-            return min(models, key=lambda m: (_contradictions(m, value, by), len(value.keys() - set(keys_of(m)))))
+        sections = [m for m in members if is_model(m)]
+        if sections:
+            by = told_apart_by(sections) if len(sections) > 1 else ""
+            others = (m for m in sections if by and by not in kinds_of(m))
+            return next((m for m in sections if _is_of_kind(m, by, value)), next(others, sections[0]))
         return next((m for m in members if get_origin(m) in (dict, Mapping)), members[0])
     if isinstance(value, list | tuple):
         return next((m for m in members if get_origin(m) in (list, tuple, set, frozenset, Sequence)), members[0])
@@ -199,14 +200,10 @@ def takes_more(section: type) -> bool:
     return issubclass(section, BaseModel) and section.model_config.get("extra") == "allow"
 
 
-def _contradictions(model: type, value: Mapping[str, Any], by: str) -> int:
-    """Count the literals, or only `by`, that `value` does not have, where it must, or has another value of."""
-    return sum(
-        by in ("", key)
-        and get_origin(found.annotation) is Literal
-        and (value[key] not in get_args(found.annotation) if key in value else found.is_required)
-        for key, found in keys_of(model).items()
-    )
+def _is_of_kind(section: type, by: str, value: Mapping[str, Any]) -> bool:
+    """Return whether `value` is of a kind of the section, or says no kind and the section has one by default."""
+    kinds = kinds_of(section).get(by, ())
+    return value[by] in kinds if by in value else bool(kinds) and not keys_of(section)[by].is_required
 
 
 def kinds_of(section: type) -> dict[str, tuple[str, ...]]:
