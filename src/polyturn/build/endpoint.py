@@ -33,10 +33,7 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[Rol
     """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only, and its engine.
 
     Turns, time and the tokens of one turn are limited as the config says; limits in tokens of the whole conversation are
-    left to the server.
-
-    Raises:
-        ConfigError: something in the configuration cannot work.
+    left to the server. Raises ConfigError: something in the configuration cannot work.
     """
     check_plugins(place)
     limits = place.config.rollout.limits

@@ -71,10 +71,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Load the model's weights, or make random ones from `model.init`; put in the adapter that `model.lora` describes.
 
-    On a rank (`place.reads_parts`) a folder's weights are left there until the model is in shards.
-
-    Raises:
-        ConfigError: it cannot be loaded, or the adapter does not fit it.
+    On a rank (`place.reads_parts`) a folder's weights are left there until the model is in shards. Raises ConfigError: it
+    cannot be loaded, or the adapter does not fit it.
     """
     from polyturn.training import hf, lora
 

@@ -99,7 +99,8 @@ def build_parts(
     has_weights: bool = True,
     check: Callable[[Plugins, ToolBox], None] | None = None,
 ) -> Parts:
-    """Make the model, the engine and the rollout context.
+    """Make the model, the engine and the rollout context. Raises ConfigError, TemplateError: something in the configuration
+    cannot work.
 
     Args:
         place: The configuration.
@@ -107,9 +108,6 @@ def build_parts(
         engine: What completions come from; None makes the engine that is configured.
         has_weights: Whether the model is more than its config and shapes, which is all that rollout itself needs of it.
         check: Is shown the plug-ins before any weights are loaded, where no further policy of the run has to be made first.
-
-    Raises:
-        ConfigError, TemplateError: something in the configuration cannot work.
     """
     config, rollout = place.config, place.config.rollout
     check_plugins(place)

@@ -58,16 +58,13 @@ def listen(app: Any, options: ServeOptions, rules: ServerRules, *, what: str, pa
 
 
 def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, label: str, max_body_bytes: int) -> None:
-    """Serve a page to people until interrupted.
+    """Serve a page to people until interrupted. Raises ConfigError: the address cannot be used.
 
     Args:
         make: Returns the application under the rules.
         options: Where it listens; without a token, one is made where others could reach it.
         label: What the link is for.
         max_body_bytes: The largest request that is read.
-
-    Raises:
-        ConfigError: the address cannot be used.
     """
     import uvicorn
 

@@ -61,7 +61,7 @@ class Demand(NamedTuple):
 
 
 def run(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: float, link: float) -> None:
-    """Print the plan.
+    """Print the plan. Raises ConfigError: it does not fit; the message names the nearest layout that does.
 
     Args:
         path: A config.
@@ -69,9 +69,6 @@ def run(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: float, l
         gpus: How many GPUs there are.
         gpu_memory: GB of each.
         link: GB a second between the ranks and a server.
-
-    Raises:
-        ConfigError: it does not fit; the message names the nearest layout that does.
     """
     place, _ = open_place(path, overrides)
     demand, layout, out = demand_of(place), layout_of(place.config), Output()

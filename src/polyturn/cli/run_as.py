@@ -28,16 +28,13 @@ OVERRIDES = "POLYTURN_OVERRIDES"
 
 
 def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: Sequence[str] = ()) -> None:
-    """Replace this process by `command`.
+    """Replace this process by `command`. Raises ConfigError: there is nothing that stands in for `name`, or no such command.
 
     Args:
         name: The library.
         command: The command.
         dry_run: Every training program that it starts checks everything, shows it, and stops.
         overrides: What each of them appends to its overrides.
-
-    Raises:
-        ConfigError: there is nothing that stands in for `name`, or no such command.
     """
     environment = {**os.environ, **variables(name, os.environ)}
     if dry_run or overrides:

@@ -16,13 +16,11 @@ from polyturn.core.errors import UnknownNameError, did_you_mean
 
 
 def install(name: str) -> bool:
-    """Put the modules of the library `name` in place; calling it again changes nothing.
+    """Put the modules of the library `name` in place; calling it again changes nothing. Raises UnknownNameError: there is no
+    such namespace.
 
     Returns:
         Whether imports under `name` are answered here; False where the library itself is installed, which then wins.
-
-    Raises:
-        UnknownNameError: there is no such namespace.
     """
     return finder(name).install()
 

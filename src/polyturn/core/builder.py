@@ -182,15 +182,13 @@ class TrajectoryBuilder:
         return ref
 
     def sample(self, completion: Completion, *, turn: int, weights: ArrayLike | None = None) -> tuple[SpanRef, ...]:
-        """Append a completion exactly as it was sampled; k policy versions become k spans.
+        """Append a completion exactly as it was sampled; k policy versions become k spans. Raises AlignmentError: `weights`
+        has another length, or there are more routes than tokens.
 
         Args:
             completion: What the engine returned.
             turn: The turn it belongs to.
             weights: [len(completion.token_ids)] weights in the loss; None trains every token with weight 1.
-
-        Raises:
-            AlignmentError: `weights` has another length, or there are more routes than tokens.
         """
         ids = completion.token_ids
         chosen: Floats | None = None if weights is None else float_array(weights)
@@ -255,10 +253,8 @@ class TrajectoryBuilder:
     def cut(self, refs: Sequence[SpanRef], *, keep: int) -> int:
         """Drop all but the first `keep` tokens of the completion that was sampled last; return how many are gone.
 
-        Where a fork stands behind them they stay, for they are in its context, and only this place goes back: then 0.
-
-        Raises:
-            AlignmentError: something follows the completion, it was not sampled here, or it has fewer tokens.
+        Where a fork stands behind them they stay, for they are in its context, and only this place goes back: then 0. Raises
+        AlignmentError: something follows the completion, it was not sampled here, or it has fewer tokens.
         """
         segment = self._open_segment()
         spans = [self.span(ref) for ref in refs]

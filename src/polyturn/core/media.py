@@ -71,16 +71,14 @@ def media_of(content: str | Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
 
 
 def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
-    """Return what a row, a tool or a plug-in gave as a medium in the one form that records keep.
+    """Return what a row, a tool or a plug-in gave as a medium in the one form that records keep. Raises DataError: it is
+    none of these, or a URL that would have to be downloaded.
 
     Args:
         kind: One of `KINDS`.
         value: A source; bytes of a file; a mapping with "bytes", "path" or "url", as datasets have them; a Pillow image;
             an array of an image [H, W, 3] or of a mono sound [T]; for a video, a list or an array of frames.
         base: The folder that relative paths start from; None leaves them as they are.
-
-    Raises:
-        DataError: it is none of these, or a URL that would have to be downloaded.
     """
     if isinstance(value, str):
         return _checked(kind, value, base)

@@ -100,11 +100,8 @@ class Registry(Generic[T]):
 
 def import_attr(path: str, *, base: Path | None = None) -> Any:
     """Import what `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr` names; the label of a live object is that object.
-
-    Raises:
-        MissingModuleError: the module or file cannot be found or imported.
-        MissingAttributeError: the module has no such attribute.
-    """
+    Raises MissingModuleError: the module or file cannot be found or imported; MissingAttributeError: the module has no such
+    attribute."""
     if live.is_label(path):
         return live.target(path)
     where, colon, name = path.rpartition(":")

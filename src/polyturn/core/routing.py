@@ -94,10 +94,8 @@ def blank_like(routes: Any, count: int) -> Any:
 def fill(held: Any | None, count: int, routes: Any, *, at: int) -> Any:
     """Return the routes of `count` tokens, which have `held` so far, with `routes` from token `at` on.
 
-    A token keeps the route that it has: it is the one that it was sampled with, whatever newer weights chose since.
-
-    Raises:
-        AlignmentError: they are of different shapes.
+    A token keeps the route that it has: it is the one that it was sampled with, whatever newer weights chose since. Raises
+    AlignmentError: they are of different shapes.
     """
     if held is not None and (held.shape[1:], held.dtype) != (routes.shape[1:], routes.dtype):
         raise AlignmentError(

@@ -48,7 +48,9 @@ class Cloze(NamedTuple):
 
 
 def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int = 5000) -> list[Path]:
-    """Write questions over passages as `train.parquet` and `test.parquet`, with `passages.jsonl` and an `index`.
+    """Write questions over passages as `train.parquet` and `test.parquet`, with `passages.jsonl` and an `index`. Raises
+    ConfigError: `out` holds an index already, or bm25s is not installed; DataError: the texts give too few questions for a
+    training and a test set.
 
     Args:
         passages: The texts.
@@ -57,10 +59,6 @@ def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int 
 
     Returns:
         What was written.
-
-    Raises:
-        ConfigError: `out` holds an index already, or bm25s is not installed.
-        DataError: the texts give too few questions for a training and a test set.
     """
     held = list(passages)
     if (out / "index").exists():

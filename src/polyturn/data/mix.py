@@ -57,7 +57,7 @@ class TaskMix(TaskSampler):
         shuffle: bool = True,
         state: MixState | None = None,
     ) -> None:
-        """Take the tasks.
+        """Take the tasks. Raises ConfigError: a source has no weight, or a weight has no source.
 
         Args:
             tasks: With their data sources.
@@ -66,9 +66,6 @@ class TaskMix(TaskSampler):
             seed: Of the order within each source, and within each step.
             shuffle: Whether tasks of a source come in a random order.
             state: What a sampler before this one drew and learnt.
-
-        Raises:
-            ConfigError: a source has no weight, or a weight has no source.
         """
         self._sources: dict[str, list[int]] = {}
         for index, task in enumerate(tasks):

@@ -45,7 +45,8 @@ def prepare_gsm8k(
     system: str | None = None,
     instruction: str | None = None,
 ) -> list[Path]:
-    """Write GSM8K as `train.parquet` and `test.parquet`.
+    """Write GSM8K as `train.parquet` and `test.parquet`. Raises ConfigError: the variant is unknown; DataError: a file is
+    missing, a line is not a problem, or the hub cannot be reached.
 
     Args:
         folder: Holds OpenAI's `train.jsonl` and `test.jsonl`; None fetches the dataset from the hub.
@@ -56,10 +57,6 @@ def prepare_gsm8k(
 
     Returns:
         The files written.
-
-    Raises:
-        ConfigError: the variant is unknown.
-        DataError: a file is missing, a line is not a problem, or the hub cannot be reached.
     """
     if variant not in _SYSTEM:
         raise ConfigError(f"there is no gsm8k variant {variant!r}.{did_you_mean(variant, _SYSTEM)}")

@@ -36,7 +36,8 @@ _SEARCH_SYSTEM = (
 
 
 def prepare_geo3k(folder: Path | None, *, out: Path) -> list[Path]:
-    """Write Geometry3K as `train.parquet` and `test.parquet`, each row with its figure and the zoom tool.
+    """Write Geometry3K as `train.parquet` and `test.parquet`, each row with its figure and the zoom tool. Raises DataError:
+    a file is missing, a row is no problem, or the hub cannot be reached.
 
     Args:
         folder: Holds the dataset's parquet files, named by split; None fetches it from the hub.
@@ -44,15 +45,13 @@ def prepare_geo3k(folder: Path | None, *, out: Path) -> list[Path]:
 
     Returns:
         The files written.
-
-    Raises:
-        DataError: a file is missing, a row is no problem, or the hub cannot be reached.
     """
     return _prepare(GEO3K, folder, out=out, row=_geo3k_row)
 
 
 def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
-    """Write questions as `train.parquet` and `test.parquet`, each row with the search tool.
+    """Write questions as `train.parquet` and `test.parquet`, each row with the search tool. Raises DataError: a file is
+    missing, a row is no question, or the hub cannot be reached.
 
     Args:
         folder: Holds `train*.parquet` and `test*.parquet` with the columns question and golden_answers, and data_source
@@ -61,9 +60,6 @@ def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
 
     Returns:
         The files written.
-
-    Raises:
-        DataError: a file is missing, a row is no question, or the hub cannot be reached.
     """
     return _prepare(SEARCH, folder, out=out, row=search_row)
 

@@ -106,7 +106,8 @@ async def fit(
     long_prompt_tokens: int = 1000,
     repeats: int = 5,
 ) -> Speed:
-    """Measure `engine` and return a speed with its table; slots are the largest batch.
+    """Measure `engine` and return a speed with its table; slots are the largest batch. Raises ConfigError: there are no
+    batch sizes, or they do not rise.
 
     Args:
         engine: A client of the server.
@@ -115,9 +116,6 @@ async def fit(
         prompt_tokens: Length of the prompts behind which steps are timed; take what the workload has.
         long_prompt_tokens: Length of the prompt whose cost is measured.
         repeats: Each timing is a median over so many.
-
-    Raises:
-        ConfigError: there are no batch sizes, or they do not rise.
     """
     if not batches or list(batches) != sorted(set(batches)) or batches[0] < 1 or repeats < 1:
         raise ConfigError(f"batch sizes must rise from at least 1 and repeats be at least 1, not {batches} and {repeats}")

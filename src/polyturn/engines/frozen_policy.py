@@ -94,17 +94,14 @@ class FrozenPolicy:
         session: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> PolicyReply:
-        """Return what it says next.
+        """Return what it says next. Raises EngineError: the conversation does not fit, or the engine is lost; TemplateError:
+        its template cannot render the conversation.
 
         Args:
             messages: The conversation as it sees it, its own words under the role "assistant".
             seed: Of the sampling.
             session: The conversation's id, where more will follow; `end` it then. None keeps nothing.
             sampling: How it is sampled; None samples as it usually is.
-
-        Raises:
-            EngineError: the conversation does not fit, or the engine is lost.
-            TemplateError: its template cannot render the conversation.
         """
         codec = self._encoder.codec
         ids = self._encoder.start([Message.from_openai(m) for m in messages])

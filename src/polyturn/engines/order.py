@@ -178,16 +178,13 @@ class LongestFirst(OrderPolicy):
 
 
 def make_policy(name: str | OrderPolicy, *, base: Path | None = None, **options: Any) -> OrderPolicy:
-    """Return the policy that `name` stands for, with an empty queue.
+    """Return the policy that `name` stands for, with an empty queue. Raises UnknownNameError: there is no such policy;
+    ConfigError: it does not take these options.
 
     Args:
         name: A registered name, `file.py:Class`, or a policy.
         base: Where files are looked for.
         **options: Arguments of the policy's class.
-
-    Raises:
-        UnknownNameError: there is no such policy.
-        ConfigError: it does not take these options.
     """
     if isinstance(name, OrderPolicy):
         return name

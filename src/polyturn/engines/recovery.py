@@ -96,7 +96,7 @@ async def recover(
     on_back: Callable[[PoolWeights], bool],
     attempt_s: float,
 ) -> None:
-    """Bring `replica` back, however long that takes.
+    """Bring `replica` back, however long that takes. Raises EngineGoneError: it is lost for good.
 
     Args:
         replica: The server that was lost.
@@ -105,9 +105,6 @@ async def recover(
         verify: Proves that an engine serves that; None where nothing can.
         on_back: Told once it serves again; false where the pool's weights changed meanwhile, so that it goes on.
         attempt_s: The deadline of pushing and verifying.
-
-    Raises:
-        EngineGoneError: it is lost for good.
     """
     pause = FIRST_RETRY_S
     while True:

@@ -39,10 +39,7 @@ class Routers:
         """Return the routers of a causal language model, which may be on the meta device; None of one without experts.
 
         A router is what stands beside the experts of a layer (parameters of three axes, experts first) and has a matrix with
-        a row for each of them.
-
-        Raises:
-            ConfigError: there are experts, and no router that this finds beside them.
+        a row for each of them. Raises ConfigError: there are experts, and no router that this finds beside them.
         """
         found, at, counts = [], [], set()
         for name, layer in model.named_modules():
@@ -85,14 +82,11 @@ class RoutingPass:
     that are computed again must choose the same."""
 
     def __init__(self, routers: Routers, *, told: Tensor | None = None) -> None:
-        """Prepare a pass.
+        """Prepare a pass. Raises AlignmentError: `told` is of another model.
 
         Args:
             routers: Of the model.
             told: [N, L, K] the experts to choose, `LIVE` where the router is to choose itself; None lets all choose.
-
-        Raises:
-            AlignmentError: `told` is of another model.
         """
         shape = routers.shape
         if told is not None and (told.shape[1:] != (shape.num_layers, shape.top_k) or int(told.max()) >= shape.num_experts):

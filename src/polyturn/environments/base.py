@@ -55,16 +55,13 @@ class Adapter:
     """What an episode is worth where the config does not say: the `sum` of the rewards, or the `last` one."""
 
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
-        """Check that it can work: the package is there, the id is known, the arguments fit.
+        """Check that it can work: the package is there, the id is known, the arguments fit. Raises ConfigError: it cannot.
 
         Args:
             name: The whole name, "textarena:Nim-v0", for messages and records.
             id: What stands behind the colon.
             kwargs: Arguments of the environment, from the config.
             base: The folder that relative file paths start from.
-
-        Raises:
-            ConfigError: it cannot.
         """
         self.name = name
         self.id = id
@@ -151,15 +148,13 @@ def at_stage(*, split: str, score: str) -> Callable[[Task], Task]:
 
 
 def require(module: str, *, install: str, needed_by: str) -> ModuleType:
-    """Import a package.
+    """Import a package. Raises MissingModuleError: it is not there, or fails when it is imported; the message has the line
+    that installs it.
 
     Args:
         module: Its import name.
         install: What pip installs, for instance "textarena".
         needed_by: The whole name of the environment.
-
-    Raises:
-        MissingModuleError: it is not there, or fails when it is imported; the message has the line that installs it.
     """
     try:
         return importlib.import_module(module)

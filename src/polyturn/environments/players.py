@@ -217,11 +217,8 @@ def seat_players(
     policies: Policies | None = None,
 ) -> tuple[Named, ...]:
     """Return for each seat what makes its opponent, None where the policy plays. No seats at all: the policy plays them all.
-
-    Raises:
-        ConfigError: there are more or fewer seats than the game has, the policy has none to itself, or an opponent cannot be
-            made.
-    """
+    Raises ConfigError: there are more or fewer seats than the game has, the policy has none to itself, or an opponent cannot
+    be made."""
     if not seats:
         return (None,) * num_seats
     if len(seats) != num_seats:

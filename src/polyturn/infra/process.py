@@ -53,7 +53,7 @@ class ManagedProcess:
         pass_fds: Sequence[int] = (),
         log: Path | Literal["inherited", "none"] | None = None,
     ) -> None:
-        """Start it.
+        """Start it. Raises OSError: it cannot be started.
 
         Args:
             command: The program and its arguments.
@@ -63,9 +63,6 @@ class ManagedProcess:
             pass_fds: Descriptors that it inherits.
             log: What it writes is added to this file, goes where this process's output goes ("inherited"), or nowhere
                 ("none"); None is a file of its own, which `close` removes.
-
-        Raises:
-            OSError: it cannot be started.
         """
         environ = dict(os.environ if env is None else env)
         started = dies_with_parent(command, env=environ)

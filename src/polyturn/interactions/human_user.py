@@ -44,15 +44,12 @@ class HumanUser(SceneInteraction):
     stateless = True
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None, terminal: Terminal | None = None) -> None:
-        """Read the config.
+        """Read the config. Raises ConfigError: a setting is unknown or cannot work.
 
         Args:
             config: `at`, `desk`, `deadline_s`, `on_deadline`, `score`, `show_thoughts`.
             base: The folder that relative paths start from.
             terminal: Where to ask; the process's own otherwise.
-
-        Raises:
-            ConfigError: a setting is unknown or cannot work.
         """
         super().__init__(config)
         who = self._who = f"the human user {self.name!r}"

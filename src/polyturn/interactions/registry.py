@@ -95,7 +95,8 @@ def initialize_interactions_from_config(
     base: Path | None = None,
     policies: Mapping[str, Any] | None = None,
 ) -> dict[str, BaseInteraction]:
-    """Build every interaction of a YAML or JSON file, or of a mapping with the same content.
+    """Build every interaction of a YAML or JSON file, or of a mapping with the same content. Raises ConfigError: an item
+    cannot work, its class is no interaction, or two have one name.
 
     Args:
         interaction_config_file: The file, or {"interaction": [{"class_name": ..., "name": ..., "config": {...}}]}.
@@ -104,9 +105,6 @@ def initialize_interactions_from_config(
 
     Returns:
         name -> interaction, in the file's order; the name is also in the interaction's config.
-
-    Raises:
-        ConfigError: an item cannot work, its class is no interaction, or two have one name.
     """
     file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}

@@ -165,6 +165,7 @@ def run_request(code: str, *, stdin: str | None, language: str, timeout_s: float
 
 def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, continuous: bool = False) -> float:
     """Return 1.0 if the program passes every test, else 0.0; with `continuous`, the share of the first ten that it passes.
+    Raises DataError: the test cases cannot be read; RewardError: the sandbox cannot be asked.
 
     Args:
         solution_str: What the model wrote; the last fenced block of code is its program.
@@ -172,10 +173,6 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
             function (one in JSON a line, or a list of them), else the program reads it and prints the output.
         sandbox: Where to run it.
         continuous: Score a share.
-
-    Raises:
-        DataError: the test cases cannot be read.
-        RewardError: the sandbox cannot be asked.
     """
     name, cases = _read_cases(ground_truth)
     blocks = _BLOCK.findall(solution_str) if isinstance(solution_str, str) else []

@@ -63,7 +63,7 @@ class RewardFunction:
         source: str | None = None,
         base: Path | None = None,
     ) -> None:
-        """Read the function's form off its parameters.
+        """Read the function's form off its parameters. Raises ConfigError: it is no function, or its parameters fit no form.
 
         Args:
             function: The function.
@@ -74,9 +74,6 @@ class RewardFunction:
             running: The episodes that run, for a function of many that waits for all of them.
             source: Its `file.py:name` or `pkg.mod:name`, where a process can import it.
             base: The folder that a relative file path starts from.
-
-        Raises:
-            ConfigError: it is no function, or its parameters fit no form.
         """
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")

@@ -126,14 +126,12 @@ class ConversationJudge:
             self._is_required = True
 
     async def score(self, messages: Sequence[Message], *, task: Task) -> Verdict:
-        """Judge a conversation; equal ones of a task are asked alike.
+        """Judge a conversation; equal ones of a task are asked alike. Raises RewardError: the endpoint did not answer, no
+        answer could be read, or the budget is spent.
 
         Args:
             messages: The conversation, from the prompt on.
             task: Gives the user's goal, and the right answer where the judge may know it.
-
-        Raises:
-            RewardError: the endpoint did not answer, no answer could be read, or the budget is spent.
         """
         settings, problem = self.settings, ""
         shown = [self._told(m) for m in to_openai(messages)]

@@ -104,7 +104,7 @@ class RewardRouter:
         policies: Policies | None = None,
         base: Path | None = None,
     ) -> None:
-        """Resolve every route.
+        """Resolve every route. Raises ConfigError: a route cannot work.
 
         Args:
             routes: data_source, or a glob over data_sources, to a reward function, a name of one, "interaction",
@@ -119,9 +119,6 @@ class RewardRouter:
                 worth, so that tasks need nothing else.
             policies: The run's further policies, for the judge and for functions that have a parameter `policies`.
             base: The folder that relative file paths start from.
-
-        Raises:
-            ConfigError: a route cannot work.
         """
         self._weighing = weighing or Weighing()
         self._scores_turns = scheduler is not None and scheduler.scores_turns
@@ -148,16 +145,14 @@ class RewardRouter:
         )
 
     def check(self, tasks: Iterable[Task], *, tools: Collection[str] = (), scoring: Collection[str] | None = None) -> None:
-        """Check that every task has something that scores it, before any time is spent on them.
+        """Check that every task has something that scores it, before any time is spent on them. Raises ConfigError: a
+        data_source leads nowhere, or to a function that lacks what it needs; DataError: a task has nothing that could score
+        it.
 
         Args:
             tasks: The tasks of a run.
             tools: Names of the tools that a task may call if it selects none itself.
             scoring: Those of the tools that may give a reward; None is all of them.
-
-        Raises:
-            ConfigError: a data_source leads nowhere, or to a function that lacks what it needs.
-            DataError: a task has nothing that could score it.
         """
         for task in tasks:
             try:
@@ -187,16 +182,14 @@ class RewardRouter:
         *,
         outcome: tuple[float, Mapping[str, Any]] | None = None,
     ) -> Reward:
-        """Return the reward of a finished trajectory.
+        """Return the reward of a finished trajectory. Raises RewardError: the reward function raised, was late or returned
+        no finite number, or there is none.
 
         Args:
             trajectory: The record; its turns carry the scores of the interaction and of the tool calls.
             tool_rewards: What each tool's `calc_reward` returned.
             outcome: The score and what is recorded beside it, where the episode's scheduler gave them: no reward function is
                 asked then.
-
-        Raises:
-            RewardError: the reward function raised, was late or returned no finite number, or there is none.
         """
         of_tools = {f"tool/{name}": value for name, value in (tool_rewards or {}).items() if value is not None}
         turns = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]

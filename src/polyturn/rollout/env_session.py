@@ -90,16 +90,14 @@ class EnvSession:
         return {"trace": self.trace}
 
     async def restore(self, kept: Mapping[str, Any], *, seed: int, actions: Iterable[str]) -> None:
-        """Make the environment again and let it take up what `snapshot` returned; one that keeps nothing is reset.
+        """Make the environment again and let it take up what `snapshot` returned; one that keeps nothing is reset. Raises
+        SnapshotError: it offers no snapshot any more, or answers otherwise than it did; SchedulerError: it raised or was
+        late.
 
         Args:
             kept: What `snapshot` returned.
             seed: What it was reset with.
             actions: All that it took, for one that is replayed.
-
-        Raises:
-            SnapshotError: it offers no snapshot any more, or answers otherwise than it did.
-            SchedulerError: it raised or was late.
         """
         if "trace" in kept:
             await self.reset(seed=seed)

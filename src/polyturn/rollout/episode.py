@@ -245,15 +245,13 @@ class Episode(EpisodeState):
         """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
 
         The next prompt is a full render. It extends the segment that it continues token for token, or opens a new one, in
-        which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt.
+        which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt. Raises
+        SchedulerError: there is no message, or the last one cannot go on.
 
         Args:
             messages: The new history. Who wrote a message stays with it (`Message.origin`), also where a dict says what a
                 message of this history says; what is new, and says nothing of it, is encoded as the environment's words.
             goes_on: The last message is an assistant's and the next turn continues it, whatever the model said before.
-
-        Raises:
-            SchedulerError: there is no message, or the last one cannot go on.
         """
         self._history.rewrite(self._history.typed(messages), goes_on=goes_on)
         return Reply(goes_on=True)
@@ -343,11 +341,8 @@ class Episode(EpisodeState):
 
     def wait(self, awaitable: Awaitable[_Result]) -> _Result:
         """Wait, in a plain method of a scheduler, for one of the async methods: `turn = episode.wait(episode.generate())`.
-
-        Raises:
-            SchedulerError: it was called on the event loop, which would then wait for itself.
-            LifecycleError: the episode has ended.
-        """
+        Raises SchedulerError: it was called on the event loop, which would then wait for itself; LifecycleError: the episode
+        has ended."""
         return self.resources.bridge.wait(awaitable, of=self.id)
 
     def guarded(self, scheduler: Scheduler, method: Any, **options: Any) -> Callable[..., Any]:

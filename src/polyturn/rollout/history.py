@@ -137,14 +137,12 @@ class History(HistoryState):
         self._happened("answered", messages, "interaction" in turn.timings)
 
     def rewrite(self, messages: Sequence[Message], *, goes_on: bool = False) -> None:
-        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
+        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown. Raises
+        SchedulerError: there is no message, or the last one cannot be continued.
 
         Args:
             messages: The new history.
             goes_on: The next turn continues the last message, which must be an assistant's.
-
-        Raises:
-            SchedulerError: there is no message, or the last one cannot be continued.
         """
         if not messages:
             raise SchedulerError("a history needs at least one message; keep the task's prompt, `episode.task.prompt`")
@@ -171,14 +169,12 @@ class History(HistoryState):
         self._happened("given", ids_array(ids))
 
     def go_on(self, addition: str | Sequence[int] | Ids, *, keep: str | int | None, is_trusted: bool) -> int:
-        """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`.
+        """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`. Raises
+        SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was edited,
+        which decides by itself what goes on.
 
         Returns:
             How many sampled tokens were dropped.
-
-        Raises:
-            SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was
-                edited, which decides by itself what goes on.
         """
         if not self.turns:
             raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")

@@ -88,14 +88,12 @@ class RolloutPool:
         self._on_group = on_group
 
     async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
-        """Run all members of one group, and return them in order of their index.
+        """Run all members of one group, and return them in order of their index. Raises RolloutError: too large a share of
+        the latest trajectories failed.
 
         Args:
             spec: The group.
             live: Is told the episodes as they start, and may cut them off, which counts as no failure.
-
-        Raises:
-            RolloutError: too large a share of the latest trajectories failed.
         """
 
         async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:

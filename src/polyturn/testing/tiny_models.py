@@ -25,15 +25,13 @@ __all__ = ["CHAT_TEMPLATE", "TAG_TOKENS", "TURN_TOKENS", "tiny_model", "tiny_tok
 def tiny_tokenizer(
     vocab_size: int = 384, *, texts: Iterable[str] | None = None, chat_template: str = CHAT_TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with ChatML tokens; digits are never merged.
+    """Train a byte-level BPE tokenizer with ChatML tokens; digits are never merged. Raises ConfigError: `vocab_size` has no
+    room for the bytes and the added tokens.
 
     Args:
         vocab_size: Size of the vocabulary, added tokens included; at least 265, the bytes and the added tokens.
         texts: What to learn merges from; canned lines by default. Text that repeats little ends in a smaller vocabulary.
         chat_template: The Jinja template of the tokenizer.
-
-    Raises:
-        ConfigError: `vocab_size` has no room for the bytes and the added tokens.
     """
     return train_tokenizer(_canned_texts() if texts is None else texts, vocab_size=vocab_size, chat_template=chat_template)
 
@@ -51,7 +49,8 @@ def tiny_model(
     spread: float = 0.02,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """Build a randomly initialised causal language model in float32, in eval mode, on the CPU.
+    """Build a randomly initialised causal language model in float32, in eval mode, on the CPU. Raises ConfigError: `kind` is
+    unknown, or `hidden` does not divide into heads.
 
     Args:
         tokenizer: The tokenizer to fit, or the size of the vocabulary.
@@ -65,9 +64,6 @@ def tiny_model(
         max_positions: The longest context.
         spread: Standard deviation of the weights; at 0.2, distributions are far from uniform, so that wrong weights show.
         seed: Seed of the weights; the caller's random state is left as it was.
-
-    Raises:
-        ConfigError: `kind` is unknown, or `hidden` does not divide into heads.
     """
     import torch
 

@@ -54,14 +54,12 @@ def template_markers(template: str) -> tuple[str, ...]:
 def add_template_markers(
     tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> tuple[PreTrainedTokenizerBase, tuple[str, ...]]:
-    """Return a tokenizer that has a token for every marker of `template`, and the markers that it lacked.
+    """Return a tokenizer that has a token for every marker of `template`, and the markers that it lacked. Raises
+    TemplateError: there is no template, or it is not valid Jinja.
 
     Args:
         tokenizer: Stays as it is; the result is a copy if it lacks a marker.
         template: A Jinja template; None takes the tokenizer's own.
-
-    Raises:
-        TemplateError: there is no template, or it is not valid Jinja.
     """
     source = template if template is not None else tokenizer.chat_template
     if isinstance(source, dict):

@@ -82,16 +82,14 @@ class MediaProcessor:
     """A transformers processor, asked one medium at a time. Safe to share between episodes and threads."""
 
     def __init__(self, processor: Any, codec: Codec, *, max_cached_bytes: int = 256 * 2**20) -> None:
-        """Wrap a processor.
+        """Wrap a processor. Raises ConfigError: the processor handles no kind of media, or its placeholder is not a token of
+        the tokenizer.
 
         Args:
             processor: A transformers processor with a tokenizer.
             codec: The run's tokenizer and template.
             max_cached_bytes: How much processed media are kept, so that a group's members, the engine and the trainer
                 process an image once.
-
-        Raises:
-            ConfigError: the processor handles no kind of media, or its placeholder is not a token of the tokenizer.
         """
         self.processor = processor
         self.codec = codec
@@ -123,14 +121,12 @@ class MediaProcessor:
         return tuple(sorted({i for p in self.placeholders.values() for i in (p.id, *p.feature_ids)}))
 
     def check(self, media: Sequence[Media], *, where: str) -> None:
-        """Refuse media that the processor cannot handle.
+        """Refuse media that the processor cannot handle. Raises DataError: a kind that it has no part for, or a file that
+        does not exist.
 
         Args:
             media: The media.
             where: What shows them, for the message.
-
-        Raises:
-            DataError: a kind that it has no part for, or a file that does not exist.
         """
         for medium in media:
             if medium.kind not in self.placeholders:
@@ -167,11 +163,9 @@ class MediaProcessor:
     def expand(self, ids: Ids, messages: Sequence[Message]) -> Ids:
         """Return `ids`, in which each medium of `messages` is one placeholder, with the expansions in their places.
 
-        Text at the edges of an expansion merges with the text beside it, as in one pass over the whole text.
-
-        Raises:
-            TemplateError: the template wrote another number of placeholders than the messages have media.
-            DataError: a medium cannot be processed.
+        Text at the edges of an expansion merges with the text beside it, as in one pass over the whole text. Raises
+        TemplateError: the template wrote another number of placeholders than the messages have media; DataError: a medium
+        cannot be processed.
         """
         media = [m for message in messages for m in message.media]
         positions = np.flatnonzero(np.isin(ids, [p.id for p in self.placeholders.values()]))
@@ -193,12 +187,9 @@ class MediaProcessor:
         return ids_array(np.concatenate(self._merge_edges(pieces)))
 
     def collapse(self, ids: Ids, media: Sequence[Media]) -> Ids:
-        """Return `ids` with one placeholder in the place of each medium's expansion: `expand` backwards.
-
-        Raises:
-            TemplateError: an expansion does not stand in `ids` as the processor made it.
-            DataError: a medium cannot be processed.
-        """
+        """Return `ids` with one placeholder in the place of each medium's expansion: `expand` backwards. Raises
+        TemplateError: an expansion does not stand in `ids` as the processor made it; DataError: a medium cannot be
+        processed."""
         pieces: list[Ids] = []
         start = 0
         for number, medium in enumerate(media, start=1):

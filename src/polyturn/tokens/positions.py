@@ -73,10 +73,7 @@ class MediaRows:
         """Return the arguments of a forward pass over several rows, padded on the right to `width`, beside their ids.
 
         Positions are [1, width] where no row shows media, [3, B, width] where the model has three a token; the media's
-        inputs are concatenated in the order of the rows.
-
-        Raises:
-            TemplateError, DataError: see `row`.
+        inputs are concatenated in the order of the rows. Raises TemplateError, DataError: see `row`.
         """
         import torch
 

@@ -87,7 +87,7 @@ def differences(
     """Compare the ids that an episode holds with a full render of its messages.
 
     What the template writes behind the last turn (its end token where the completion was cut, a newline) is no difference:
-    the episode had no reason to write it.
+    the episode had no reason to write it. Raises ConfigError: there is no such mode.
 
     Args:
         incremental_ids: [T] the held ids, ending with the last completion.
@@ -98,9 +98,6 @@ def differences(
 
     Returns:
         One difference for each turn that differs, without those that the mode ignores.
-
-    Raises:
-        ConfigError: there is no such mode.
     """
     mode = check_mode(mode)
     if mode == "disable":

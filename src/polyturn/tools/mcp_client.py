@@ -45,7 +45,8 @@ def make_client(
     is_stateful: bool = False,
     on_message: Any = None,
 ) -> Any:
-    """Return an SDK client of one server that is not connected yet; `async with` connects it.
+    """Return an SDK client of one server that is not connected yet; `async with` connects it. Raises ConfigError: the SDK is
+    not installed.
 
     Args:
         settings: The server's command or URL.
@@ -53,9 +54,6 @@ def make_client(
         max_answer_bytes: The largest answer.
         is_stateful: Whether the server must keep a session for this client alone; the newest protocol has none over HTTP.
         on_message: Awaited with each notification.
-
-    Raises:
-        ConfigError: the SDK is not installed.
     """
     try:
         from mcp import Client
@@ -140,10 +138,8 @@ def _http_client(headers: Mapping[str, str], words: StderrTail, max_answer_bytes
 def read_servers(source: Path | Mapping[str, Any], *, where: str = "mcp.servers") -> dict[str, Mapping[str, Any]]:
     """Return name -> settings of the servers in a file with `mcpServers`, or in a mapping name -> settings.
 
-    Commands of a file run in the file's folder.
-
-    Raises:
-        ConfigError: the file is missing, or a server in it cannot work. No value is shown, for it may be a secret.
+    Commands of a file run in the file's folder. Raises ConfigError: the file is missing, or a server in it cannot work. No
+    value is shown, for it may be a secret.
     """
     if isinstance(source, Path):
         where, servers, folder = str(source), _read_file(source), str(source.resolve().parent)

@@ -58,15 +58,13 @@ def read_item(settings: Any, *, where: str) -> McpItem:
 
 
 def build_mcp_tools(entry: PluginEntry, found: Any, *, base: Path | None) -> list[MCPBaseTool]:
-    """Make a tool for every selected tool of the item's MCP servers; the tools of a server share it.
+    """Make a tool for every selected tool of the item's MCP servers; the tools of a server share it. Raises ConfigError: the
+    item cannot work, a server cannot be reached, or two tools have one name.
 
     Args:
         entry: The item.
         found: What its `class_name` names.
         base: The folder that paths start from.
-
-    Raises:
-        ConfigError: the item cannot work, a server cannot be reached, or two tools have one name.
     """
     item = read_item(entry.fields.get("mcp"), where=entry.where)
     if not isinstance(found, type) or not issubclass(found, MCPBaseTool):

@@ -79,14 +79,12 @@ def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
 def initialize_tools_from_config(
     tools_config_file: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None
 ) -> list[BaseTool]:
-    """Build every tool of a YAML or JSON file, or of a mapping with the same content.
+    """Build every tool of a YAML or JSON file, or of a mapping with the same content. Raises ConfigError: an item cannot
+    work, or two have one name.
 
     Args:
         tools_config_file: The file, {"tools": [{"class_name": ..., "config": {...}, "tool_schema": {...}}]}, or that list.
         base: The folder that relative paths start from; the file's own folder by default.
-
-    Raises:
-        ConfigError: an item cannot work, or two have one name.
     """
     file = _read(tools_config_file, base=base)
     tools = [tool for entry in file.entries for tool in _build(entry, base=file.base)]

@@ -41,15 +41,12 @@ class RunTools:
     """Every tool of a run, with what each call needs to know of it. Shared by all episodes."""
 
     def __init__(self, tools: Sequence[Tool], options: ToolOptions | None = None, *, codec: Codec | None = None) -> None:
-        """Collect the tools.
+        """Collect the tools. Raises ConfigError: two tools have one name, or a value cannot work.
 
         Args:
             tools: Objects with `name`, `schema`, `create`, `execute`, `calc_reward` and `release`.
             options: The limits of each call.
             codec: Counts tokens, and knows the texts that no cut may tear.
-
-        Raises:
-            ConfigError: two tools have one name, or a value cannot work.
         """
         check_names(tools)
         self.max_abandoned = MAX_ABANDONED

@@ -81,14 +81,11 @@ class ToolSession:
         return self._names
 
     async def start(self, task: Task) -> tuple[ToolResult, ...]:
-        """Create every tool that the task selects, all at once.
+        """Create every tool that the task selects, all at once. Raises DataError: the task names a tool that is not there;
+        ToolStartError: a `create` raised, was late, or returned an id that another live episode uses.
 
         Returns:
             What the tools say at the start, of those that say something; `call_id` is empty.
-
-        Raises:
-            DataError: the task names a tool that is not there.
-            ToolStartError: a `create` raised, was late, or returned an id that another live episode uses.
         """
         if self._is_started or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: its tools were started already")
@@ -110,14 +107,11 @@ class ToolSession:
         return other
 
     async def start_branch(self, states: Mapping[str, Any]) -> None:
-        """Create the tools that have a state, and let them take it up; the others are shared.
+        """Create the tools that have a state, and let them take it up; the others are shared. Raises ToolStartError: a
+        `create` failed; SnapshotError: a `restore` failed.
 
         Args:
             states: What `snapshot` returned where the branch goes on.
-
-        Raises:
-            ToolStartError: a `create` failed.
-            SnapshotError: a `restore` failed.
         """
         self._is_started = True
         await self._create(states["states"])

@@ -147,17 +147,13 @@ def _widen(low: float, high: float, *, limit: int) -> tuple[float, float]:
 
 
 async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -> Image:
-    """Return an image in RGB.
+    """Return an image in RGB. Raises DataError: it cannot be read; ConfigError: Pillow is not installed.
 
     Args:
         source: A PIL image, its bytes, a path, a data URI, an http(s) URL, or a mapping with one of these under "bytes",
             "path", "url" or "image".
         timeout_s: Deadline of fetching a URL.
         threads: Where files are read and images are decoded.
-
-    Raises:
-        DataError: it cannot be read.
-        ConfigError: Pillow is not installed.
     """
     try:
         from PIL import Image

@@ -100,16 +100,13 @@ class PolicyTerms:
     def __init__(
         self, settings: LossSettings, *, has_reference: bool = False, teacher: Callable[[MicroBatch], Tensor] | None = None
     ) -> None:
-        """Bind `settings`.
+        """Bind `settings`. Raises ConfigError: a KL term without a reference, a distillation term without a teacher, or an
+        option that the policy loss does not take.
 
         Args:
             settings: The loss.
             has_reference: Whether something can give the reference's log-probabilities, which samples bring to a KL term.
             teacher: Gives [S] the teacher's log-probabilities.
-
-        Raises:
-            ConfigError: a KL term without a reference, a distillation term without a teacher, or an option that the policy
-                loss does not take.
         """
         if settings.kl.coef and not has_reference:
             raise ConfigError(f"kl.coef is {settings.kl.coef} and there is no reference policy; pass reference=True")

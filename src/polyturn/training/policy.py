@@ -77,16 +77,14 @@ class ModelPolicy(OverBackend):
         return scores
 
     def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> PassResult:
-        """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on.
+        """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on. Raises
+        TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
+        step one that `optim_step` skips, or ends the run at.
 
         Args:
             samples: With `advantages`; with old_logprobs, unless they are on-policy. Missing
                 ref_logprobs are computed here when the loss has a KL term.
             coefs: For each sample [T]; None computes them over `samples` by `AlgorithmOptions.aggregate`.
-
-        Raises:
-            TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
-                step one that `optim_step` skips, or ends the run at.
         """
         loss = self.loss_settings
         lacking = next((s.id for s in samples if s.advantages is None), None)
@@ -174,7 +172,9 @@ def policy_backend(
     media: MediaProcessor | None = None,
     placement: Placement | None = None,
 ) -> ModelBackend:
-    """Return what trains `model`, which is used as it is, not copied, and only ever written in place.
+    """Return what trains `model`, which is used as it is, not copied, and only ever written in place. Raises ConfigError: a
+    balance term without experts, a KL term without a reference, a distillation term without a teacher, one of another
+    vocabulary, or a model that cannot be split as `placement` asks.
 
     Args:
         model: On its device, in its dtype; whole, or unread and filled by `placement`, on every rank of many.
@@ -186,10 +186,6 @@ def policy_backend(
         teacher: The model to distil from.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
         placement: Where the parameters go; None leaves them where they are.
-
-    Raises:
-        ConfigError: a balance term without experts, a KL term without a reference, a distillation term without a teacher,
-            one of another vocabulary, or a model that cannot be split as `placement` asks.
     """
     placement, loss = placement or OneDevice(), loss or LossSettings()
     for other, name in ((reference, "reference"), (teacher, "teacher")):

@@ -34,7 +34,9 @@ def assign_advantages(
     min_members: int = 1,
     has_scored: bool = False,
 ) -> list[TrainSample]:
-    """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic.
+    """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic. Raises
+    AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward; TrainingError: the
+    estimator needs what no trajectory of the step brings.
 
     Args:
         groups: The groups the samples come from. Failed trajectories are left out of the statistics.
@@ -44,10 +46,6 @@ def assign_advantages(
             also of an agent that few of them have, get 0 and are in no statistics. At least what the estimator declares.
         has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which nobody
             happened to earn one is no mistake, and its turns are taken as not scored.
-
-    Raises:
-        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
-        TrainingError: the estimator needs what no trajectory of the step brings.
     """
     traits = traits_of(estimator)
     batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
@@ -113,15 +111,12 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
 
 
 def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Estimator:
-    """Return `estimator` with its options.
+    """Return `estimator` with its options. Raises ConfigError: it takes no such option.
 
     Args:
         estimator: The function.
         offered: What every estimator may use; it gets those that it has a parameter for.
         kwargs: Options of its own, which win.
-
-    Raises:
-        ConfigError: it takes no such option.
     """
     inputs = ("rewards_G", "samples_G", "batch")
     for name in kwargs:

@@ -38,7 +38,9 @@ async def score(
     use_gym_env: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the weighted sum of the named functions' scores, and each of them.
+    """Return the weighted sum of the named functions' scores, and each of them. Raises ConfigError: a name is unknown, or
+    there are more or fewer weights; RewardError: a function returned too few scores, none has anything to say, or the
+    outputs come to different rewards.
 
     Args:
         trajectory: A finished trajectory.
@@ -46,10 +48,6 @@ async def score(
         weights: One for each name, then one for the environment's reward; None is 1 each.
         use_gym_env: Add the `total_reward` that the scheduler's infos hold.
         options: What the functions' constructors read off their `args`, such as cosine_max_len.
-
-    Raises:
-        ConfigError: a name is unknown, or there are more or fewer weights.
-        RewardError: a function returned too few scores, none has anything to say, or the outputs come to different rewards.
     """
     functions = make(tuple(names), json.dumps(dict(options or {}), sort_keys=True, default=str))
     of = check_weights(names, weights, use_gym_env=use_gym_env)

@@ -209,10 +209,8 @@ def compute_value_loss(
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Return [B, R] estimates of KL(policy || reference): kl or k1, abs, mse or k2, low_var_kl or k3.
 
-    A trailing "+" keeps the value and takes the gradient of k2, which is that of the KL itself.
-
-    Raises:
-        NotImplementedError: another kind.
+    A trailing "+" keeps the value and takes the gradient of k2, which is that of the KL itself. Raises NotImplementedError:
+    another kind.
     """
     if kl_penalty.endswith("+"):
         value, through = _kl(logprob, ref_logprob, kl_penalty[:-1]), kl.k2(logprob, ref_logprob)

@@ -55,14 +55,12 @@ FunctionTool = VerlFunctionTool  # the name that its users import
 
 
 def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema = None) -> Any:
-    """Register a function as a tool.
+    """Register a function as a tool. Raises ConfigError: the schema cannot be read off the function, or the name is
+    registered already.
 
     Args:
         name: The tool's name, the function's by default; the function itself where the decorator has no arguments.
         schema: The whole schema, instead of the one from signature and docstring.
-
-    Raises:
-        ConfigError: the schema cannot be read off the function, or the name is registered already.
     """
     if callable(name):
         return _register(name, None, schema)

@@ -12,15 +12,12 @@ from typing import Any
 
 
 def load_module(module_path: str | None, module_name: str | None = None) -> ModuleType | None:
-    """Import `pkg://a.b`, or the file of a path or of `file://…`; None for no path.
+    """Import `pkg://a.b`, or the file of a path or of `file://…`; None for no path. Raises FileNotFoundError: there is no
+    such file; RuntimeError: it cannot be imported, or another module has that name.
 
     Args:
         module_path: The module.
         module_name: The name under which a file's module is kept; without one it is not kept.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RuntimeError: it cannot be imported, or another module has that name.
     """
     if not module_path:
         return None

@@ -32,10 +32,7 @@ def _compute_response_info(batch: Any) -> dict[str, Tensor]:
 def compute_data_metrics(batch: Any, use_critic: bool = True) -> dict[str, Any]:
     """Return scores, rewards, advantages, returns, lengths and turns of a batch; values too where there is a critic.
 
-    Scores and rewards are those of rows that have a response.
-
-    Raises:
-        ValueError: no row has one.
+    Scores and rewards are those of rows that have a response. Raises ValueError: no row has one.
     """
     tensors = batch.batch
     width = tensors["responses"].shape[-1]

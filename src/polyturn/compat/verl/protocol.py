@@ -83,7 +83,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Make a batch of tensors [B, …] and of sequences of B objects.
+        """Make a batch of tensors [B, …] and of sequences of B objects. Raises BatchError: they have not as many rows.
 
         Args:
             tensors: Column -> tensor.
@@ -91,9 +91,6 @@ class DataProto:
             meta_info: What holds for all rows.
             num_batch_dims: How many leading axes number the rows; more than one for tensors alone.
             auto_padding: Of no effect, because no worker needs equal parts.
-
-        Raises:
-            BatchError: they have not as many rows.
         """
         from tensordict import TensorDict
 
@@ -288,10 +285,8 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Return the rows of several batches with the same columns, one batch behind the other.
 
-        The fact `metrics`, a mapping or a list of them in each, becomes a mapping of lists.
-
-        Raises:
-            BatchError: a fact of two batches differs.
+        The fact `metrics`, a mapping or a list of them in each, becomes a mapping of lists. Raises BatchError: a fact of two
+        batches differs.
         """
         import torch
 

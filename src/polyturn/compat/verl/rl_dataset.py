@@ -213,7 +213,8 @@ def custom_tasks(
     template: str | None = None,
     max_samples: int = -1,
 ) -> Sequence[Task]:
-    """Return the tasks of a dataset class of a user's own, made of its rows.
+    """Return the tasks of a dataset class of a user's own, made of its rows. Raises ConfigError: the name leads to no
+    dataset, or the class cannot be made.
 
     Args:
         cls: `file.py:Class` or `package.module:Class`, called as verl does it.
@@ -223,9 +224,6 @@ def custom_tasks(
         model: Names the tokenizer, and the processor where the model has one.
         template: The chat template, in place of the tokenizer's own.
         max_samples: How many rows the class keeps; -1 is all.
-
-    Raises:
-        ConfigError: the name leads to no dataset, or the class cannot be made.
     """
     tokenizer: Any = None
     processor: Any = None

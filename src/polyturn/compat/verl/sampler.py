@@ -134,7 +134,8 @@ class SamplerOrder(Curriculum):
         config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Callable[[], TaskSampler]:
-        """Return what makes the order anew, from the start; all of them share the one sampler.
+        """Return what makes the order anew, from the start; all of them share the one sampler. Raises ConfigError: the name
+        leads to neither, or the class cannot be made.
 
         Args:
             tasks: The tasks.
@@ -144,9 +145,6 @@ class SamplerOrder(Curriculum):
             sampler: `file.py:Class` or `package.module:Class` of an `AbstractSampler`, or of a `Curriculum`.
             config: The section `data`.
             kwargs: Further arguments of a native `Curriculum`.
-
-        Raises:
-            ConfigError: the name leads to neither, or the class cannot be made.
         """
         found: Any = import_attr(sampler, base=base)
         if isinstance(found, type) and issubclass(found, Curriculum):

@@ -85,16 +85,13 @@ def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
 
 
 def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (), more: Sequence[Path] = ()) -> Composed:
-    """Compose the config that `--config-name` names.
+    """Compose the config that `--config-name` names. Raises ConfigError: there is no such config, or it cannot be read.
 
     Args:
         name: Its name, with or without `.yaml`.
         folder: The folder of `--config-path`; None is verl's own.
         overrides: The overrides of the command line.
         more: Folders of `--config-dir`.
-
-    Raises:
-        ConfigError: there is no such config, or it cannot be read.
     """
     refuse_backend(name, what="the config")
     file = f"{name.removesuffix('.yaml')}.yaml"

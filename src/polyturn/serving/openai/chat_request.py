@@ -272,16 +272,14 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def check_parameters(
     body: Mapping[str, Any], *, known: frozenset[str], neutral: Mapping[str, tuple[Any, ...]], ignored: frozenset[str]
 ) -> None:
-    """Refuse what would change the answer and is not done here, and names that the API does not have.
+    """Refuse what would change the answer and is not done here, and names that the API does not have. Raises BadRequest: the
+    first of them.
 
     Args:
         body: The request.
         known: Names that are read, or that change nothing here.
         neutral: Names that are not done, with the values that ask for nothing.
         ignored: Names that the run's author lets be ignored.
-
-    Raises:
-        BadRequest: the first of them.
     """
     for name, value in body.items():
         if name in known or name in ignored or value is None:

@@ -147,14 +147,12 @@ class ModelEndpoint:
 
     @asynccontextmanager
     async def serving(self, bound: socket.socket | None = None, *, more: Sequence[Route] = ()) -> AsyncIterator[str]:
-        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT.
+        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT. Raises
+        ConfigError: the address cannot be listened on.
 
         Args:
             bound: The socket to listen on; None takes a free port.
             more: Further routes.
-
-        Raises:
-            ConfigError: the address cannot be listened on.
         """
         self._num_holders += 1
         try:

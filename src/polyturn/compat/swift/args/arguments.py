@@ -171,14 +171,12 @@ def rollout_to_native(arguments: Sequence[str]) -> Translation:
 
 
 def to_native(tree: Composed, *, num_processes: int = 1) -> Translation:
-    """Translate arguments.
+    """Translate arguments. Raises ConfigError: an argument is unknown, asks for what does not exist here, or contradicts
+    another; one line each.
 
     Args:
         tree: The arguments.
         num_processes: How many processes ms-swift would start, each of which has a batch of its own.
-
-    Raises:
-        ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
     """
     if not tree.values.get("model"):
         raise ConfigError("the argument model is missing; name a folder or hub id of a model")
