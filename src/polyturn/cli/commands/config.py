@@ -37,9 +37,21 @@ def config_print(
     overrides: Overrides = None,
 ) -> None:
     """Print a config with its defaults, or all keys there are. Each key has its type, default and meaning."""
-    from polyturn.cli import config as command
+    import yaml
+    from rich.table import Table
 
-    command.run(path, overrides or [])
+    from polyturn.cli.console import Output
+    from polyturn.config.load import load_config
+    from polyturn.config.models import RunConfig
+    from polyturn.config.schema import schema_table
+
+    if path is not None:
+        print(yaml.safe_dump(load_config(RunConfig, path, overrides or []).resolved, sort_keys=False), end="")
+        return
+    table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
+    for row in schema_table(RunConfig):
+        table.add_row(row.key, row.type, row.default, f"[{row.of}] {row.doc}" if row.of else row.doc)
+    Output().table(table)
 
 
 @config_app.command("migrate")

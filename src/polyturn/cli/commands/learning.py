@@ -156,9 +156,16 @@ def rollout(
 ) -> None:
     """Run episodes on the training tasks, and record them."""
     _check_config(config, overrides or [])
-    from polyturn.cli import rollout as command
+    from polyturn.api.folders import open_place
+    from polyturn.api.rolling import roll_out
+    from polyturn.cli.console import Output, command
+    from polyturn.cli.show import trajectory_table
 
-    command.run(config, overrides or [], checkpoint=checkpoint, num_tasks=tasks)
+    place, resolved = open_place(config, overrides or [])
+    folder, groups = roll_out(place, resolved, num_tasks=tasks, checkpoint=checkpoint)
+    out = Output()
+    out.table(trajectory_table([t for g in groups for t in g.trajectories]))
+    out.fact("look at one", command("show", folder, groups[0].trajectories[0].id))
 
 
 def _check_config(path: Path, overrides: Sequence[str]) -> None:

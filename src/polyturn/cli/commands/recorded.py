@@ -96,9 +96,10 @@ def report(
     trajectories: Annotated[int, typer.Option("-n", min=0, help="How many trajectories of each run are shown.")] = 10,
 ) -> None:
     """Write one self-contained page about runs. Curves, tables, telling trajectories token by token."""
-    from polyturn.cli import report as command
+    from polyturn.cli.console import Output
+    from polyturn.viewer.report import write_report
 
-    command.report(runs, out=out, num_trajectories=trajectories)
+    Output().fact("report", write_report(runs, out, num_trajectories=trajectories))
 
 
 def plot(
@@ -109,6 +110,7 @@ def plot(
     out: Annotated[Path, typer.Option("-o", "--out", help="The picture to write: .png, .svg or .pdf.")] = Path("curve.png"),
 ) -> None:
     """Draw metrics of runs over the steps."""
-    from polyturn.cli import report as command
+    from polyturn.cli.console import Output
+    from polyturn.tracking.plot import plot_metrics
 
-    command.plot(runs, metrics=metric or [], out=out)
+    Output().fact("curve", plot_metrics(runs, metric or [], out))
