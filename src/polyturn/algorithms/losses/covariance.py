@@ -71,9 +71,6 @@ def clip_cov(
     Source: Cui et al. 2025, equations 10 and 11 (Clip-Cov).
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
-        advantages_T: [T].
         marks_T: [T] 1 at the tokens that `choose_within` marked.
         clip_low: How far below 1 the ratio may go.
         clip_high: How far above 1.
@@ -98,9 +95,6 @@ def kl_cov(
     Source: Cui et al. 2025, equations 12 and 13 (KL-Cov).
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
-        advantages_T: [T].
         marks_T: [T] 1 at the tokens that `choose_largest` marked.
         ppo_kl_coef: How strongly a marked token is held where it was.
     """

@@ -36,9 +36,6 @@ def gspo(
     its gradient is that of the sequence form (`gspo_sequence`); where turns have their own, each keeps its own.
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
-        advantages_T: [T].
         sequence_T: [T] equal numbers for the tokens of one sequence.
         clip_low: How far below 1 the sequence's ratio may go. The paper's bounds are far narrower than a token's.
         clip_high: How far above 1.
@@ -64,8 +61,6 @@ def gspo_sequence(
     Source: Zheng et al. 2025 (GSPO), equations 5 and 7.
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
         advantages_T: [T]; they reach all tokens of the sequence alike.
         sequence_T: [T] equal numbers for the tokens of one sequence.
         clip_low: How far below 1 the sequence's ratio may go.
@@ -92,9 +87,6 @@ def geo_mean(
     Source: Zhao et al. 2025 (Geometric-Mean Policy Optimization), equation 4. A is the mean advantage of the sequence.
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
-        advantages_T: [T].
         sequence_T: [T] equal numbers for the tokens of one sequence.
         clip_low: Bound of the log ratio below 0.
         clip_high: Bound of the log ratio above 0.

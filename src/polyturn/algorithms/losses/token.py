@@ -1,6 +1,9 @@
 """Policy losses whose ratio is that of one token.
 
 r = exp(logprob - old_logprob)      A = advantage      sg = without gradient
+
+Every loss is called with `logprobs_T` [T], under the policy and with gradient, `old_logprobs_T` [T], of the policy that the
+ratio compares with, and `advantages_T` [T].
 """
 
 from __future__ import annotations
@@ -43,9 +46,6 @@ def ppo_clip(
     one with clip_high above clip_low and the aggregation token-mean.
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
-        advantages_T: [T].
         clip_low: How far below 1 the ratio may go.
         clip_high: How far above 1.
         dual_clip: c > 1 bounds the loss of a negative advantage to -c A (Ye et al. 2020, equation 5); None leaves it open.
@@ -61,14 +61,9 @@ def ppo_clip(
 
 
 def policy_gradient(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
-    """Return -A logprob, the plain policy gradient: no ratio, no clip, right on policy only.
+    """Return -A logprob, the plain policy gradient: no ratio, no clip, right on policy only; the old are for figures.
 
     Source: Williams 1992 (REINFORCE); without anything around it: Chu et al. 2025 (GPG), equation 4.
-
-    Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that sampled, for the figures alone.
-        advantages_T: [T].
     """
     return TokenLoss(-advantages_T * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))
 
@@ -86,9 +81,6 @@ def cispo(
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5; a clip_low of 1 is no lower bound, as there.
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
-        advantages_T: [T].
         clip_low: How far below 1 the weight may go.
         clip_high: How far above 1.
     """
@@ -112,9 +104,6 @@ def sapo(
     elsewhere. The gradient at r = 1 is that of r A. Raises ConfigError: a temperature is not positive.
 
     Args:
-        logprobs_T: [T] log-probabilities under the policy, with gradient.
-        old_logprobs_T: [T] those of the policy that the ratio compares with.
-        advantages_T: [T].
         tau_pos: How fast the gate closes for tokens to be made likelier.
         tau_neg: The same for tokens to be made less likely; above tau_pos for stability.
     """
