@@ -68,7 +68,7 @@ def reference_path(place: ConfigSource) -> str | None:
 
 
 def teacher_path(place: ConfigSource) -> str | None:
-    """Return the model to distil from; None where there is none. Raises ConfigError: there is nothing to learn from at all."""
+    """Return the model to distil from; None where there is none. Raises ConfigError: there is nothing to learn from."""
     loss = place.config.algorithm.loss
     if loss.distill is None and loss.name == "none":
         raise ConfigError("algorithm.loss is none and algorithm.loss.distill is not set: there is nothing to learn from")

@@ -82,7 +82,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         engine=EngineLink(
             channel=_gated(parts, _channel(parts, policy)),
             busy_s=lambda: parts.busy_s,
-            metrics=_engine_metrics(parts),
+            metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics()},
             snapshots=PolicySnapshots(parts.policies.followers, weights=_weights_of(parts, policy)),
             trains_in_thread=not parts.engine.capabilities.shares_loop,
         ),
@@ -165,11 +165,6 @@ def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
 
     gate = parts.context.engine
     return GatedChannel(channel, gate) if isinstance(gate, UpdateGate) else channel
-
-
-def _engine_metrics(parts: Parts) -> Callable[[], Mapping[str, float]]:
-    """Return what tells how the engine's servers fared since it was last asked, and what further policies did."""
-    return lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics()}
 
 
 def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:

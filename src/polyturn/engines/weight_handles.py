@@ -123,14 +123,10 @@ class _HandlePickler(pickle.Pickler):
                 (obj.storage_offset(), obj.size(), obj.stride(), False),
             )
         if isinstance(obj, torch.TypedStorage):
-            return reductions.rebuild_typed_storage, (self._untyped(obj), obj.dtype)
+            return reductions.rebuild_typed_storage, (self._typed.setdefault("block", obj._untyped_storage), obj.dtype)
         if isinstance(obj, torch.UntypedStorage):
             return reductions.rebuild_storage_filename, (torch.UntypedStorage, *self._bucket._share_file())
         return NotImplemented
-
-    def _untyped(self, typed: Any) -> Any:
-        """Return one object for the one block, which is pickled once therefore."""
-        return self._typed.setdefault("block", typed._untyped_storage)
 
 
 def _uuid(tensor: Tensor) -> str:

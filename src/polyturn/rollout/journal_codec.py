@@ -269,7 +269,9 @@ def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _NAMES[type(record)]}
 
 
-_NAMES = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in (Message, ToolCall, ToolResult)}
+_NAMES = {
+    kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in (Message, ToolCall, ToolResult, Segment, Turn)
+}
 
 
 _WRITERS: dict[type[Any], Any] = {
@@ -290,22 +292,8 @@ _READERS: dict[str, Any] = {
 
 def write_trajectory(book: JournalCodec, trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory that is scored."""
-    turns = [
-        {
-            "index": turn.index,
-            "message": turn.message,
-            "finish_reason": turn.finish_reason,
-            "spans": turn.spans,
-            "tool_results": turn.tool_results,
-            "observation": turn.observation,
-            "scores": to_text(turn.scores),
-            "info": to_text(turn.info),
-            "timings": dict(turn.timings),
-            "is_continued": turn.is_continued,
-        }
-        for turn in trajectory.turns
-    ]
-    segments = [{"spans": s.spans, "media": s.media, "agent": s.agent, "parent": s.parent} for s in trajectory.segments]
+    turns = [{**_fields(t), "scores": to_text(t.scores), "info": to_text(t.info)} for t in trajectory.turns]
+    segments = [_fields(segment) for segment in trajectory.segments]
     reward = trajectory.reward
     return {
         "shown": book.encode(trajectory.task.prompt),
