@@ -67,3 +67,8 @@ def test_a_log_record_is_kept_without_secrets(caplog: pytest.LogCaptureFixture):
         caplog.handler.removeFilter(hiding)
     assert "s3cr3t-token" not in caplog.text and "asked with *** at /root" in caplog.text
     assert "ValueError: the server said ***" in caplog.text
+
+
+def test_a_record_that_cannot_be_written_down_is_left_to_logging():
+    record = logging.LogRecord("polyturn.test", logging.WARNING, __file__, 1, "%d of %d", ("one",), None)
+    assert HideSecrets(()).filter(record) and record.args == ("one",)

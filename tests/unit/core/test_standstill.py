@@ -5,9 +5,11 @@ Each program is a file in a process of its own: what is tested is that the proce
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -66,9 +68,12 @@ def ended(folder: Path, work: str, *, then: str = "pass", held_s: float = 0.4) -
     ],
 )
 def test_what_never_gives_its_thread_back_ends_the_process_with_its_name(tmp_path: Path, work: str, then: str, place: str):
+    began = time.monotonic()
     done = ended(tmp_path, work, then=then or "pass")
     assert done.returncode == 2 and done.stdout == ("done\n" if then else ""), done.stderr
     assert place in done.stderr and "program.py:" in done.stderr and "--resume" in done.stderr, done.stderr
+    held = float(re.search(r"for (\S+) s a plug-in has held", done.stderr)[1])
+    assert 0.4 <= held <= time.monotonic() - began
 
 
 def test_it_is_said_also_where_what_stands_holds_the_lock_of_the_console(tmp_path: Path):
