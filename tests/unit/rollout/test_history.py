@@ -94,6 +94,21 @@ EDITS: list[tuple[Callable[[History], None], type[Any]]] = [
 ]  # fmt: skip
 
 
+def test_what_the_next_prompt_encodes_is_everything_at_first_and_then_what_is_new():
+    found = history()
+    assert list(found.to_encode) == PROMPT
+    answers(found)
+    assert [message.text for message in found.to_encode] == ["No."]
+
+
+def test_what_is_cut_off_a_turn_counts_for_no_limit():
+    found = history()
+    goes_on(found)
+    turn = found.turns[-1]
+    assert turn.num_tokens < len(turn.completion.token_ids)
+    assert found.progress(elapsed_s=0.0).response_tokens == turn.num_tokens
+
+
 @pytest.mark.parametrize(("edit", "coming"), EDITS)
 @pytest.mark.parametrize("renders_history", [False, True])
 def test_the_events_of_a_history_replayed_leave_it_where_it_stood(

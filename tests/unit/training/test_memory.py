@@ -30,6 +30,7 @@ def test_a_published_model_takes_what_the_formulas_say():
     held = rank_bytes(size, RankLoad(ranks=4, num_frozen=1))
     assert size.parameters == 8_190_735_360 and size.layer * 36 + size.outside == size.parameters
     assert [round(num / size.parameters * 4, 3) for num in list(held.values())[:5]] == [2, 4, 6, 8, 2]
+    assert held["gathered blocks"] == 2 * (2 * size.outside + 3 * size.layer)
     assert server_bytes(size, tensor_parallel=2, tokens=1000) == {
         "weights": size.parameters,
         "KV cache": 1000 * 36 * 2 * 1024,

@@ -21,6 +21,7 @@ from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from polyturn.training.shards import write_shards
 from support.states import stored
 
 torch.set_num_threads(1)
@@ -210,6 +211,17 @@ def test_parameters_are_only_written_in_place(tmp_path: Path):
     made.load(state)
     assert {name: value.data_ptr() for name, value in made.weights().items()} == before
     assert not any(v.requires_grad for v in made.weights().values())
+
+
+def test_a_checkpoint_that_lacks_a_part_of_the_optimizer_is_refused(tmp_path: Path):
+    made = policy()
+    made.forward_backward(samples())
+    made.optim_step()
+    state = made.backend.state_dict()
+    lost = next(name for name in state if name.startswith("moments/exp_avg_sq/"))
+    write_shards({name: part for name, part in state.items() if name != lost}, tmp_path).result()
+    with pytest.raises(CheckpointError, match=r"checkpoint's optimizer is of another model: it lacks \['exp_avg_sq/"):
+        policy().load(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_or_without_the_reference_is_refused(tmp_path: Path):

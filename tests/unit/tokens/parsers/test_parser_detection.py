@@ -204,3 +204,16 @@ def test_a_registered_parser_is_detected_and_one_that_raises_is_passed_over(monk
     source = template("hermes").replace("<tool_call>", "(call)").replace("</tool_call>", "(end)")
     assert detect(codec_of(source)) == "braces"
     assert issubclass(Braces, TurnParser)
+
+
+def test_a_template_that_writes_no_reasoning_leaves_the_parser_its_own():
+    codec = codec_of(template("hermes", reasoning=("", "")))
+    turn = build_parser(codec, ParserOptions(name="hermes")).parse("<think>two</think>4", tools=())
+    assert (turn.reasoning, turn.content) == ("two", "4")
+
+
+def test_a_tag_that_begins_as_another_turn_begins_is_read_whole():
+    """Calls, the generation prompt and other turns all begin with "<t", which is no part of their opening."""
+    source = template("hermes").replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    source = source.replace("{{ m.content }}", "{{ m.content if m.tool_calls else '<text>' + m.content + '</text>' }}")
+    assert detect(codec_of(source.replace("\n<tool_call>", "<tool_call>"))) == "hermes"
