@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
+
+import numpy as np
 import pytest
+from PIL import Image
 
 from polyturn.core.errors import DataError
+from polyturn.core.media import to_source
 from polyturn.core.messages import Message, ToolCall, to_openai
 
 
@@ -102,3 +108,16 @@ def test_a_message_without_a_role_and_a_call_without_a_name_are_refused() -> Non
         Message.from_openai({"content": "x"})
     with pytest.raises(DataError, match="a tool call needs a name"):
         Message.from_openai({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]})
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3), (2, 4)])
+def test_an_array_of_pixels_becomes_a_picture(shape: tuple[int, ...]):
+    pixels = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    picture = Image.open(io.BytesIO(base64.b64decode(to_source("image", pixels).partition(",")[2])))
+    seen = np.asarray(picture)
+    assert seen.shape == (2, 4, 3) and np.array_equal(seen[..., 1], pixels[..., 1] if pixels.ndim == 3 else pixels)
+
+
+def test_an_array_of_another_shape_is_refused():
+    with pytest.raises(DataError, match=r"must have the shape \[height, width, 3\], not \[2, 4, 4, 3\]"):
+        to_source("image", np.zeros((2, 4, 4, 3), np.uint8))

@@ -155,6 +155,16 @@ async def test_nobody_is_named_for_what_the_library_asks_another_package_for(
     assert warnings(caplog) == []
 
 
+async def test_a_plug_in_of_an_installed_package_is_named(caplog: pytest.LogCaptureFixture):
+    async def judges() -> None:
+        helper()
+
+    packaged = FunctionType(judges.__code__.replace(co_filename=f"{PACKAGES[0]}judges.py"), judges.__globals__, "judges")
+    with Watchdog().watching():
+        await CallWithDeadline(name="b", timeout_s=60).run(packaged)
+    assert f"judges ({PACKAGES[0]}judges.py:" in warnings(caplog)[0]
+
+
 async def test_the_time_in_which_the_loop_waits_for_a_processor_counts_for_nobody(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

@@ -319,3 +319,8 @@ async def test_an_unknown_interaction_fails_with_the_sentence_users_match_on():
 
 def test_engine_error_is_a_runtime_error():
     assert issubclass(EngineError, RuntimeError)
+
+
+def test_the_first_episode_and_every_so_many_behind_it_are_compared_with_a_full_render():
+    context = scripted_context([], sanity_every=3)
+    assert [context.is_sanity_due() for _ in range(5)] == [True, False, False, True, False]

@@ -8,6 +8,7 @@ import io
 import struct
 import threading
 import warnings
+import wave
 import zlib
 
 import numpy as np
@@ -348,3 +349,12 @@ def test_an_array_of_samples_that_claims_another_length_is_refused(shape: str) -
     data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + b"\0" * 4
     with pytest.raises(DataError, match="is not an array of samples"):
         load_samples("data:application/x-npy;base64," + base64.b64encode(data).decode())
+
+
+def test_samples_of_eight_bits_lie_around_their_middle() -> None:
+    out = io.BytesIO()
+    with wave.open(out, "wb") as sound:
+        sound.setparams((1, 1, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes([0, 64, 128, 192]))
+    samples, rate = load_samples("data:audio/wav;base64," + base64.b64encode(out.getvalue()).decode())
+    assert samples.tolist() == [-1.0, -0.5, 0.0, 0.5] and rate == 8000
