@@ -88,6 +88,7 @@ MEANINGS: dict[str, str] = {
     "loss/distill": "The part that follows the teacher, with its weight.",
     "loss/sft": "Mean negative log-probability of the target tokens, in supervised training.",
     "loss/grad_norm": "Norm of the gradient before clipping.",
+    "loss/grad_norm_clipped": "Norm of the gradient that the optimizer saw: `train.optim.max_grad_norm` at most.",
     "loss/lr": "The learning rate of the policy.",
     "loss/micro_batches": "Forward and backward passes.",
     "loss/skipped_steps": "Updates that were not taken because the gradient was not finite.",
@@ -136,6 +137,7 @@ MEANINGS: dict[str, str] = {
     "critic/return": "Mean return that values are trained towards.",
     "critic/explained_variance": "1 - Var(return - value) / Var(return): should rise towards 1.",
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
+    "critic/grad_norm_clipped": "Norm of the critic's gradient after clipping.",
     "critic/lr": "The learning rate of the critic.",
     "critic/skipped_steps": "The critic's updates that were not taken because the gradient was not finite.",
     # engine

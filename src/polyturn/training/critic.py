@@ -40,6 +40,7 @@ _NAMES = {
     "critic/clip_fraction": "critic/clip_fraction",
     "loss/lr": "critic/lr",
     "loss/grad_norm": "critic/grad_norm",
+    "loss/grad_norm_clipped": "critic/grad_norm_clipped",
     "loss/skipped_steps": "critic/skipped_steps",
 }
 """What a backend calls its metrics -> what they are called of a critic."""

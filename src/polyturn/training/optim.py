@@ -100,7 +100,9 @@ class Optimizer:
         self.step_count += 1
         metrics: Metrics = {"loss/lr": Mean(lr), "loss/skipped_steps": Sum(0.0 if is_finite else 1.0)}
         if is_finite:
+            bound = self.settings.max_grad_norm
             metrics["loss/grad_norm"] = Mean(norm)
+            metrics["loss/grad_norm_clipped"] = Mean(norm if bound is None else min(norm, bound))
         return metrics
 
     def collect(self) -> None:

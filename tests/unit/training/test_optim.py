@@ -47,13 +47,13 @@ def test_only_matrices_decay():
     assert net.norm.tolist() == [1.0, 1.0]
 
 
-def test_a_step_is_adam_and_reports_the_norm_before_clipping():
+def test_a_step_is_adam_and_reports_the_norm_before_and_after_clipping():
     """The first step of Adam moves by lr against the sign, whatever the size of the gradient (Kingma and Ba 2015)."""
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1, weight_decay=0.0, max_grad_norm=1.0))
     set_grad(net, 10.0)
     metrics = reduce(optimizer.step())
-    assert metrics["loss/grad_norm"] == pytest.approx(10 * math.sqrt(6))
+    assert metrics["loss/grad_norm"] == pytest.approx(10 * math.sqrt(6)) and metrics["loss/grad_norm_clipped"] == 1.0
     assert metrics["loss/lr"] == 0.1
     assert net.norm.tolist() == pytest.approx([0.9, 0.9], abs=1e-5)
     assert all(p.grad is None for p in net.parameters())
