@@ -96,7 +96,11 @@ SCENARIOS: dict[str, Scenario] = {
 LEFT_OUT: dict[str, str] = {
     "metrics: time/*": "how long things took",
     "metrics: *_s": "how long things took",
+    "metrics: system/*": "what the machine did",
+    "metrics: engine/queue": "how long requests waited",
+    "metrics: engine/kv_use": "for how long how much was in use",
     "metrics: rollout/loop_blocked": "whether this machine was busy",
+    "rows: entropies": "came later than the fixtures, and tests of its own look at it",
     "rows: generate_s": "how long it took",
     "rows: tools_s": "how long it took",
     "rows: interaction_s": "how long it took",

@@ -150,6 +150,8 @@ class PassResult(NamedTuple):
     metrics: Metrics
     logprobs: list[Floats] | None = None
     """For each sample [T] its log-probabilities under the policy, for the records; None where they are not kept."""
+    entropies: list[Floats] | None = None
+    """For each sample [T] the entropy in nats of what each of its weighted tokens was drawn from; None likewise."""
     is_finite: bool = True
     """Whether the loss was; if not, the step is skipped."""
 

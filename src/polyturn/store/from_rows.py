@@ -57,6 +57,7 @@ def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
     trained = Trained(
         advantages=_floats(row["advantages"]),
         policy_logprobs=_floats(row["policy_logprobs"]),
+        entropies=_floats(row.get("entropies")),  # older files have no such column
         weights=_floats(row["trained_weights"]),
         dropped=row["dropped"],
     )

@@ -3,7 +3,7 @@
     one row a trajectory
     choosing   id, group, split, step, reward, components, stop_reason, num_turns, …     plain values
     tokens     spans [(segment, source, turn, length, policy_version, …)]   ids [all]   logprobs [of sampled tokens]
-    training   advantages, policy_logprobs [of sampled tokens], trained_weights, dropped
+    training   advantages, policy_logprobs, entropies [of sampled tokens], trained_weights, dropped
     reading    messages [(turn, role, text, …)]   tool_calls [(turn, name, arguments, …)]   tool_results [(turn, …)]
 
 Arrays are list columns, so that other tools read them without a parser of ours; what has no fixed shape (an interaction's
@@ -114,6 +114,7 @@ _ARRAYS: dict[str, pa.DataType] = {
     "weights": pa.float32(),
     "advantages": pa.float32(),
     "policy_logprobs": pa.float32(),
+    "entropies": pa.float32(),
     "trained_weights": pa.float32(),
 }
 _ROUTES: dict[str, pa.DataType] = {
@@ -148,6 +149,8 @@ class Trained:
     advantages: Floats | None = None
     policy_logprobs: Floats | None = None
     """The trainer's log-probabilities, beside the engine's in the spans."""
+    entropies: Floats | None = None
+    """In nats, of the policy where each token was drawn; 0 where no loss saw it."""
     weights: Floats | None = None
     """The weights that the loss used; None where they are those of the spans."""
     dropped: str | None = None

@@ -404,7 +404,7 @@ def open_store(run_folder: str | Path) -> StoredRun:
     return StoredRun(run_folder)
 
 
-_ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "trained_weights")
+_ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "entropies", "trained_weights")
 
 
 def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
@@ -416,8 +416,8 @@ def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajec
             continue
         whole = file.read(SCHEMA.names, groups=[number])
         table = file.plain(whole.take(pa.array([row - int(starts[number]) for row in inside])))
-        arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS}
-        plain = table.drop_columns(list(_ARRAY_COLUMNS)).to_pylist()
+        arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS if name in table.column_names}
+        plain = table.drop_columns(list(arrays)).to_pylist()
         for place, (row, values) in enumerate(zip(inside, plain, strict=True)):
             for name, column in arrays.items():
                 values[name] = column[place].values.to_numpy() if column[place].is_valid else None

@@ -46,6 +46,7 @@ def to_table(rows: Sequence[StoredTrajectory]) -> pa.Table:
     columns["weights"] = _arrays([[s.weights for s in of if s.weights is not None] for of in spans], np.float32)
     columns["advantages"] = _optional([row.trained.advantages for row in rows])
     columns["policy_logprobs"] = _optional([row.trained.policy_logprobs for row in rows])
+    columns["entropies"] = _optional([row.trained.entropies for row in rows])
     columns["trained_weights"] = _optional([row.trained.weights for row in rows])
     columns |= _routes(spans)
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)

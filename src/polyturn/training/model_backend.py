@@ -211,6 +211,7 @@ class ModelBackend:
         real = [b for b in batches if not b.is_padding]
         parts: list[Metrics] = []
         own: list[Tensor] = []
+        entropies: list[Tensor] = []
         self.network.train()
         problem: str | None = None
         minimised = self._objectives[objective]
@@ -229,6 +230,7 @@ class ModelBackend:
                             problem = minimised.problem(samples, batch, terms, step=self.step_count)
                         if terms.own_S is not None:
                             own.append(terms.own_S)
+                            entropies += [terms.stats_S["policy/entropy"]] if "policy/entropy" in terms.stats_S else []
                     middle = time.perf_counter()
                     loss.backward()
                 self.optimizer.collect()
@@ -242,12 +244,13 @@ class ModelBackend:
         metrics["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in real))
         if self._is_packing_refused:
             metrics["tokens/packing_refused"] = Sum(1)
-        logprobs = scatter_back(real, own, lengths=[len(s) for s in samples]) if own else None
+        lengths = [len(s) for s in samples]
+        logprobs, on_tokens = (scatter_back(real, of, lengths=lengths) if of else None for of in (own, entropies))
         if problem is not None:
             self.optimizer.spoil(problem)
         elif logprobs is not None:
             metrics |= agreement(samples, logprobs)
-        return PassResult(metrics, logprobs, is_finite=problem is None)
+        return PassResult(metrics, logprobs, on_tokens, is_finite=problem is None)
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient, and clear it.

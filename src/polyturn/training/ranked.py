@@ -85,12 +85,14 @@ class RankedBackend:
         rows = self._assign(samples)
         shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row], objective, kl_coef) for row in rows]
         found: list[PassResult] = self._rows("forward_backward", shares)
-        is_whole = all(part.logprobs is not None or not row for part, row in zip(found, rows, strict=True))
-        logprobs = None
-        if is_whole and any(part.logprobs for part in found):
-            logprobs = put_back(rows, [part.logprobs or [] for part in found], len(samples))
+
+        def whole(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
+            is_whole = any(parts) and all(part is not None or not row for part, row in zip(parts, rows, strict=True))
+            return put_back(rows, [part or [] for part in parts], len(samples)) if is_whole else None
+
+        logprobs, entropies = whole([part.logprobs for part in found]), whole([part.entropies for part in found])
         metrics = merge_ranks([part.metrics for part in found])
-        return PassResult(metrics, logprobs, is_finite=all(part.is_finite for part in found))
+        return PassResult(metrics, logprobs, entropies, is_finite=all(part.is_finite for part in found))
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient on all ranks, or on none, and clear it.

@@ -7,10 +7,12 @@ Arrays are over the sampled tokens of a trajectory, in the order of its segments
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from polyturn.core.arrays import Floats
+from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.store.schema import Trained
@@ -20,7 +22,7 @@ def trained_of(
     groups: Sequence[TrajectoryGroup],
     kept: Sequence[TrajectoryGroup],
     samples: Sequence[TrainSample],
-    logprobs: Sequence[Floats] | None,
+    passes: Sequence[PassResult],
     *,
     rejected: Collection[str] = (),
     drops_truncated: bool = False,
@@ -31,7 +33,7 @@ def trained_of(
         groups: The groups of the step.
         kept: Those of them, and of their trajectories, that passed the filters.
         samples: What was trained on, with advantages.
-        logprobs: For each of `samples` [T] the trainer's log-probabilities; None if they were not kept.
+        passes: What the forward and backward passes said of `samples`, in their order; none before the policy trains.
         rejected: The ids of those that the off-policy correction left no token of.
         drops_truncated: Whether truncated ones were left out.
     """
@@ -39,6 +41,7 @@ def trained_of(
     for index, sample in enumerate(samples):
         places.setdefault(sample.id.trajectory, []).append(index)
     live = {t.id for group in kept for t in group.trajectories}
+    logprobs, entropies = _joined([p.logprobs for p in passes]), _joined([p.entropies for p in passes])
     found = {}
     for group in groups:
         for trajectory in group.trajectories:
@@ -49,7 +52,12 @@ def trained_of(
                 found[trajectory.id] = Trained(dropped="one_left" if is_alone else "zero_variance")
             elif trajectory.id in places:
                 mine = {samples[i].id.segment: i for i in places[trajectory.id]}
-                found[trajectory.id] = _trained(trajectory, mine, samples, logprobs)
+                made = _trained(trajectory, mine, samples)
+                found[trajectory.id] = replace(
+                    made,
+                    policy_logprobs=_on_sampled(trajectory, mine, logprobs),
+                    entropies=_on_sampled(trajectory, mine, entropies),
+                )
             else:
                 is_cut = drops_truncated and trajectory.stop_reason.is_truncation
                 found[trajectory.id] = Trained(
@@ -58,23 +66,34 @@ def trained_of(
     return found
 
 
-def _trained(
-    trajectory: Trajectory, mine: dict[int, int], samples: Sequence[TrainSample], logprobs: Sequence[Floats] | None
-) -> Trained:
-    advantages, own, weights, recorded = [], [], [], []
+def _joined(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
+    """Return the arrays of all passes; None where some pass kept none."""
+    known = [part for part in parts if part is not None]
+    return [one for part in known for one in part] if parts and len(known) == len(parts) else None
+
+
+def _on_sampled(trajectory: Trajectory, mine: dict[int, int], values: Sequence[Floats] | None) -> Floats | None:
+    """Return the numbers of a trajectory's samples on its sampled tokens, 0 where a segment is no sample."""
+    if values is None:
+        return None
+    masks = [segment.sampled_mask for segment in trajectory.segments]
+    parts = [values[mine[n]][mask] if n in mine else np.zeros(int(mask.sum()), np.float32) for n, mask in enumerate(masks)]
+    return np.concatenate(parts)
+
+
+def _trained(trajectory: Trajectory, mine: dict[int, int], samples: Sequence[TrainSample]) -> Trained:
+    advantages, weights, recorded = [], [], []
     for number, segment in enumerate(trajectory.segments):
         mask = segment.sampled_mask
         index = mine.get(number)
         blank = np.zeros(int(mask.sum()), np.float32)
         sample = None if index is None else samples[index]
         advantages.append(blank if sample is None or sample.advantages is None else sample.advantages[mask])
-        own.append(blank if index is None or logprobs is None else logprobs[index][mask])
         weights.append(blank if sample is None else sample.loss_weights[mask])
         recorded.append(segment.loss_weights[mask])
     used = np.concatenate(weights)
     return Trained(
         advantages=np.concatenate(advantages),
-        policy_logprobs=None if logprobs is None else np.concatenate(own),
         weights=None if np.array_equal(used, np.concatenate(recorded)) else used,
     )
 

@@ -26,7 +26,7 @@ from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge, reduce
-from polyturn.core.protocols import Policy, Stored
+from polyturn.core.protocols import PassResult, Policy, Stored
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
@@ -165,13 +165,13 @@ class Update:
         prepare_s += time.perf_counter() - began
         parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
         is_warm = step >= self._critic_warmup
-        logprobs: list[Floats] | None = [] if is_warm else None
+        passes: list[PassResult] = []
         shares = _shares(filtered.samples, settings.train.minibatches)
         if filtered.samples:
             began = time.perf_counter()
             parts += self._train_critic(shares)
             if is_warm:
-                trained, logprobs = self._train_policy(shares)
+                trained, passes = self._train_policy(shares)
                 parts += trained
             train_s += time.perf_counter() - began
         else:
@@ -185,7 +185,7 @@ class Update:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
         drops = settings.algorithm.drop_truncated
-        made = trained_of(groups, kept.groups, order, logprobs, rejected=rejected, drops_truncated=drops)
+        made = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=drops)
         return StepResult(metrics, made)
 
     def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
@@ -286,19 +286,19 @@ class Update:
             self.is_half_done = True
         return parts
 
-    def _train_policy(self, shares: Sequence[Sequence[TrainSample]]) -> tuple[list[Metrics], list[Floats] | None]:
-        """Take the policy's optimizer steps, one for each share; return their log-probabilities too, if they are kept."""
+    def _train_policy(self, shares: Sequence[Sequence[TrainSample]]) -> tuple[list[Metrics], list[PassResult]]:
+        """Take the policy's optimizer steps, one for each share; return what each pass said of its samples too."""
         parts: list[Metrics] = []
-        logprobs: list[Floats] | None = []
+        passes: list[PassResult] = []
         for number, share in enumerate(shares):
-            found, own, _ = self.policy.forward_backward(share)
-            logprobs = None if own is None or logprobs is None else [*logprobs, *own]
+            passes.append(self.policy.forward_backward(share))
+            found = passes[-1].metrics
             if number and self._settings.uses_engine_logprobs:
                 # Behind an update they say how far that went, and not whether trainer and engine agree.
                 found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
             parts += [found, self.policy.optim_step()]
             self.is_half_done = True
-        return parts, logprobs
+        return parts, passes
 
     def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
         missing = next((s.id for s in samples if s.rollout_logprobs is None), None)

@@ -75,6 +75,7 @@ def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, start: i
     made = {
         "advantages": trained.advantages,
         "policy_logprobs": trained.policy_logprobs,
+        "entropies": trained.entropies,
         "trained_weights": trained.weights,
     }
     on_tokens = {k: None if v is None else record.on_tokens(number, v) for k, v in made.items()}

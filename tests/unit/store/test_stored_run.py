@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def test_a_condition_reads_and_writes_no_file(tmp_path: Path) -> None:
 
 def test_what_training_made_of_a_trajectory_stands_on_its_sampled_tokens(tmp_path: Path) -> None:
     trained = Trained(advantages=np.float32([0.5, -0.5]), policy_logprobs=np.float32([-1, -2]), weights=np.float32([0, 1]))
+    trained = dataclasses.replace(trained, entropies=np.float32([0.25, 2]))
     with ParquetStore(tmp_path) as store:
         store.add(group(size=2), step=1, split="train", trained={"g0/0": trained, "g0/1": Trained(dropped="zero_variance")})
     first, second = open_store(tmp_path).records()
@@ -59,6 +61,7 @@ def test_what_training_made_of_a_trajectory_stands_on_its_sampled_tokens(tmp_pat
     on_tokens = first.on_tokens(0, first.trained.advantages)
     sampled = first.trajectory.segments[0].sampled_mask
     assert np.isnan(on_tokens[~sampled]).all() and on_tokens[sampled].tolist() == [0.5, -0.5]
+    assert first.trained.entropies is not None and first.trained.entropies.tolist() == [0.25, 2]
     assert first.trained.weights.tolist() == [0, 1] and second.trained.dropped == "zero_variance"
     rows = open_store(tmp_path).table(["num_trained_tokens", "dropped"]).to_pylist()
     assert rows == [{"num_trained_tokens": 1, "dropped": None}, {"num_trained_tokens": 0, "dropped": "zero_variance"}]

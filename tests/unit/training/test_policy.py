@@ -96,7 +96,11 @@ def test_the_engines_logprobs_can_be_the_old_ones():
     batch = samples()
     theirs = [o - 0.1 * (s.loss_weights > 0) for s, o in zip(batch, made.score(batch), strict=True)]
     engine = [s.replace(rollout_logprobs=o, old_logprobs=o) for s, o in zip(batch, theirs, strict=True)]
-    metrics = reduce(made.forward_backward(engine).metrics)
+    passed = made.forward_backward(engine)
+    metrics = reduce(passed.metrics)
+    assert passed.entropies is not None
+    on_weighted = np.concatenate([e[s.loss_weights > 0] for s, e in zip(engine, passed.entropies, strict=True)])
+    assert on_weighted.mean() == pytest.approx(metrics["policy/entropy"], rel=1e-5) and on_weighted.min() > 0
     assert metrics["policy/ratio"] == pytest.approx(math.exp(0.1), rel=1e-4)
     assert metrics["policy/rollout_difference_max"] == pytest.approx(0.1, abs=1e-4)
 

@@ -21,8 +21,8 @@ class Scoring(NotingPolicy):
     """Says that every token has the log-probability -2."""
 
     def forward_backward(self, samples):
-        logprobs = [np.full(len(s), -2.0, np.float32) for s in samples]
-        return super().forward_backward(samples)._replace(logprobs=logprobs)
+        logprobs, entropies = ([np.full(len(s), value, np.float32) for s in samples] for value in (-2.0, 0.5))
+        return super().forward_backward(samples)._replace(logprobs=logprobs, entropies=entropies)
 
 
 def trajectory(
@@ -65,6 +65,7 @@ def test_a_trained_trajectory_keeps_its_advantages_and_the_trainers_logprobs():
         assert found[id].dropped is None and found[id].weights is None
         assert np.sign(found[id].advantages).tolist() == [sign, sign]
         assert found[id].policy_logprobs.tolist() == [-2.0, -2.0]
+        assert found[id].entropies.tolist() == [0.5, 0.5]
 
 
 def test_what_was_left_out_says_why():

@@ -2,7 +2,7 @@
 
 import { address, el, go, legible, place, remember, short } from "/static/base.js";
 
-const COLOURS = [["source", "source"], ["advantages", "advantage"], ["logprobs", "log-probability"], ["difference", "engine − trainer"], ["version", "policy version"]];
+const COLOURS = [["source", "source"], ["advantages", "advantage"], ["logprobs", "log-probability"], ["difference", "engine − trainer"], ["entropies", "entropy"], ["version", "policy version"]];
 
 export function tokensView(data, panel, values) {
   const pieces = [];
@@ -66,10 +66,11 @@ function value(piece, what) {
   return segment[what]?.[at] ?? null;
 }
 
-// Colour every token and return the legend: pairs of a class and its meaning. Log-probabilities and differences have a fixed
-// scale, so that a colour means the same in every trajectory; advantages are on the range of this one.
+// Colour every token and return the legend: pairs of a class and its meaning. Log-probabilities, differences and entropies have
+// a fixed scale, so that a colour means the same in every trajectory; advantages are on the range of this one.
 const SOURCES = [["s-sampled", "sampled and trained"], ["s-masked", "sampled, not trained"], ["s-observation", "observation"], ["s-prompt", "prompt"]];
 const DIFFERENCES = [1e-3, 1e-2, 1e-1];
+const ENTROPIES = [0.1, 0.5, 1.5]; // nats; two tokens that are as likely as each other have 0.69
 function paint(pieces, what) {
   const numbers = what === "source" ? [] : pieces.map((p) => value(p, what)).filter((v) => typeof v === "number");
   let low = Infinity, high = -Infinity;
@@ -79,6 +80,7 @@ function paint(pieces, what) {
     logprobs: (v) => Math.max(-3, Math.round(v)),
     version: (v) => (high > low ? Math.round(((v - low) / (high - low)) * 3) : 3),
     difference: (v) => Math.sign(v) * DIFFERENCES.filter((d) => Math.abs(v) >= d).length,
+    entropies: (v) => ENTROPIES.filter((e) => v >= e).length,
     advantages: (v) => Math.round((v / size) * 3),
   }[what];
   for (const piece of pieces) {
@@ -90,6 +92,7 @@ function paint(pieces, what) {
   if (!numbers.length) return [["", "no token of this trajectory has a number for it"]];
   const steps = [-3, -2, -1, 0, 1, 2, 3];
   if (what === "logprobs") return [["heat0", "0 (certain)"], ["heat-1", "−1"], ["heat-2", "−2"], ["heat-3", "−3 or less"]];
+  if (what === "entropies") return [["heat0", `below ${ENTROPIES[0]} nats (certain)`], ...ENTROPIES.map((e, n) => [`heat${n + 1}`, `≥ ${e}`])];
   if (what === "version") return high > low ? [["heat0", `version ${low}`], ["heat3", `version ${high}`]] : [["heat3", `version ${high}`]];
   if (what === "difference") return steps.map((n) => [`heat${n}`, n ? `${n < 0 ? "≤ −" : "≥ "}${DIFFERENCES[Math.abs(n) - 1]}` : `below ${DIFFERENCES[0]}`]);
   return steps.map((n) => [`heat${n}`, String(short((size * n) / 3))]);
@@ -105,6 +108,7 @@ function describe(piece, data) {
     const a = segment.logprobs?.[at], b = segment.policy_logprobs?.[at];
     rows.push(["log-probability, engine", short(a)], ["log-probability, trainer", short(b ?? null)]);
     if (typeof a === "number" && typeof b === "number") rows.push(["difference", short(a - b)]);
+    if (typeof segment.entropies?.[at] === "number") rows.push(["entropy of the policy (nats)", short(segment.entropies[at])]);
     rows.push(["advantage", el("span", {}, `${short(segment.advantages?.[at] ?? null)} `, el("a", { href: address("why", { id: data.id, step: data.step, split: data.split }) }, "why?"))], ["policy version", short(span.version)], ...from);
     if (turn?.score !== undefined && turn.score !== null) rows.push(["score of the turn", short(turn.score)]);
   }
