@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from polyturn.core.errors import EngineLostError
+from polyturn.engines.base import MeanOverTime
 from polyturn.engines.order import OrderPolicy
 from polyturn.engines.replica import FIRST_RETRY_S, PooledRequest, Replica
 
@@ -35,6 +36,8 @@ class Admission:
         """Where an episode's latest turn ran."""
         self._waiting: dict[PooledRequest, None] = {}
         """In the order of their arrival."""
+        self.queue = MeanOverTime()
+        """How many wait."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def place(self, waiting: PooledRequest) -> Replica | None:
@@ -45,6 +48,7 @@ class Admission:
         """
         self._policy.push(waiting)
         self._waiting[waiting] = None
+        self.queue.set(len(self._waiting))
         self.admit()
         deadline, loop = waiting.request.deadline, asyncio.get_running_loop()
         try:
@@ -116,6 +120,7 @@ class Admission:
     def _leave(self, waiting: PooledRequest) -> None:
         waiting.is_gone = True
         self._waiting.pop(waiting, None)
+        self.queue.set(len(self._waiting))
 
     def _withdraw(self, waiting: PooledRequest) -> None:
         """Take a request that nobody waits for out of the queue, or off the place that it was just given."""

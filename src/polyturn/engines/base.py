@@ -130,6 +130,27 @@ class BusyClock:
                 self._seconds += time.perf_counter() - self._since
 
 
+class MeanOverTime:
+    """The mean over time of a number that changes at moments, such as how many requests wait."""
+
+    def __init__(self) -> None:
+        self._value = self._area = 0.0
+        self._began = self._since = time.perf_counter()
+
+    def set(self, value: float) -> None:
+        """Say what the number is from now on."""
+        now = time.perf_counter()
+        self._area += self._value * (now - self._since)
+        self._value, self._since = value, now
+
+    def read(self) -> float:
+        """Return the mean since the last call."""
+        self.set(self._value)
+        mean = self._area / max(self._since - self._began, 1e-9)
+        self._area, self._began = 0.0, self._since
+        return mean
+
+
 class BaseEngine(ABC):
     """An engine without sessions, metrics or weights of its own; `core.protocols.Engine`.
 

@@ -35,6 +35,15 @@ class ServerFacts(NamedTuple):
     """vLLM: whether its workers know how to say what they hold."""
 
 
+class ServerLoad(NamedTuple):
+    """How busy a server is at one moment."""
+
+    queue: float
+    """Requests that it took and has not begun."""
+    kv_use: float
+    """Share of its KV cache that is in use."""
+
+
 class ServerDialect(ABC):
     """One kind of server, in its own words."""
 
@@ -57,6 +66,10 @@ class ServerDialect(ABC):
 
         Not asked while weights change, and only what is quick.
         """
+
+    async def _read_load(self) -> ServerLoad | None:
+        """Return how busy the server is; None where it does not say. Only what is quick, beside `_look`."""
+        return None
 
     @abstractmethod
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:

@@ -31,7 +31,7 @@ from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_lin
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines import slot_attention
-from polyturn.engines.base import EngineSetup
+from polyturn.engines.base import EngineSetup, MeanOverTime
 from polyturn.engines.batch_step import BatchStep
 from polyturn.engines.media import ShownPrompts
 from polyturn.engines.request_limits import RequestLimits
@@ -111,6 +111,7 @@ class EmbeddedEngine:
         self._requests: dict[str, SlotRequest] = {}
         self._seeds = random.Random(0)  # of requests that bring none
         self._others_s, self._num_finished = 0.0, 0
+        self._queue, self._kv_use = MeanOverTime(), MeanOverTime()
         self._pump_task: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -125,8 +126,8 @@ class EmbeddedEngine:
         return self.stats.busy_s
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return no metrics: nothing of it can be lost or restarted."""
-        return {}
+        """Return how many requests waited for a slot, and which share of the slots' room for tokens was in use."""
+        return {"engine/queue": self._queue.read(), "engine/kv_use": self._kv_use.read()}
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; `info` says how many prompt tokens were prefilled.
@@ -236,6 +237,8 @@ class EmbeddedEngine:
                     if elapsed >= budget or not self._requests:
                         break
                 self.stats.busy_s += elapsed
+                self._queue.set(len(self._waiting))
+                self._kv_use.set(float(self._slots.cached.sum()) / self._slots.ids.size)
                 await self._yield()
         except Exception as problem:
             error = EngineError(f"the embedded engine broke: {one_line(problem)}")

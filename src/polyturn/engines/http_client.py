@@ -16,7 +16,7 @@ from typing import Any
 
 from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
-from polyturn.infra.http import BrokenOffError, JsonClient, NotReachedError
+from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, NotReachedError
 from polyturn.infra.retries import retried
 
 _CONNECT_TRIES = 4
@@ -55,6 +55,10 @@ class HttpClient:
         """GET JSON; raises as `post` does."""
         return await self._call("GET", path, None, timeout_s)
 
+    async def get_text(self, path: str, *, timeout_s: float | None = None) -> str:
+        """GET text; raises as `post` does."""
+        return (await self._send("GET", path, None, timeout_s)).content.decode(errors="replace")
+
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
         await self._client.close()
@@ -62,6 +66,13 @@ class HttpClient:
     async def _call(self, method: str, path: str, data: bytes | None, timeout_s: float | None) -> Any:
         import orjson
 
+        reply = await self._send(method, path, data, timeout_s)
+        try:
+            return orjson.loads(reply.content) if reply.content and "json" in reply.content_type else None
+        except ValueError as problem:
+            raise EngineLostError(f"{self.url}{path} broke off ({one_line(problem)})") from problem
+
+    async def _send(self, method: str, path: str, data: bytes | None, timeout_s: float | None) -> HttpReply:
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
             reply = await retried(
@@ -77,10 +88,7 @@ class HttpClient:
         except (BrokenOffError, LargeAnswerError) as problem:
             raise EngineLostError(f"{self.url}{path} broke off ({problem})") from problem
         if reply.status == 200:
-            try:
-                return orjson.loads(reply.content) if reply.content and "json" in reply.content_type else None
-            except ValueError as problem:
-                raise EngineLostError(f"{self.url}{path} broke off ({one_line(problem)})") from problem
+            return reply
         message = f"{self.url}{path} answered {reply.status}: {reply.said()}"
         if reply.status in {429, 503}:
             raise EngineBusyError(message)

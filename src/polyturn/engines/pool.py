@@ -149,7 +149,15 @@ class EnginePool(BaseEngine):
             "engine/replicas": len(self._replicas),
             "engine/replicas_live": sum(replica.is_live for replica in self._replicas),
             **new,
+            **self._read_load(),
         }
+
+    def _read_load(self) -> dict[str, float]:
+        """Return how many requests waited, here and on the servers together, and how full the servers' KV caches were."""
+        found = [replica.engine.read_metrics() for replica in self._replicas]
+        waited = [self.admission.queue.read(), *(one["engine/queue"] for one in found if "engine/queue" in one)]
+        used = [one["engine/kv_use"] for one in found if "engine/kv_use" in one]
+        return {"engine/queue": sum(waited)} | ({"engine/kv_use": sum(used) / len(used)} if used else {})
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion, on whichever server.

@@ -26,7 +26,7 @@ from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.engines.base import BaseEngine
 from polyturn.engines.continuation import before_banned, continued, joined, nothing
-from polyturn.engines.dialect import ServerDialect, ServerFacts
+from polyturn.engines.dialect import ServerDialect, ServerFacts, ServerLoad
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pending_request import PendingRequest
@@ -104,6 +104,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._is_open.set()
         """Cleared while the weights change."""
         self._is_closed = False
+        self._loads: list[ServerLoad | None] = []
+        """As of each look at the server since they were last read."""
 
     @property
     def url(self) -> str:
@@ -114,6 +116,14 @@ class RemoteEngine(ServerDialect, BaseEngine):
     def num_restarts(self) -> int:
         """How often the server was started again."""
         return 0 if self._keeper is None else self._keeper.num_restarts
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return how busy the server was when it was looked at; nothing where it did not say."""
+        known, self._loads = [load for load in self._loads if load is not None], []
+        if not known:
+            return {}
+        means = ServerLoad(*(sum(values) / len(known) for values in zip(*known, strict=True)))
+        return {"engine/queue": means.queue, "engine/kv_use": means.kv_use}
 
     # core.protocols.Engine.
 
@@ -314,6 +324,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
             try:
                 async with asyncio.timeout(self._health_s):
                     await self._look_once()
+                    with contextlib.suppress(EngineError):  # a server that does not tell its load is as well as others
+                        self._loads.append(await self._read_load())
                 failed = 0
                 if self._keeper is not None and self._keeper.server is not None:
                     self._keeper.server.look_at_memory()

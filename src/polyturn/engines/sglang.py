@@ -25,7 +25,7 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
-from polyturn.engines.dialect import HttpCall, ServerFacts
+from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.serve_commands import sglang_command
@@ -92,6 +92,13 @@ class SglangEngine(RemoteEngine):
 
     async def _look(self) -> None:
         await self._link.get("/health_generate", timeout_s=self._health_s)  # asks for a token unless tokens are coming
+
+    async def _read_load(self) -> ServerLoad | None:
+        found = (await self._link.get("/v1/loads?include=core", timeout_s=self._health_s) or {}).get("loads")
+        if not found:
+            return None
+        uses = [float(rank["token_usage"]) for rank in found]
+        return ServerLoad(float(sum(rank["num_waiting_reqs"] for rank in found)), sum(uses) / len(uses))
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling

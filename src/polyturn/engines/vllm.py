@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +23,7 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
-from polyturn.engines.dialect import HttpCall, ServerFacts
+from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LOAD_TIMEOUT_S = 600.0
+_LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
+"""What its metrics call the fields of a `ServerLoad`."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -89,6 +92,14 @@ class VllmEngine(RemoteEngine):
 
     async def _look(self) -> None:
         await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
+
+    async def _read_load(self) -> ServerLoad | None:
+        text = await self._link.get_text("/metrics", timeout_s=self._health_s)
+        found = [re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M) for name in _LOAD]
+        if not all(found):
+            return None
+        queues, uses = ([float(value) for value in values] for values in found)  # one of each engine behind the front
+        return ServerLoad(sum(queues), sum(uses) / len(uses))
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling

@@ -148,6 +148,15 @@ MEANINGS: dict[str, str] = {
     "engine/stale": "Completions begun under weights too old, and thrown away.",
     "engine/moved": "Requests that went to another server than the one with their prefix.",
     "engine/restarts": "Servers that were started again.",
+    "engine/queue": "Mean number of requests that waited for a place on an engine, over the time of the step.",
+    "engine/kv_use": "Mean share of the engines' KV cache that was in use.",
+    # the machine
+    "system/cpu_share": "Share of the machine's processors that was busy, whoever used them.",
+    "system/memory_share": "The largest share of the machine's memory that was in use during the step.",
+    "system/process_gb": "The largest resident memory of the training process during the step, in GB.",
+    "system/gpu<n>/busy_share": "Share of the time in which this GPU ran a kernel (NVML).",
+    "system/gpu<n>/memory_share": "The largest share of this GPU's memory that was in use during the step (NVML).",
+    "system/gpu<n>/power_w": "Mean power that this GPU drew, in watts (NVML).",
     # time
     "time/step_s": "Seconds of the step, from one update's end to the next.",
     "time/generate_s": "Seconds of the step in which the engine was generating.",

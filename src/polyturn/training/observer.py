@@ -34,6 +34,7 @@ from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
 from polyturn.tracking.manager import Trackers, TrackerSpec
 from polyturn.tracking.plugin_alarms import PluginAlarms
+from polyturn.tracking.system import SystemSampler
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +93,19 @@ class RunObserver:
         self._alarms = Alarms()
         self._plugin_alarms = PluginAlarms()
         self._progress: Progress | None = None
+        self._system = SystemSampler() if total_steps > 0 else None
 
     def __enter__(self) -> Self:
+        if self._system is not None:
+            self._system.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end_phase()
         if self._live is not None:
             self._live.stop()
+        if self._system is not None:
+            self._system.__exit__(kind, error, trace)
         self._store.close()
         self._trackers.close()
         for tracker in (self._metrics, self._sft_metrics):
@@ -155,6 +161,8 @@ class RunObserver:
         self._record(groups, step=step, split="train", trained=trained)
         if self._also.train_dump is not None:
             self._also.train_dump.write(step, groups)
+        if self._system is not None:
+            metrics = {**metrics, **self._system.read()}
         self._tracker().log(step, metrics)
         self._trackers.log(step, metrics)
         self._trackers.record(step, "train", groups)

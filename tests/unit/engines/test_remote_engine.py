@@ -18,14 +18,17 @@ from aiohttp import web
 from polyturn.core.errors import EngineBusyError, EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.dialect import HttpCall, ServerFacts
+from polyturn.engines.base import MeanOverTime
+from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import FOREIGN_VERSION, RemoteEngine
 from polyturn.engines.request_limits import ServedModel
+from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.supervisor import ServerSupervisor
+from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -170,6 +173,66 @@ async def test_a_slow_server_that_says_it_is_well_is_waited_for() -> None:
         engine = Echo(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
         await engine.close()
+
+
+VLLM_METRICS = """# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 1.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 1.0
+"""
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_a_server_says_how_many_requests_wait_and_how_full_its_cache_is(kind: type[RemoteEngine]) -> None:
+    """vLLM in its metrics, SGLang under /v1/loads; a pool adds up what waits and gives the mean use."""
+
+    async def tell(request: web.Request) -> web.Response:
+        if request.path == "/metrics":
+            return web.Response(text=VLLM_METRICS)
+        ranks = [{"num_waiting_reqs": 3, "token_usage": 0.5}, {"num_waiting_reqs": 1, "token_usage": 1.0}]
+        return web.json_response({"loads": ranks})
+
+    async with serving(tell) as url:
+        engine = kind(url, ServedModel(vocab_size=10))
+        engine._loads += [await engine._read_load(), None]
+        pool = EnginePool([engine])
+        found = pool.read_metrics()
+        assert (found["engine/queue"], found["engine/kv_use"]) == (pytest.approx(4.0), 0.75)
+        assert "engine/kv_use" not in pool.read_metrics() and engine.read_metrics() == {}
+        await pool.close()
+
+
+async def test_while_requests_run_the_load_of_their_server_is_looked_at() -> None:
+    """One that does not tell it is as well as others."""
+    is_seen = asyncio.Event()
+
+    class Loaded(Echo):
+        async def _read_load(self) -> ServerLoad | None:
+            if self._loads:
+                is_seen.set()
+                raise EngineError("404")
+            return ServerLoad(2.0, 0.25)
+
+    async def slow(request: web.Request) -> web.Response:
+        if request.path == "/generate":
+            await is_seen.wait()
+        return web.json_response({"token": 7})
+
+    async with serving(slow) as url:
+        engine = Loaded(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
+        assert (await engine.generate(ask())).token_ids.tolist() == [7]
+        assert engine.read_metrics() == {"engine/queue": 2.0, "engine/kv_use": 0.25}
+        await engine.close()
+
+
+def test_a_number_that_changes_at_moments_has_its_mean_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr("polyturn.engines.base.time.perf_counter", lambda: next(now))
+    waiting = MeanOverTime()
+    waiting.set(2)
+    waiting.set(0)
+    assert waiting.read() == pytest.approx(2 * 3 / 5) and waiting.read() == 0
 
 
 async def test_what_the_server_says_of_its_context_is_held() -> None:
