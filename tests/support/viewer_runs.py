@@ -49,7 +49,10 @@ def write_run(folder: Path) -> None:
 
 
 def made(count: int) -> Trained:
-    return Trained(advantages=np.linspace(-1, 1, count), policy_logprobs=np.full(count, -0.5, np.float32))
+    policy_logprobs = np.full(count, -0.5, np.float32)
+    return Trained(
+        advantages=np.linspace(-1, 1, count), policy_logprobs=policy_logprobs, entropies=np.linspace(0, 2, count, dtype="f4")
+    )
 
 
 def hostile_group() -> TrajectoryGroup:
@@ -82,3 +85,49 @@ def until(page: Any, expression: str) -> None:
             return
         page.wait_for_timeout(100)
     raise AssertionError(f"{expression} did not come true")
+
+
+MARKDOWN = """# The plan
+Look **both** up, then `add`: [docs](https://example.org/a) ![a picture](https://example.org/leak.png)
+- first *this*
+  - then <b>that</b>
+1. and [a trap](javascript:window.pwned=3)
+
+| city | people |
+|---|---:|
+| Bonn | 336465 |
+
+```python
+def add(a, b):  # "sum"
+    return a + b
+```
+> quoted
+![dot](data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==)
+![x](data:image/svg+xml;base64,PHN2Zy8+)
+\x1b[31mred\x1b[0m \u202eright to left"""
+
+
+def write_rich_run(folder: Path) -> None:
+    """Write a run whose conversations have Markdown, code and JSON, and a machine's metrics over sixty steps."""
+    with ParquetStore(folder) as store:
+        for number, says in enumerate(([CALL, MARKDOWN, "#### 8"], [MARKDOWN, CALL, "#### 8"])):
+            context = scripted_context(says, tools=[Gsm8kTool({})], interactions={"gsm8k": Gsm8kInteraction({})})
+            spec = GroupSpec(id=f"g{number}", task=task("What is 2+2?", id="t0", interaction="gsm8k"), size=2)
+            (group,) = asyncio.run(RolloutPool(context).run([spec]))
+            trained = {t.id: made(t.num_sampled_tokens) for t in group.trajectories}
+            store.add(group, step=number + 1, split="train", trained=trained)
+    lines = [
+        {
+            "step": s,
+            "reward/mean": s / 60,
+            **{"loss/grad_norm": 3 - s / 30, "loss/grad_norm_clipped": min(1.0, 3 - s / 30)},
+            **{"rollout/stop_stop": 60 - s / 2, "rollout/stop_length": s / 2},
+            **{"time/step_s": 3.0, "engine/queue": 9.0, "engine/kv_use": s / 99},
+            **{"system/cpu_share": 0.5, "system/memory_share": 0.2 + s / 300},
+            **{"system/gpu0/busy_share": 0.9, "system/gpu1/busy_share": 0.7},
+        }
+        for s in range(1, 61)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text("name: rich\nalgorithm: {advantage: {name: grpo}}\n")
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")

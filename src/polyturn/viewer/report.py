@@ -21,6 +21,7 @@ from polyturn.core.errors import DataError
 from polyturn.viewer.curves import Window
 from polyturn.viewer.highlights import NUM_TELLING
 from polyturn.viewer.pages import STATIC
+from polyturn.viewer.panels import panels_of
 from polyturn.viewer.run_view import MAX_CURVES, RunView
 
 MAX_TOKENS = 3000
@@ -56,6 +57,7 @@ def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
     """Return what the pages ask of a run; a trajectory is named by its id, step and split behind the path."""
     metrics = view.metrics()
     metrics["names"] = dict(list(metrics["names"].items())[:MAX_CURVES])
+    metrics["panels"] = panels_of(metrics["names"])
     chosen = view.telling(num_trajectories)
     found = {
         "metrics": metrics,

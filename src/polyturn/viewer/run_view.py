@@ -41,6 +41,7 @@ from polyturn.viewer.highlights import telling
 from polyturn.viewer.labels import Label, Labels, known_labels
 from polyturn.viewer.metric_file import MetricFile
 from polyturn.viewer.overview import before_after, facts, settings, stop_reasons, tool_calls, tools
+from polyturn.viewer.panels import panels_of
 from polyturn.viewer.run_config import MAX_BYTES as MAX_CONFIG_BYTES
 from polyturn.viewer.run_config import read_config
 from polyturn.viewer.tokens import TokenTexts
@@ -55,8 +56,9 @@ WARM_START = "warm_start/"
 """Stands before the names of the warm start's metrics."""
 FIRST = (
     "warm_start/loss/total", "warm_start/loss/sft", "eval/*/success", "rollout/success", "reward/mean", "rollout/turns",
-    "tokens/per_trajectory", "rollout/tool_errors", "policy/entropy", "policy/approx_kl", "policy/kl_to_reference",
-    "loss/total", "loss/grad_norm", "buffer/groups_kept", "time/step_s", "time/other_share",
+    "rollout/stop_*", "tokens/per_trajectory", "rollout/tool_errors", "policy/entropy", "policy/approx_kl",
+    "policy/kl_to_reference", "loss/total", "loss/grad_norm", "buffer/groups_kept", "time/step_s", "time/other_share",
+    "system/cpu_share", "system/gpu*/busy_share", "engine/queue", "engine/kv_use",
 )  # fmt: skip
 """Metrics that a run is first judged by."""
 
@@ -136,14 +138,19 @@ class RunView:
         self._warm_start.refresh()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the names of the metrics with what each means, those of `FIRST` first, and the alarms."""
+        """Return the names of the metrics with what each means, those of `FIRST` first; the panels; and the alarms."""
         self.refresh()
         names = [*(WARM_START + name for name in self._warm_start.names), *self._metrics.names]
         known = {name: meaning(bare) or "" for name in names if (bare := name.removeprefix(WARM_START)) != "step"}
         ranks = {name: next((i for i, p in enumerate(FIRST) if fnmatchcase(name, p)), len(FIRST)) for name in known}
         ordered = sorted(known, key=lambda name: (ranks[name], name))
         num_first = sum(rank < len(FIRST) for rank in ranks.values())
-        return {"names": {name: known[name] for name in ordered}, "num_first": num_first, "alarms": self._alarms()}
+        return {
+            "names": {name: known[name] for name in ordered},
+            "num_first": num_first,
+            "panels": panels_of(ordered),
+            "alarms": self._alarms(),
+        }
 
     def curves(self, names: Sequence[str], window: Window) -> dict[str, Any]:
         """Return the curves of at most `MAX_CURVES` metrics, those of the warm start with names under `warm_start/`.

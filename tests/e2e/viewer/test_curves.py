@@ -67,7 +67,7 @@ def test_a_long_run_is_thinned_without_losing_an_extreme_and_zooming_shows_every
     x, y = page.evaluate(DATA)
     assert [b - a for a, b in itertools.pairwise(x)] == [1] * (len(x) - 1) and 2900 < x[0] < 3100 < x[-1] < 3600
     assert 3333 in x
-    page.get_by_role("button", name="Whole run").click()
+    page.get_by_role("button", name="Reset zoom").click()
     until(page, "document.querySelector('.plot').plot.data[0].at(-1) === 5000")
     assert "low=" not in page.url
 
@@ -99,7 +99,7 @@ def test_smoothing_leaves_what_was_measured_and_marks_what_stands_apart(page, dr
 
 def test_several_runs_are_drawn_with_their_names_in_either_theme(page, drawn, keep):
     drawn("metric=reward/mean")
-    page.get_by_text("Beside: none").click()
+    page.get_by_text("Compare runs: none").click()
     page.get_by_role("checkbox", name="growing").check()
     page.wait_for_selector(".legend >> text=growing")
     until(page, "document.querySelector('.plot').plot.series.length === 3")

@@ -18,7 +18,7 @@ def test_a_report_has_the_pages_of_its_runs_and_asks_nobody(page, runs: Path, tm
     page.on("request", lambda request: asked.append(request.url))
     page.goto(path.as_uri())
     playwright.expect(page.locator("main h2")).to_have_text("first and second")
-    for said in ("Why episodes stopped", "calc_gsm8k_reward", "All settings are the same"):
+    for said in ("Stop reasons", "calc_gsm8k_reward", "All settings are the same"):
         playwright.expect(page.locator("main")).to_contain_text(said)
     keep(page, "report")
     page.get_by_role("link", name="<u>evil</u>/0").click()

@@ -43,8 +43,8 @@ def test_a_label_is_given_on_the_page_of_a_trajectory_and_filters_the_table(page
     page.goto("/#/0/one?id=g30/0&step=3&split=train")
     page.get_by_label("Label", exact=True).fill("<b>odd</b>")
     page.get_by_label("Note", exact=True).fill("calls the tool twice")
-    page.get_by_role("button", name="Keep").click()
-    page.get_by_text("kept beside the run").wait_for()
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("saved beside the run").wait_for()
     assert json.loads((runs / "first/labels.jsonl").read_text())["note"] == "calls the tool twice"
     keep(page, "label")
     page.goto("/#/0/trajectories")

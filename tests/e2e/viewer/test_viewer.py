@@ -187,9 +187,9 @@ def test_every_page_of_a_run_follows_it_and_keeps_what_is_being_typed(page, grow
     add_step(growing, 6)
     playwright.expect(page.locator("tbody tr")).to_have_count(12)
     page.goto("/#/2/about")
-    playwright.expect(page.get_by_role("table", name="What it came to")).to_contain_text("24")
+    playwright.expect(page.get_by_role("table", name="Summary")).to_contain_text("24")
     add_step(growing, 7)
-    playwright.expect(page.get_by_role("table", name="What it came to")).to_contain_text("26")
+    playwright.expect(page.get_by_role("table", name="Summary")).to_contain_text("26")
 
 
 def test_a_warm_start_is_followed_before_the_run_has_metrics_of_its_own(page, growing: Path):

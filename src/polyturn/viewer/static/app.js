@@ -108,7 +108,7 @@ async function poll() {
     drawProblems(info);
     if (before !== size(state.runs)) await follow();
     const doing = info && (info.state === "silent" ? `silent for ${lasting(info.silent_s)}` : info.state);
-    live.textContent = info ? `${doing}${info.spent_s ? ` · ${lasting(info.spent_s)}` : ""} · step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read at ${new Date().toLocaleTimeString()}` : "";
+    live.textContent = info ? `${doing}${info.spent_s ? ` · ${lasting(info.spent_s)} of training` : ""} · step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read ${new Date().toLocaleTimeString("en-GB")}` : "";
   } catch (problem) {
     live.textContent = problem instanceof TypeError ? "the viewer has stopped" : problem.message;
   }
@@ -145,6 +145,8 @@ async function start() {
   const choice = document.getElementById("run");
   choice.addEventListener("change", () => go(INSIDE.includes(place().page) ? "trajectories" : place().page, {}, { run: Number(choice.value) }));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.page?.repaint?.());
+  const head = document.querySelector("header"); // what sticks stands below it
+  new ResizeObserver(() => document.documentElement.style.setProperty("--head", `${getComputedStyle(head).position === "sticky" ? head.offsetHeight : 0}px`)).observe(head);
   document.addEventListener("keydown", keyboard);
   window.addEventListener("hashchange", show);
   try { [state.runs, state.hasDesk] = await Promise.all([get("runs"), kept ? false : get("desk")]); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }

@@ -82,7 +82,7 @@ export function together(run, values) {
 
 export function besidePicker(run, page, shown) {
   if (state.runs.length < 2) return null;
-  const picker = el("details", { class: "picker" }, el("summary", {}, `Beside: ${shown.length > 1 ? `${shown.length - 1} more` : "none"}`), ...state.runs.filter((r) => r.index !== run).map((r) =>
+  const picker = el("details", { class: "picker" }, el("summary", {}, `Compare runs: ${shown.length > 1 ? `${shown.length - 1} more` : "none"}`), ...state.runs.filter((r) => r.index !== run).map((r) =>
     el("label", { class: "check" }, el("input", { type: "checkbox", value: r.index, checked: shown.includes(r.index), onchange: () =>
       go(page, { ...place().values, with: [...picker.querySelectorAll("input:checked")].map((box) => box.value).join(",") }) }), r.name)));
   return picker;

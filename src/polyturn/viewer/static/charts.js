@@ -1,6 +1,6 @@
 // Charts by uPlot (line charts of metrics), and small pictures in SVG: dots of a group's rewards, the timeline of a step.
 
-import { el, short } from "/static/base.js";
+import { el, legible, short } from "/static/base.js";
 
 const NS = "http://www.w3.org/2000/svg";
 
@@ -11,7 +11,7 @@ export function svg(name, attributes = {}, ...children) {
   return element;
 }
 
-const COLOURS = 6;
+const COLOURS = 6, DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [14, 6], [4, 8]];
 export const palette = (color) => `ink${color % COLOURS}`;
 const WHOLE = [...Array(15).keys()].flatMap((e) => [1, 2, 5].map((m) => m * 10 ** e));
 
@@ -44,11 +44,18 @@ export function banded(curves) {
   return [line(`mean of ${drawn.length} runs`, (all) => all.reduce((a, b) => a + b, 0) / all.length), line("lowest", (all) => Math.min(...all), { isFaint: true }), line("highest", (all) => Math.max(...all), { isFaint: true })];
 }
 
+// Curves as parts of their sum, the last one on top: only where all have the same places, so that each sum was measured.
+export function stack(curves) {
+  if (curves.some((c) => c.x.join() !== curves[0].x.join())) return curves;
+  const sums = curves[0]?.x.map(() => 0);
+  return curves.map((c) => ({ ...c, isFilled: true, y: c.y.map((v, i) => (sums[i] += v)) })).reverse();
+}
+
 const fromZero = (u, low, high) => [Math.min(low, 0), Math.max(high, 0) * 1.05];
 // Of nothing but zeros uPlot shows 0 to 100, as if a share were in percent.
 const around = (u, low, high) => (low === 0 && high === 0 ? [0, 1] : low === null ? [null, null] : uPlot.rangeNum(low, high, 0.1, true));
 
-// curves: [{name, color, x, y, isFaint, isSparse, isFilled}]. What was measured is always drawn, behind what is smoothed (`isFaint`); points that
+// curves: [{name, color, dash, x, y, isFaint, isSparse, isFilled}]. What was measured is always drawn, behind what is smoothed (`isFaint`); points that
 // stand apart (evaluations) are marked, because the line between them was not measured. `range` is the part of the axis that is shown,
 // `onZoom(low, high)` is told what was dragged over, and nothing after a double click.
 export function lineChart(curves, { label = "", height = 170, isLog = false, range = null, axis = "step", band = null, onZoom = () => {} } = {}) {
@@ -67,7 +74,7 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
   const options = {
     width: 320, height, legend: { show: false }, series: [{}, ...drawn.map((c) => {
       const stroke = ink(palette(c.color));
-      return { stroke, fill: c.isFilled ? paled(stroke) : undefined, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
+      return { stroke, dash: DASHES[(c.dash ?? 0) % DASHES.length], fill: c.isFilled ? paled(stroke) : undefined, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
     })],
     bands: band && drawn.length > Math.max(...band) ? [{ series: band.map((i) => i + 1), fill: paled(ink(palette(0))) }] : [],
     scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: isLog ? 3 : 1, ...(isLog ? {} : { range: curves.some((c) => c.isFilled) ? fromZero : around }) } },
@@ -87,7 +94,7 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
     box.plot = new uPlot(options, data, box);
     new ResizeObserver(() => { if (box.clientWidth > 0) box.plot.setSize({ width: box.clientWidth, height }); }).observe(box);
   } else box.append(el("p", { class: "muted" }, isLog && curves.some((c) => c.x.length) ? "No value above 0." : "Nothing here."));
-  return el("div", {}, box, told);
+  return el("div", { class: "drawn" }, box, told);
 }
 
 // data: {steps, low, high, counts: [column][bin], mean}. The darker a field, the larger its share of the values of its column.
@@ -152,33 +159,48 @@ export function groupStrip(data, href) {
   return box;
 }
 
-// episodes: [{id, stop, turns: [{start, generate, tools, interaction}]}]; each is a lane.
-export function timeline(episodes, onOpen) {
-  const lane = episodes.length > 120 ? 5 : 10, width = 1000, left = 4;
-  const parts = [["generate", "f0"], ["tools", "f1"], ["interaction", "f2"]];
-  const end = Math.max(1e-6, ...episodes.map((e) => Math.max(...e.turns.map((t) => t.start + parts.reduce((s, [n]) => s + (t[n] ?? 0), 0)))));
-  const X = (s) => left + (s / end) * (width - 2 * left);
-  const box = svg("svg", { viewBox: `0 0 ${width} ${episodes.length * lane + 22}`, role: "group", width: "100%" });
-  box.append(svg("title", {}, `${episodes.length} episodes over ${short(end)} seconds`));
+const PARTS = [["generate", "f0"], ["tools", "f1"], ["interaction", "f2"]];
+const begins = (episode) => episode.turns[0].start;
+const ends = (episode) => { const last = episode.turns.at(-1); return last.start + PARTS.reduce((sum, [name]) => sum + (last[name] ?? 0), 0); };
+
+// episodes: [{id, stop, turns: [{start, generate, tools, interaction}]}]; each is a lane. The axis stands above them and stays in view. What
+// is dragged over is told to `onZoom(from, to)`, and nothing after a double click; `range` is what is shown.
+export function timeline(episodes, { onOpen, onZoom, range = null }) {
+  const lane = episodes.length > 120 ? 6 : 16, width = 1000, left = lane > 10 ? 90 : 4, whole = Math.max(1e-6, ...episodes.map(ends)), [low, high] = range ?? [0, whole];
+  const X = (s) => left + ((s - low) / (high - low)) * (width - left - 4), S = (x) => low + ((x - left) / (width - left - 4)) * (high - low);
+  const axis = svg("svg", { viewBox: `0 0 ${width} 22`, class: "lanes-axis", "aria-hidden": "true" });
+  const box = svg("svg", { viewBox: `0 0 ${width} ${episodes.length * lane}`, role: "group", class: "lanes", "aria-label": `${episodes.length} episodes, from ${short(low)} to ${short(high)} seconds` });
+  const rough = (high - low) / 6, size = 10 ** Math.floor(Math.log10(rough)), every = size * ([1, 2, 5, 10].find((m) => m * size >= rough) ?? 10);
+  for (let at = Math.ceil(low / every) * every; at <= high; at += every) {
+    axis.append(svg("text", { x: X(at), y: 15, "text-anchor": X(at) > width - 30 ? "end" : "middle" }, `${short(Number(at.toPrecision(6)))} s`));
+    box.append(svg("line", { x1: X(at), x2: X(at), y1: 0, y2: episodes.length * lane, class: "axis" }));
+  }
+  const clip = (from, to) => [Math.max(X(Math.max(from, low)), left), Math.min(X(Math.min(to, high)), width - 4)];
+  const bar = (from, to, y, least, more) => { const [x, end] = clip(from, to); return to >= low && from <= high ? [svg("rect", { x, y, width: Math.max(least, end - x), height: lane - 2, ...more })] : []; };
   episodes.forEach((episode, i) => {
     const group = svg("g", { tabindex: 0, role: "link", "aria-label": `open ${episode.id}` });
-    group.append(svg("title", {}, `${episode.id}: ${episode.turns.length} turns, ${episode.stop}`));
-    const first = episode.turns[0].start, tail = episode.turns.at(-1);
-    const stop = tail.start + parts.reduce((s, [n]) => s + (tail[n] ?? 0), 0);
-    group.append(svg("rect", { x: X(first), y: i * lane, width: Math.max(1, X(stop) - X(first)), height: lane - 2, class: "f3", "fill-opacity": 0.35 }));
+    group.append(svg("title", {}, `${episode.id}: ${episode.turns.length} turns in ${short(Number((ends(episode) - begins(episode)).toPrecision(3)))} s, ${episode.stop}`));
+    if (left > 10) group.append(svg("text", { x: 2, y: i * lane + 11 }, legible(episode.id).slice(0, 14)));
+    group.append(...bar(begins(episode), ends(episode), i * lane, 1, { class: "f3", "fill-opacity": 0.35 }));
     for (const turn of episode.turns) {
       let at = turn.start;
-      for (const [name, color] of parts) {
+      for (const [name, color] of PARTS) {
         const spent = turn[name] ?? 0;
-        if (spent > 0) group.append(svg("rect", { x: X(at), y: i * lane, width: Math.max(0.6, X(at + spent) - X(at)), height: lane - 2, class: color }));
+        if (spent > 0) group.append(...bar(at, at + spent, i * lane, 0.6, { class: color }));
         at += spent;
       }
     }
-    group.addEventListener("click", () => onOpen(episode.id));
+    group.addEventListener("click", () => { if (!dragged) onOpen(episode.id); });
     group.addEventListener("keydown", (event) => { if (event.key === "Enter") onOpen(episode.id); });
     box.append(group);
   });
-  const y = episodes.length * lane + 14;
-  for (let i = 0; i <= 4; i++) box.append(svg("text", { x: X((end * i) / 4), y, "text-anchor": i === 4 ? "end" : i ? "middle" : "start" }, `${short(Number(((end * i) / 4).toPrecision(3)))} s`));
-  return box;
+  const chosen = box.appendChild(svg("rect", { y: 0, height: episodes.length * lane, class: "chosen-part", width: 0 }));
+  let from = null, dragged = false;
+  const place = (event) => { const { left: edge, width: wide } = box.getBoundingClientRect(); return Math.min(Math.max(((event.clientX - edge) / wide) * width, left), width - 4); };
+  box.addEventListener("pointerdown", (event) => { from = place(event); dragged = false; });
+  box.addEventListener("pointermove", (event) => { if (from === null) return; const to = place(event); dragged ||= Math.abs(to - from) > 6; if (dragged) { chosen.setAttribute("x", Math.min(from, to)); chosen.setAttribute("width", Math.abs(to - from)); } });
+  box.addEventListener("pointerup", (event) => { const to = place(event); if (from !== null && dragged) onZoom(S(Math.min(from, to)), S(Math.max(from, to))); from = null; });
+  box.addEventListener("pointerleave", () => { from = null; chosen.setAttribute("width", 0); });
+  box.addEventListener("dblclick", () => onZoom());
+  return { element: el("div", { class: "timeline" }, axis, box), low, high, whole };
 }

@@ -1,7 +1,8 @@
 // Curves of one or several runs: which metrics, over what, how smooth; drag over a chart to zoom into all of them.
 
 import { besidePicker, el, get, kept, remember, select, state, together } from "/static/base.js";
-import { banded, lineChart } from "/static/charts.js";
+import { banded, lineChart, stack } from "/static/charts.js";
+import { inline } from "/static/markdown.js";
 
 const MOST = 60;
 const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "sampled tokens"]];
@@ -12,9 +13,22 @@ function chosen(info, words) {
   return (words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.slice(0, info.num_first)).slice(0, MOST);
 }
 
+// What is drawn: a panel for metrics that are read together, where one of them is chosen, and one for each of the others.
+function panels(infos, names) {
+  const known = new Map(infos.flatMap((info) => info.panels).map((panel) => [panel.title, panel])), found = new Map();
+  for (const name of names) {
+    const panel = [...known.values()].find((one) => one.names.includes(name)) ?? { title: name, names: [name] };
+    found.set(panel.title, panel);
+  }
+  return [...found.values()];
+}
+
+// The groups of names, `policy/` and so on, as links that show one of them.
+const groupsOf = (names) => Object.entries(Object.groupBy(names, (name) => name.split("/")[0])).filter(([, of]) => of.length).sort();
+
 export async function curves(run, values) {
   const runs = together(run, values);
-  const alarms = el("div"), grid = el("div", { class: "charts" }), legend = el("div", { class: "legend" });
+  const alarms = el("div"), groups = el("nav", { class: "facets", "aria-label": "Groups of metrics" }), grid = el("div", { class: "charts" }), legend = el("div", { class: "legend" });
   const search = el("input", { type: "search", placeholder: "metric, for instance reward", value: values.metric ?? "", "aria-label": "Which metrics" });
   const smoothing = el("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: values.smooth ?? 0, "aria-label": "Smoothing" });
   const axis = select("axis", { axis: values.axis ?? "step" }, [], "Over");
@@ -29,29 +43,34 @@ export async function curves(run, values) {
     const infos = await Promise.all(runs.map((index) => get(`runs/${index}/metrics`)));
     const meanings = Object.assign({}, ...infos.map((info) => info.names).reverse());
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const names = [...new Set(infos.flatMap((info) => chosen(info, words)))].slice(0, MOST);
+    const shown = panels(infos, [...new Set(infos.flatMap((info) => chosen(info, words)))]), names = [...new Set(shown.flatMap((panel) => panel.names))].slice(0, MOST);
     const over = axis.querySelector("select").value;
     const window = { axis: over, smooth: Number(smoothing.value) || "", low: low.value, high: high.value };
     const drawn = await Promise.all(runs.map((index, at) => get(`runs/${index}/curves`, { ...window, name: names.filter((name) => name in infos[at].names) })));
     if (mine !== asked) return; // something else was asked for since
     const range = low.value !== "" && high.value !== "" && Number(low.value) < Number(high.value) ? [Number(low.value), Number(high.value)] : null;
-    grid.replaceChildren(...names.map((name) => chart(name, meanings[name], drawn, { over, range })));
+    grid.replaceChildren(...shown.filter((panel) => names.includes(panel.names[0])).map((panel) => chart(panel, meanings, drawn, { over, range })));
+    groups.replaceChildren(...groupsOf(Object.keys(meanings)).map(([name, of]) => el("button", { type: "button", class: "facet", "aria-pressed": String(search.value === `${name}/`), onclick: () => { search.value = search.value === `${name}/` ? "" : `${name}/`; changed(); } }, `${name} (${of.length})`)));
     if (!names.length) grid.replaceChildren(el("p", { class: "muted" }, Object.keys(meanings).length ? `No metric matches; there are ${Object.keys(meanings).length}.` : "Nothing was recorded yet."));
     alarms.replaceChildren(...infos[0].alarms.slice(-3).map((alarm) => el("div", { class: "problem" }, `step ${alarm.step}: ${alarm.message}`)));
   }
 
-  function chart(name, meaning, drawn, { over, range }) {
-    const series = runs.flatMap((index, color) => {
-      const found = drawn[color][name];
+  // Of several runs each has its colour, and each metric of the panel its dashes; of one run each metric has a colour.
+  function chart({ title, names, stacked }, meanings, drawn, { over, range }) {
+    const isOne = runs.length === 1, label = (at, name) => (names.length === 1 ? state.runs[runs[at]].name : isOne ? name : `${state.runs[runs[at]].name} ${name}`);
+    const series = runs.flatMap((_, at) => names.flatMap((name, number) => {
+      const found = drawn[at][name];
       if (!found) return [];
-      const one = { name: state.runs[index].name, color, isSparse: found.is_sparse };
+      const one = { name: label(at, name), color: isOne ? number : at, dash: isOne ? 0 : number, isSparse: found.is_sparse };
       if (!found.smooth_x.length) return [{ ...one, x: found.x, y: found.y }];
       return [{ ...one, x: found.x, y: found.y, isFaint: true }, { ...one, x: found.smooth_x, y: found.smooth_y, isSparse: false }];
-    });
-    const smooth = series.filter((one) => !one.isFaint && one.x.length), isBand = asBand.checked && smooth.length > 1;
-    const total = Math.max(0, ...drawn.map((of) => of[name]?.total ?? 0));
-    return el("section", { class: "chart", "aria-label": name }, el("h2", {}, name), meaning ? el("p", { class: "meaning" }, meaning) : null,
-      lineChart(isBand ? banded(smooth) : series, { label: name, band: isBand ? [2, 1] : null, isLog: isLog.checked, range, axis: over, onZoom: zoom }), total > 1200 ? el("p", { class: "muted" }, `${total} points; drag to see single ones`) : null);
+    }));
+    const smooth = series.filter((one) => !one.isFaint && one.x.length), isBand = asBand.checked && names.length === 1 && smooth.length > 1;
+    const total = Math.max(0, ...drawn.flatMap((of) => names.map((name) => of[name]?.total ?? 0)));
+    const sentences = [...new Set(names.map((name) => meanings[name]).filter(Boolean))];
+    const key = names.length === 1 ? null : el("div", { class: "legend" }, ...names.map((name, number) => el("span", { title: meanings[name] || null }, el("i", { class: isOne ? `ink${number % 6}` : `dash dash${number % 6}` }), name)));
+    return el("section", { class: "chart", "aria-label": title }, el("h2", {}, title), sentences.length ? el("p", { class: "meaning" }, ...inline(sentences.slice(0, 2).join(" "))) : null, key,
+      lineChart(isBand ? banded(smooth) : stacked && isOne ? stack(smooth) : series, { label: title, band: isBand ? [2, 1] : null, isLog: isLog.checked, range, axis: over, onZoom: zoom }), total > 1200 ? el("p", { class: "muted" }, `${total} points; drag to see single ones`) : null);
   }
 
   function zoom(from = "", to = "") {
@@ -69,7 +88,7 @@ export async function curves(run, values) {
   for (const input of [search, smoothing, low, high]) input.addEventListener("input", changed);
   for (const input of [axis, isLog, asBand]) input.addEventListener("change", changed);
   const bar = el("div", { class: "bar" }, el("label", {}, "Metrics", search), kept ? null : el("label", {}, "Smoothing", smoothing), kept ? null : axis, el("label", {}, "From", low), el("label", {}, "to", high),
-    el("label", { class: "check" }, isLog, "log scale"), runs.length > 1 ? el("label", { class: "check" }, asBand, "runs as a band") : null, el("button", { type: "button", onclick: () => zoom() }, "Whole run"), besidePicker(run, "curves", runs));
+    el("label", { class: "check" }, isLog, "log scale"), runs.length > 1 ? el("label", { class: "check" }, asBand, "runs as a band") : null, el("button", { type: "button", onclick: () => zoom() }, "Reset zoom"), besidePicker(run, "curves", runs));
   await load();
-  return { element: el("div", {}, alarms, bar, runs.length > 1 ? legend : null, grid), update: load, repaint: load };
+  return { element: el("div", {}, alarms, bar, groups, runs.length > 1 ? legend : null, grid), update: load, repaint: load };
 }

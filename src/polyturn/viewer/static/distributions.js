@@ -1,7 +1,7 @@
 // How rewards, lengths, turns, staleness, advantages and differences of log-probabilities are distributed over the steps.
 
 import { el, get, go, kept, select } from "/static/base.js";
-import { heatMap, lineChart, palette } from "/static/charts.js";
+import { heatMap, lineChart, palette, stack } from "/static/charts.js";
 
 export async function distributions(run, values, info) {
   const split = values.split ?? (info.splits.includes("train") ? "train" : info.splits[0] ?? "train");
@@ -10,12 +10,10 @@ export async function distributions(run, values, info) {
   form.addEventListener("change", () => go("distributions", Object.fromEntries(new FormData(form))));
   const shown = found.distributions.map((one) => el("section", { class: "chart", "aria-label": one.title }, el("h2", {}, one.title), heatMap(one, { label: one.title })));
   const parts = Object.entries(found.parts.parts), { steps } = found.parts;
-  const sums = steps.map(() => 0);
-  const stacked = parts.map(([name, means], color) => ({ name, color, x: steps, y: means.map((mean, i) => (sums[i] += mean)), isFilled: true })).reverse();
-  const draw = () => lineChart(stacked, { label: "Parts of the reward, stacked" });
-  const stack = el("div", {}, draw());
+  const draw = () => lineChart(stack(parts.map(([name, means], color) => ({ name, color, x: steps, y: means }))), { label: "Parts of the reward, stacked" });
+  const stacked = el("div", {}, draw());
   const legend = el("div", { class: "legend" }, ...parts.map(([name], color) => el("span", {}, el("i", { class: palette(color) }), name)));
-  if (parts.length) shown.splice(1, 0, el("section", { class: "chart", "aria-label": "Parts of the reward, stacked" }, el("h2", {}, "Parts of the reward, stacked"), legend, stack));
+  if (parts.length) shown.splice(1, 0, el("section", { class: "chart", "aria-label": "Parts of the reward, stacked" }, el("h2", {}, "Parts of the reward, stacked"), legend, stacked));
   const note = el("p", { class: "muted" }, "The darker, the larger the share of the values of these steps; the line is their mean. Of a trajectory's tokens at most 64 count, evenly spaced.");
-  return { element: el("div", {}, kept ? null : form, note, el("div", { class: "charts" }, ...(shown.length ? shown : [el("p", { class: "muted" }, "Nothing was recorded yet.")]))), follows: true, repaint: () => stack.replaceChildren(draw()) };
+  return { element: el("div", {}, kept ? null : form, note, el("div", { class: "charts" }, ...(shown.length ? shown : [el("p", { class: "muted" }, "Nothing was recorded yet.")]))), follows: true, repaint: () => stacked.replaceChildren(draw()) };
 }

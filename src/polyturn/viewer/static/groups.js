@@ -1,6 +1,6 @@
 // Groups with their rewards, and when the episodes of a step did what.
 
-import { el, get, go, select, short } from "/static/base.js";
+import { el, get, go, place, remember, select, short } from "/static/base.js";
 import { strip, timeline as drawTimeline } from "/static/charts.js";
 
 const SIZE = 100;
@@ -23,7 +23,7 @@ export async function groups(run, values, info) {
   const pager = el("div", { class: "pager" }, el("button", { type: "button", disabled: offset <= 0, onclick: () => go("groups", { ...values, offset: Math.max(0, offset - SIZE) || "" }) }, "‹ before"),
     el("span", { role: "status" }, found.total ? `${offset + 1}–${Math.min(offset + SIZE, found.total)} of ${found.total} groups, the latest first` : "no group"),
     el("button", { type: "button", disabled: offset + SIZE >= found.total, onclick: () => go("groups", { ...values, offset: offset + SIZE }) }, "after ›"));
-  const head = el("tr", {}, ...["group", "step", "split", "rewards", "mean", "spread", "size", "turns", "left out", "question"].map((h) => el("th", {}, h)));
+  const head = el("tr", {}, ...["group", "step", "split", "rewards", "mean", "standard deviation", "size", "turns", "dropped", "question"].map((h) => el("th", {}, h)));
   return { element: el("div", {}, form, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager), follows: true };
 }
 
@@ -36,8 +36,29 @@ export async function timelinePage(run, values, info) {
   form.addEventListener("submit", (e) => { e.preventDefault(); go("timeline", Object.fromEntries(new FormData(form))); });
   const found = await get(`runs/${run}/timeline`, { step, split });
   const legend = el("div", { class: "legend" }, ...[["f0", "generation"], ["f1", "tools"], ["f2", "interaction"], ["f3", "waiting"]].map(([c, t]) => el("span", {}, el("i", { class: c }), t)));
-  const picture = found.episodes.length ? drawTimeline(found.episodes, (id) => go("one", { id, step, split }))
-    : el("p", { class: "muted" }, found.total ? "These trajectories were recorded without the times at which their turns began." : `No trajectory of the split ${split} is recorded for step ${step}.`);
-  return { element: el("div", {}, form, legend, picture), follows: true };
+  if (!found.episodes.length) return { element: el("div", {}, form, el("p", { class: "muted" }, found.total ? "These trajectories were recorded without the times at which their turns began." : `No trajectory of the split ${split} is recorded for step ${step}.`)), follows: true };
+  const picture = el("div");
+  let drawn = null;
+  function zoom(low, high) {
+    if (high !== undefined && !(high - low > 1e-3)) return; // a millisecond
+    remember({ low: low === undefined ? "" : Number(low.toPrecision(6)), high: high === undefined ? "" : Number(high.toPrecision(6)) });
+    draw();
+  }
+  function draw() {
+    const { low, high } = place().values, range = [Number(low), Number(high)];
+    drawn = drawTimeline(found.episodes, { onOpen: (id) => go("one", { id, step, split }), onZoom: zoom, range: low !== undefined && high !== undefined && range[1] > range[0] ? range : null });
+    picture.replaceChildren(drawn.element);
+  }
+  // Around the middle of what is shown: half of it, twice of it, or beside it, inside the step.
+  function move(scale, by = 0) {
+    const size = Math.min((drawn.high - drawn.low) * scale, drawn.whole), middle = (drawn.low + drawn.high) / 2 + by * size, low = Math.min(Math.max(0, middle - size / 2), drawn.whole - size);
+    if (size >= drawn.whole) zoom(); else zoom(low, low + size);
+    return true;
+  }
+  const button = (text, label, act) => el("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
+  form.append(button("+", "Zoom in", () => move(0.5)), button("−", "Zoom out", () => move(2)), button("‹", "Earlier", () => move(1, -0.5)), button("›", "Later", () => move(1, 0.5)), button("Reset zoom", "Show the whole step", () => zoom()));
+  draw();
+  const keys = { "+": () => move(0.5), "-": () => move(2), ArrowLeft: () => move(1, -0.5), ArrowRight: () => move(1, 0.5) };
+  return { element: el("div", {}, form, legend, el("p", { class: "muted" }, "Drag over the lanes to zoom; a double click shows the whole step."), picture), follows: true, key: (event) => keys[event.key]?.() ?? false };
 }
 

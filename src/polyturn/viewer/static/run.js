@@ -2,7 +2,7 @@
 
 import { address, besidePicker, cell, el, get, kept, short, state, table, together } from "/static/base.js";
 
-const TABLES = [["facts", "What it came to"], ["before_after", "Before and after"], ["stop_reasons", "Why episodes stopped"]];
+const TABLES = [["facts", "Summary"], ["before_after", "Evaluations before and after training"], ["stop_reasons", "Stop reasons"]];
 const TIMES = ["p50_s", "p99_s", "longest_s"];
 const seconds = (value) => (typeof value === "number" ? Number(value.toPrecision(3)) : value);
 
@@ -15,11 +15,11 @@ function words(title, runs, columns, names = [...new Set(columns.flatMap(Object.
 function tools(runs, found) {
   const rows = found.flatMap(({ tools: of }, i) => of.map((tool) => el("tr", {}, cell(tool.name), runs.length > 1 ? cell(state.runs[runs[i]].name) : null, cell(tool.calls, true), cell(tool.failed, true), ...TIMES.map((name) => cell(seconds(tool[name]), true)),
     cell(Object.entries(tool.errors).map(([kind, count]) => `${kind} (${count})`).join(", ") || "–"))));
-  const names = [["tool"], ...(runs.length > 1 ? [["run"]] : []), ["calls", 1], ["failed", 1], ["median (s)", 1], ["99 of 100 below (s)", 1], ["longest (s)", 1], ["errors"]];
+  const names = [["tool"], ...(runs.length > 1 ? [["run"]] : []), ["calls", 1], ["failed", 1], ["p50 (s)", 1], ["p99 (s)", 1], ["max (s)", 1], ["errors"]];
   return rows.length ? el("section", { "aria-label": "Tools" }, el("h3", {}, "Tools"), table("Tools", names, rows)) : null;
 }
 
-// The trajectories that tell the most are looked for when they are asked for: some are read whole.
+// Highlights are looked for when they are asked for: some are read whole.
 function telling(runs) {
   const body = el("div");
   const box = el("details", { ontoggle: async () => {
@@ -27,8 +27,8 @@ function telling(runs) {
     state.list = found.flatMap((of) => of.map(({ id, step, split }) => ({ id, step, split })));
     const link = (run, page, { id, step, split }, text) => el("a", { href: address(page, { id, step, split }, run) }, text);
     const rows = found.flatMap((of, i) => of.map((one) => el("tr", {}, cell(one.title), cell(one.why), cell(link(runs[i], "one", one, one.id)), cell(one.step, true), cell(one.split), cell(state.runs[runs[i]].name), cell(one.split.startsWith("train") ? link(runs[i], "why", one, "why?") : ""))));
-    body.replaceChildren(table("Telling trajectories", [["kind"], ["why it is shown"], ["trajectory"], ["step", 1], ["split"], ["run"], ["advantage"]], rows));
-  } }, el("summary", {}, "Telling trajectories"), body);
+    body.replaceChildren(table("Highlights", [["kind"], ["why it is shown"], ["trajectory"], ["step", 1], ["split"], ["run"], ["advantage"]], rows));
+  } }, el("summary", {}, "Highlights"), body);
   box.open = Boolean(kept);
   return box;
 }

@@ -4,7 +4,7 @@ import { address, el, get, go, query, select, short, state } from "/static/base.
 
 // Columns: their name, their title, whether they are numbers. Those of `DEFAULT` are shown unless the address names others.
 const COLUMNS = [["id", "id"], ["step", "step", 1], ["split", "split"], ["reward", "reward", 1], ["num_turns", "turns", 1], ["num_sampled_tokens", "tokens", 1], ["num_tool_calls", "calls", 1], ["num_tool_errors", "errors", 1], ["stop_reason", "stop reason"], ["label", "label"], ["task_id", "task"], ["question", "question"],
-  ["group", "group"], ["data_source", "data source"], ["dropped", "left out"], ["error", "error"], ["num_segments", "segments", 1], ["num_tokens", "all tokens", 1], ["num_trained_tokens", "trained tokens", 1], ["min_version", "oldest policy version", 1], ["max_version", "newest policy version", 1], ["generate_s", "generation (s)", 1], ["tools_s", "tools (s)", 1], ["interaction_s", "interaction (s)", 1], ["note", "note"]];
+  ["group", "group"], ["data_source", "data source"], ["dropped", "dropped"], ["error", "error"], ["num_segments", "segments", 1], ["num_tokens", "all tokens", 1], ["num_trained_tokens", "trained tokens", 1], ["min_version", "oldest policy version", 1], ["max_version", "newest policy version", 1], ["generate_s", "generation (s)", 1], ["tools_s", "tools (s)", 1], ["interaction_s", "interaction (s)", 1], ["note", "note"]];
 const DEFAULT = COLUMNS.slice(0, 12).map(([name]) => name);
 const NOT_SORTED = ["label", "note"];
 const SIZE = 100;

@@ -2,7 +2,7 @@
 
 import { address, el, get, leave, place, remember, short } from "/static/base.js";
 import { lineChart } from "/static/charts.js";
-import { heading, message } from "/static/one.js";
+import { heading, inStep, message } from "/static/one.js";
 
 const MOST = 1000;
 
@@ -35,7 +35,7 @@ export async function task(run, values) {
     const [now, old] = await Promise.all(pair.map((row) => row && get(`runs/${run}/trajectory`, { id: row.id, step: row.step, split: row.split })));
     if (mine !== asked) return;
     said.textContent = `step ${now.step}, ${number + 1} of ${steps.length}${old ? `; marked is what differs from ${old.id} at step ${old.step}` : ""}`;
-    talk.replaceChildren(heading(now, run), el("p", {}, el("a", { href: address("one", { id: now.id, step: now.step, split: now.split }, run) }, "Its tokens")), ...now.messages.map((m, i) => message(m, { other: old?.messages[i], kind: "±" })));
+    talk.replaceChildren(heading(now, run), el("p", {}, el("a", { href: address("one", { id: now.id, step: now.step, split: now.split }, run) }, "Its tokens")), ...inStep([now.messages, old?.messages ?? []]).filter(([m]) => m).map(([m, before]) => message(m, { other: before ?? undefined, kind: "±" })));
   }
   slider.addEventListener("input", () => { remember({ step: steps[slider.value] }); show(); });
   member.addEventListener("change", show);

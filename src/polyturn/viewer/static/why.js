@@ -17,7 +17,7 @@ export async function why(run, values) {
   const at = (id, page) => address(page, { id, step: data.step, split: data.split }, run);
   const link = (text, href) => el("a", { href }, text);
   const members = data.members.map((m) => el("tr", { "aria-current": m.id === data.id ? "true" : null }, el("td", {}, link(m.id, at(m.id, "why")), " ", link("read", at(m.id, "one"))), cell(m.reward, true), cell(m.advantage, true),
-    cell(m.num_turns, true), cell(m.num_trained_tokens, true), cell(m.stop_reason), cell(m.is_failed ? "failed, not counted" : m.dropped ?? "")));
+    cell(m.num_turns, true), cell(m.num_trained_tokens, true), cell(m.stop_reason), cell(m.is_failed ? "failed" : m.dropped ?? "")));
   const parts = data.parts.map((p) => el("tr", {}, cell(p.name), cell(p.value, true), cell(p.mean, true), cell(p.weight, true)));
   const turns = data.turns.map((t) => el("tr", {}, cell(t.turn, true), cell(t.score, true), cell(t.advantage, true), cell(t.tokens, true),
     cell(t.tools.map((c) => `${c.name || "(no name)"}${c.error ? ` (${c.error})` : ""}${c.reward !== null ? ` ${short(c.reward)}` : ""}`).join(", "))));
@@ -27,7 +27,7 @@ export async function why(run, values) {
     el("p", {}, link("the trajectory", at(data.id, "one")), ...(kept ? [] : [" · ", link(`its group ${data.group}`, address("trajectories", { group: data.group, min_step: data.step, max_step: data.step, split: data.split }, run)), " · ",
       link(`the task ${data.task_id} over training`, address("task", { task_id: data.task_id, split: data.split, step: data.step }, run))])),
     groupStrip(data, (id) => at(id, "why")), answer(data),
-    el("h3", {}, "The group"), table("The group", [["member"], ["reward", 1], ["advantage", 1], ["turns", 1], ["trained tokens", 1], ["stop reason"], ["left out"]], members),
+    el("h3", {}, "The group"), table("The group", [["member"], ["reward", 1], ["advantage", 1], ["turns", 1], ["trained tokens", 1], ["stop reason"], ["dropped"]], members),
     parts.length ? el("h3", {}, "Parts of its reward") : null, parts.length ? table("Parts of its reward", [["part"], ["here", 1], ["mean of the group", 1], ["weight", 1]], parts) : null,
     turns.length ? el("h3", {}, "Its turns") : null, turns.length ? table("Its turns", [["turn", 1], ["score", 1], ["mean advantage", 1], ["trained tokens", 1], ["tools"]], turns) : null);
   return { element };

@@ -1,0 +1,82 @@
+// Markdown as elements: headings, lists, tables, quotes, code with colours, and JSON laid out. Made of text nodes alone, so that
+// nothing in a text can become an element or load anything: a picture is shown where the text itself holds it (data:), a link is
+// followed on a click. Every repetition in a pattern is bounded, so that a text costs time in proportion to its length.
+
+import { el, legible } from "/static/base.js";
+
+const MOST_JSON = 200_000; // characters of a text that is looked at as JSON
+const INLINE = /`([^`\n]{1,2000})`|\*\*([^*\n]{1,2000})\*\*|(?<![\w*])\*([^*\s][^*\n]{0,2000})\*(?![\w*])|(!?)\[([^\]\n]{0,300})\]\(((?:https?:|data:image\/(?:png|jpeg|gif|webp);)[^)\s]{1,100000})\)/g;
+const CODE = /("(?:[^"\\\n]|\\.){0,2000}"|'(?:[^'\\\n]|\\.){0,2000}')|(\/\/[^\n]{0,2000}|#[^\n]{0,2000})|\b(\d[\d_.]{0,40}(?:e[+-]?\d{1,5})?)\b|\b(and|as|assert|async|await|break|case|catch|class|const|continue|def|del|do|elif|else|except|export|false|False|finally|fn|for|from|function|if|import|in|is|lambda|let|new|None|not|null|or|pass|raise|return|self|struct|switch|this|throw|true|True|try|type|var|while|with|yield)\b/g;
+
+// Split a text by a pattern: what stands between its matches as text, each match as `make` has it.
+function pieces(text, pattern, make) {
+  const found = [];
+  let end = 0;
+  for (const match of text.matchAll(pattern)) {
+    if (match.index > end) found.push(legible(text.slice(end, match.index)));
+    found.push(make(match));
+    end = match.index + match[0].length;
+  }
+  if (end < text.length) found.push(legible(text.slice(end)));
+  return found;
+}
+
+export const inline = (text) => pieces(text, INLINE, ([, code, strong, soft, isPicture, label, url]) => {
+  if (code !== undefined) return el("code", {}, legible(code));
+  if (strong !== undefined) return el("strong", {}, legible(strong));
+  if (soft !== undefined) return el("em", {}, legible(soft));
+  if (isPicture && url.startsWith("data:")) return picture(url, label);
+  if (url.startsWith("data:")) return legible(label);
+  return el("a", { href: url, title: url, target: "_blank", rel: "noopener noreferrer nofollow" }, legible(isPicture ? `picture: ${label || url}` : label || url));
+});
+
+export const picture = (source, label) => el("img", { src: source, alt: label, loading: "lazy", decoding: "async" });
+
+export const code = (text, language = "") => el("pre", { class: "code", tabindex: 0, "data-language": language || null },
+  ...pieces(text, CODE, ([whole, string, comment, number]) => el("span", { class: string ? "in-string" : comment ? "in-comment" : number ? "in-number" : "in-keyword" }, legible(whole))));
+
+function asJson(text) {
+  if (text.length > MOST_JSON || !/^\s*[[{]/.test(text)) return null;
+  try { return JSON.stringify(JSON.parse(text), null, 1); } catch { return null; }
+}
+
+const cells = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((one) => one.trim());
+const isRule = (line) => /^[\s|:-]{3,500}$/.test(line) && line.includes("-") && line.includes("|");
+
+// A text as elements, for a box of the class "text".
+export function rendered(text) {
+  const json = asJson(text);
+  if (json !== null) return [code(json, "json")];
+  const lines = text.split("\n"), found = [];
+  const run = (at, holds) => { let end = at; while (end < lines.length && holds(lines[end], end)) end++; return end; };
+  for (let at = 0; at < lines.length;) {
+    const line = lines[at], fence = /^\s{0,3}(`{3,10}|~{3,10})\s{0,9}([\w+#.-]{0,30})/.exec(line), heading = /^(#{1,6}) (.*)/.exec(line), bullet = /^(\s{0,40})([-*+]|\d{1,9}[.)]) /;
+    if (fence) {
+      const end = run(at + 1, (one) => !one.trimStart().startsWith(fence[1]));
+      found.push(code(lines.slice(at + 1, end).join("\n"), fence[2]));
+      at = end + 1;
+    } else if (heading) {
+      found.push(el("p", { class: "heading" }, el("span", { class: "muted" }, `${heading[1]} `), ...inline(heading[2])));
+      at++;
+    } else if (bullet.test(line)) {
+      const end = run(at, (one) => bullet.test(one));
+      found.push(el("ul", {}, ...lines.slice(at, end).map((one) => { const [head, indent, mark] = bullet.exec(one); return el("li", { class: `in${Math.min(4, Math.floor(indent.length / 2))}`, "data-mark": /\d/.test(mark) ? mark : "•" }, ...inline(one.slice(head.length))); })));
+      at = end;
+    } else if (line.includes("|") && isRule(lines[at + 1] ?? "")) {
+      const end = run(at + 2, (one) => one.includes("|"));
+      const row = (one, name) => el("tr", {}, ...cells(one).map((cell) => el(name, name === "th" ? { scope: "col" } : {}, ...inline(cell))));
+      found.push(el("div", { class: "scroll" }, el("table", { class: "plain" }, el("thead", {}, row(line, "th")), el("tbody", {}, ...lines.slice(at + 2, end).map((one) => row(one, "td"))))));
+      at = end;
+    } else if (/^\s{0,3}> ?/.test(line)) {
+      const end = run(at, (one) => /^\s{0,3}>/.test(one));
+      found.push(el("blockquote", {}, ...inline(lines.slice(at, end).map((one) => one.replace(/^\s{0,3}> ?/, "")).join("\n"))));
+      at = end;
+    } else {
+      const end = run(at, (one, n) => n === at || (one.trim() !== "" && !/^\s{0,40}(#{1,6} |`{3}|~{3}|> ?|[-*+] |\d{1,9}[.)] )/.test(one) && !isRule(lines[n + 1] ?? "")));
+      const words = lines.slice(at, end).join("\n");
+      if (words.trim()) found.push(el("p", {}, ...inline(words)));
+      at = end;
+    }
+  }
+  return found;
+}

@@ -1,0 +1,140 @@
+"""Reading in a real browser: Markdown and code, two trajectories in step, a timeline, metrics that belong together."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from polyturn.viewer.pages import STATIC
+from support.viewer_runs import until, write_rich_run, write_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
+pytestmark = pytest.mark.timeout(600)
+PIXEL = "data:image/png;base64,"
+TEXTS = "[...document.querySelectorAll('.sides .message:nth-child(2) > .text')]"
+LONG = f"""{TEXTS}.forEach((text, side) => {{
+  text.style.height = "20px";
+  text.style.overflowY = "scroll";
+  text.append("\\n line".repeat(100 * (side + 1)));
+  text.style.whiteSpace = "pre-wrap";
+}})"""
+"""Makes the first message long on both sides, twice as long on the right."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_rich_run(folder / "first")
+    for name in ("second", "growing"):
+        write_run(folder / name)
+    return folder
+
+
+def test_markdown_code_and_pictures_are_laid_out_and_nothing_of_them_runs_or_loads(page, keep):
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto("/#/0/one?id=g0/0&step=1&split=train&show=conversation")
+    message = page.locator(".message.assistant").nth(1)
+    assert message.locator(".heading").inner_text() == "# The plan" and message.locator("strong").inner_text() == "both"
+    assert message.locator("li").all_inner_texts() == [
+        "first this",
+        "then <b>that</b>",
+        "and [a trap](javascript:window.pwned=3)",
+    ]
+    assert message.locator("td").all_inner_texts() == ["Bonn", "336465"]
+    assert message.locator(".code[data-language=python] .in-keyword").all_inner_texts() == ["def", "return"]
+    assert message.locator("a[href^=http]").count() == 2, "the link, and the picture of elsewhere"
+    assert message.locator("a[href^=http]").first.get_attribute("rel") == "noopener noreferrer nofollow"
+    assert "\x1b" not in message.inner_text() and "\u202e" not in message.inner_text()
+    pictures = [one.get_attribute("src") for one in page.locator("main img").all()]
+    assert all(source.startswith(PIXEL) for source in pictures)
+    assert page.locator(".call .code").first.inner_text().replace("\n", "") == '{ "answer": "8"}'
+    keep(page, "markdown")
+    page.get_by_role("button", name="As written").click()
+    page.wait_for_url("**raw=1")
+    playwright.expect(message.locator(".text")).to_contain_text(
+        "Look **both** up, then `add`: [docs](https://example.org/a)"
+    )
+    assert page.evaluate("window.pwned") is None and not [url for url in asked if "example.org" in url]
+
+
+def test_no_pattern_of_markdown_repeats_without_a_bound():
+    """So that it costs time in proportion to a text, whoever wrote it."""
+    source = (STATIC / "markdown.js").read_text()
+    patterns = re.findall(r"^const (?:INLINE|CODE) = /(.*)/g;$", source, re.M)
+    assert len(patterns) == 2
+    for pattern in patterns:
+        without_escapes = re.sub(r"\\.", "", pattern)
+        assert not re.search(r"[*+]|\{\d+,\}", re.sub(r"\[[^\]]*\]", "", without_escapes)), pattern
+
+
+def test_two_trajectories_stand_turn_beside_turn_and_long_texts_scroll_together(page, keep):
+    page.goto("/#/0/compare?a=g0/0&as=1&al=train&b=g1/0&bs=2&bl=train")
+    playwright.expect(page.locator("main [role=status]")).to_contain_text("3 of 4 messages differ, the first in turn 0.")
+    tops = page.evaluate(
+        """[...document.querySelectorAll('.sides > section')].map((section) =>
+             [...section.children].map((child) => Math.round(child.getBoundingClientRect().top)))"""
+    )
+    assert tops[0] == tops[1] and len(tops[0]) == 5, "a turn begins where the same turn begins beside it"
+    page.get_by_role("button", name="next difference").click()
+    assert page.locator(".sides .current").count() == 2
+    page.keyboard.press("n")
+    assert "no such message" in page.locator(".sides .current").nth(1).inner_text()
+    keep(page, "in-step")
+    page.evaluate(LONG)
+    page.evaluate(f"(() => {{ const text = {TEXTS}[0]; text.scrollTop = text.scrollHeight; }})()")
+    until(
+        page, f"(() => {{ const text = {TEXTS}[1]; return text.scrollTop + text.clientHeight > text.scrollHeight - 3; }})()"
+    )
+    assert page.evaluate(f"{TEXTS}[1].scrollTop") > 0
+
+
+def test_a_timeline_is_zoomed_and_its_axis_stays_in_view(page, keep):
+    page.set_viewport_size({"width": 1000, "height": 360})
+    page.goto("/#/1/timeline?step=2&split=train")
+    axis = page.locator(".lanes-axis text")
+    assert axis.first.text_content() == "0 s"
+    box = page.locator(".lanes").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 30, steps=4)
+    page.mouse.up()
+    page.wait_for_url("**low=*")
+    assert axis.first.text_content() != "0 s" and page.locator(".message").count() == 0, "to drag is not to open"
+    page.mouse.wheel(0, 4000)
+    head = page.locator("header").bounding_box()
+    until(page, "scrollY > 0 || document.documentElement.scrollHeight <= innerHeight")
+    assert page.locator(".lanes-axis").bounding_box()["y"] >= head["y"] + head["height"] - 2
+    keep(page, "timeline-zoom")
+    page.get_by_role("button", name="Zoom out").click()
+    page.get_by_role("button", name="Show the whole step").click()
+    assert axis.first.text_content() == "0 s" and "low=" not in page.url
+    page.keyboard.press("Escape")
+    page.locator(".lanes g").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.assistant")
+
+
+def test_metrics_that_belong_together_share_a_panel_and_the_machine_has_its_own(page, keep):
+    page.goto("/#/0/curves")
+    panel = page.get_by_role("region", name="Gradient norm, before and after clipping")
+    playwright.expect(panel.locator(".legend span")).to_have_text(["loss/grad_norm", "loss/grad_norm_clipped"])
+    series = "(name) => document.querySelector(`[aria-label='${name}'] .plot`).plot.data.map((a) => a.at(-1))"
+    assert page.evaluate(series, "Gradient norm, before and after clipping") == [60, 1.0, 1.0]
+    assert page.evaluate(series, "Stop reasons: trajectories of a step") == [60, 60.0, 30.0], "stacked: the sum is on top"
+    for name in ("Processors and memory of the machine", "GPUs: time busy", "engine/queue", "engine/kv_use"):
+        assert page.get_by_role("region", name=name).locator("canvas").count() == 1
+    keep(page, "panels")
+    page.get_by_role("button", name="system (4)").click()
+    playwright.expect(page.locator(".chart")).to_have_count(2)
+    page.wait_for_url("**metric=system*")
+
+
+def test_tokens_can_be_coloured_by_the_entropy_of_the_policy(page):
+    page.goto("/#/0/one?id=g0/0&step=1&split=train&show=tokens")
+    page.select_option("select[aria-label='Colour tokens by']", "entropies")
+    assert page.locator(".legend").inner_text().split("\n") == ["below 0.1 nats (certain)", "≥ 0.1", "≥ 0.5", "≥ 1.5"]
+    page.locator(".tokens .s-sampled.heat3").last.click()
+    assert "entropy of the policy (nats) 2" in page.inner_text(".side-panel").replace("\n", " ")
