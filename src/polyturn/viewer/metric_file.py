@@ -10,6 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from polyturn.core.contained import contained
 from polyturn.core.errors import DataError
 from polyturn.core.metrics_file import MAX_BYTES, parse_lines
@@ -53,7 +55,7 @@ class MetricFile:
             self.problem = f"{self._name} has {size} bytes, and only the first {MAX_BYTES} are shown"
         whole = new[: new.rfind(b"\n") + 1]
         self._read_to += len(whole)
-        for values in parse_lines(whole):
+        for values in parse_lines(whole, loads=orjson.loads):  # three times as fast as Python's
             if values is None:
                 self._bad_lines += 1
                 continue
