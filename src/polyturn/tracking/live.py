@@ -1,4 +1,4 @@
-"""LiveStatus: the state of a training run, pinned to the bottom of a terminal while log lines scroll above it.
+"""LiveStatus: the state of a run, pinned to the bottom of a terminal or of a notebook's cell; log lines scroll above it.
 
     ── step 12/100 ━━━━━╸────────────────────── 12 %  eta 4m32s ──
     success 0.520 ▁▂▃▅▇  reward 0.610 ▁▁▃▅▆  8,120 tokens/s  turns 2.30  tool errors 1.2 %
@@ -10,10 +10,12 @@ console of the log lines, so that neither tears the other.
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -36,7 +38,7 @@ class LiveStatus:
 
         Args:
             total_steps: How many steps it takes.
-            console: A terminal, the one that log lines go to.
+            console: A terminal or a notebook's, the one that log lines go to.
             per_second: How often it is drawn.
             clock: Seconds.
         """
@@ -49,6 +51,9 @@ class LiveStatus:
         self._history: dict[str, list[float]] = {"rollout/success": [], "reward/mean": []}
         self._phase = ""
         self._done, self._of, self._began = 0, 0, 0.0
+        if console.is_jupyter:
+            self._live: Live | NotebookPicture = NotebookPicture(self.picture, seconds=1 / per_second, clock=clock)
+            return
         self._live = Live(
             get_renderable=self.picture,
             console=console,
@@ -117,6 +122,39 @@ class LiveStatus:
         if errors is not None and errors == errors:  # it is NaN in a step without calls
             parts.append(f"tool errors {100 * errors:.1f} %")
         return parts
+
+
+class NotebookPicture:
+    """Draws a picture in the cell that runs, each over the one before; rich's own way needs widgets in the notebook."""
+
+    def __init__(self, picture: Callable[[], RenderableType], *, seconds: float, clock: Callable[[], float]) -> None:
+        """Take what is drawn, and how many seconds lie between two pictures at least."""
+        self._picture, self._seconds, self._clock = picture, seconds, clock
+        self._handle: Any = None
+        self._drawn = 0.0
+
+    def start(self) -> None:
+        """Draw the picture, unless the one that is there is younger than that."""
+        from IPython.display import HTML, display
+
+        if self._handle is not None and self._clock() - self._drawn < self._seconds:
+            return
+        self._drawn = self._clock()
+        canvas = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
+        canvas.print(self._picture())
+        html = HTML(canvas.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+        if self._handle is None:
+            self._handle = display(html, display_id=True)
+        else:
+            self._handle.update(html)
+
+    def stop(self) -> None:
+        """Take it out of the cell."""
+        if self._handle is not None:
+            from IPython.display import HTML
+
+            self._handle.update(HTML(""))
+            self._handle = None
 
 
 def sparkline(values: list[float]) -> str:

@@ -82,7 +82,7 @@ class RunObserver:
         self._bars = console
         self._console = ConsoleTracker(total_steps)
         self._live: LiveStatus | None = None
-        if console is not None and console.is_terminal and total_steps > 0:
+        if console is not None and (console.is_terminal or console.is_jupyter) and total_steps > 0:
             self._live = LiveStatus(total_steps, console)
         self._metrics: JsonlTracker | None = None
         self._sft_metrics: JsonlTracker | None = None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
 from polyturn.core.trajectory import TrajectoryGroup
@@ -32,6 +35,22 @@ def drawn(live: LiveStatus, width: int = 120) -> str:
     console, out = terminal(width)
     console.print(live.picture())
     return out.getvalue()
+
+
+def test_in_a_notebook_each_picture_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch):
+    shown: list[str] = []
+    display = SimpleNamespace(
+        HTML=str, display=lambda html, display_id: shown.append(html) or SimpleNamespace(update=lambda h: shown.append(h))
+    )
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    seconds = iter([0.0, 0.1, 1.0, 1.0, 2.0, 2.0])
+    live = LiveStatus(100, Console(force_jupyter=True), clock=lambda: next(seconds))
+    live.step(1, STEP, eta="")
+    live.step(2, STEP, eta="")
+    live.step(3, STEP | {"reward/mean": 0.7}, eta="9m")
+    live.stop()
+    assert ["step 1/100" in shown[0], "step 3/100" in shown[1], "eta 9m" in shown[1]] == [True] * 3
+    assert shown[2:] == [""]
 
 
 def test_it_shows_step_success_reward_speed_turns_tool_errors_and_the_time_left():
