@@ -55,7 +55,7 @@ class MetricFile:
             self.problem = f"{self._name} has {size} bytes, and only the first {MAX_BYTES} are shown"
         whole = new[: new.rfind(b"\n") + 1]
         self._read_to += len(whole)
-        for values in parse_lines(whole, loads=orjson.loads):  # three times as fast as Python's
+        for values in parse_lines(whole, loads=orjson.loads):  # nine tenths of a page of curves are parsing
             if values is None:
                 self._bad_lines += 1
                 continue
