@@ -37,8 +37,7 @@ def loss_coefs(
     norm_length: float | None = None,
     segment_weight: str = "per_token",
 ) -> list[NDArray[np.float64]]:
-    """Return for each sample [T] the coefficient of each token's loss. Raises UnknownNameError: no such mode or segment
-    weight; ConfigError: `norm_length` is not positive.
+    """Return for each sample [T] the coefficient of each token's loss.
 
     Args:
         samples: Everything that one optimizer step trains on, the global batch.
@@ -46,6 +45,10 @@ def loss_coefs(
         norm_length: The constant of seq-mean-token-sum-norm, for instance the most tokens a trajectory may sample; None
             takes the largest W of the batch.
         segment_weight: One of `SEGMENT_WEIGHTS`.
+
+    Raises:
+        UnknownNameError: no such mode or segment weight.
+        ConfigError: `norm_length` is not positive.
     """
     if mode not in MODES:
         raise UnknownNameError(f"there is no aggregation mode {mode!r}.{did_you_mean(mode, MODES)}")

@@ -39,12 +39,15 @@ class Corrected(NamedTuple):
 
 
 def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, version: int | None = None) -> Corrected:
-    """Weigh and reject the trained tokens of a step's samples. Raises TrainingError: samples lack log-probabilities.
+    """Weigh and reject the trained tokens of a step's samples.
 
     Args:
         samples: All of the step, with old_logprobs and rollout_logprobs; `negative_bound` needs advantages.
         settings: How.
         version: The version of pi; with it, figures tell tokens apart by how many versions they are behind.
+
+    Raises:
+        TrainingError: samples lack log-probabilities.
     """
     places = [np.flatnonzero(s.loss_weights) for s in samples]
     logs = [_log_ratio(s, p) for s, p in zip(samples, places, strict=True)]

@@ -95,9 +95,7 @@ def layout(
     device: torch.device | str = "cpu",
     media: MediaRows | None = None,
 ) -> list[MicroBatch]:
-    """Lay `samples` out as micro-batches. Raises AlignmentError: a sample weighs its first token, which nothing precedes;
-    `coefs` have another length; some samples carry an array (such as advantages) that others lack; samples show media and
-    `media` is None.
+    """Lay `samples` out as micro-batches.
 
     Args:
         samples: Everything that one optimizer step trains on. Samples without a weighted token take no row.
@@ -107,6 +105,10 @@ def layout(
         dtype: Of the per-target numbers.
         device: Where the tensors go.
         media: Makes what a model reads of images, videos and sounds; None for text.
+
+    Raises:
+        AlignmentError: a sample weighs its first token, which nothing precedes; `coefs` have another length; some samples
+            carry an array (such as advantages) that others lack; samples show media and `media` is None.
     """
     weighted = [np.flatnonzero(s.loss_weights) for s in samples]
     for sample, tokens, coef in zip(samples, weighted, coefs, strict=True):

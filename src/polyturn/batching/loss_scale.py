@@ -115,8 +115,11 @@ class LossScale:
     decode: Decode
 
     def weights(self, trajectory: Trajectory, segment: Segment) -> Floats:
-        """[T] the weight of each token of a training sample. Raises AlignmentError: a strategy gave weights for another
-        number of turns or tokens."""
+        """[T] the weight of each token of a training sample.
+
+        Raises:
+            AlignmentError: a strategy gave weights for another number of turns or tokens.
+        """
         turns = self._turns(trajectory, segment)
         factors = {t.turn.index: np.ones(len(t.ids), np.float32) for t in turns}
         for strategy in self.strategies:
@@ -158,8 +161,11 @@ class LossScale:
 
 
 def build_loss_scale(name: str, *, decode: Decode, base: Path | None = None) -> LossScale | None:
-    """Return the strategies that `a+b` names; None where they change nothing. Raises ConfigError: a name leads to no
-    function."""
+    """Return the strategies that `a+b` names; None where they change nothing.
+
+    Raises:
+        ConfigError: a name leads to no function.
+    """
     found = []
     for part in name.split("+"):
         strategy = loss_scale.resolve(part.strip(), base=base, key="algorithm.loss_scale")

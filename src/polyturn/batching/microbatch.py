@@ -95,13 +95,16 @@ def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
 
 
 def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks: int = 1) -> MicroBatchPlan:
-    """Plan the micro-batches of one optimizer step. Raises ConfigError: `num_ranks` is below 1.
+    """Plan the micro-batches of one optimizer step.
 
     Args:
         samples: Everything that the step trains on, of all ranks. Samples without a weighted token go nowhere.
         settings: The size of a micro-batch and how samples lie in it.
         num_ranks: Over how many ranks they are spread. Rank r lays out its share with
             `layout(samples, coefs=…, settings=…, batches=plan.ranks[r])`.
+
+    Raises:
+        ConfigError: `num_ranks` is below 1.
     """
     if num_ranks < 1:
         raise ConfigError(f"num_ranks is {num_ranks}; it must be at least 1")

@@ -21,8 +21,11 @@ def oldest_version(group: TrajectoryGroup) -> int:
 
 
 def check_staleness(groups: Iterable[TrajectoryGroup], *, step: int, max_staleness: int) -> None:
-    """Refuse groups that are too old for the step. Raises LifecycleError: a token is staler than the bound: slots were freed
-    too early, or an engine serves old weights."""
+    """Refuse groups that are too old for the step.
+
+    Raises:
+        LifecycleError: a token is staler than the bound: slots were freed too early, or an engine serves old weights.
+    """
     for group in groups:
         if (oldest := oldest_version(group)) < step - max_staleness:
             raise LifecycleError(

@@ -29,8 +29,11 @@ def degrees_of(config: RunConfig) -> Degrees:
 
 
 def check_backend(place: ConfigSource) -> None:
-    """Refuse what the backend that `train.backend` names cannot do with the model, of which the config is read. Raises
-    ConfigError: there is no such backend, it is not installed, or does not split this model so."""
+    """Refuse what the backend that `train.backend` names cannot do with the model, of which the config is read.
+
+    Raises:
+        ConfigError: there is no such backend, it is not installed, or does not split this model so.
+    """
     from polyturn.algorithms.advantages import traits_of
     from polyturn.training.backend import backends
 

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 def check_cluster(config: RunConfig) -> None:
-    """Refuse what cannot go to a cluster. Raises ConfigError: some setting is for one machine only."""
+    """Refuse what cannot go to a cluster.
+
+    Raises:
+        ConfigError: some setting is for one machine only.
+    """
     check_ranks(config, config.train.distributed.ranks)
     engine = config.engine
     process = engine.process if isinstance(engine, EmbeddedOptions) else "auto"
@@ -66,8 +70,11 @@ def check_cluster(config: RunConfig) -> None:
 
 
 def cluster_parts(place: ConfigSource) -> Parts:
-    """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts. Raises
-    ConfigError: there is no such cluster, it has no room, or the run cannot go there."""
+    """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
+
+    Raises:
+        ConfigError: there is no such cluster, it has no room, or the run cannot go there.
+    """
     config = place.config
     cluster = config.cluster
     assert cluster.address is not None
@@ -127,8 +134,11 @@ def _model_folder(parts: Parts) -> ModelFolder:
 
 
 async def _servers(place: ConfigSource, places: NodePlaces) -> EnginePool:
-    """Build the pool of servers, in its actor, and let all of them come up. Raises ConfigError, EngineError: they cannot be,
-    or one does not come up."""
+    """Build the pool of servers, in its actor, and let all of them come up.
+
+    Raises:
+        ConfigError, EngineError: they cannot be, or one does not come up.
+    """
     config = place.config
     load_plugins(config.plugins, base=place.base)
     codec = build_codec(place)

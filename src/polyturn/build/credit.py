@@ -23,8 +23,11 @@ OF_BATCH = CallShape(num=1, write="def estimate(batch, **options)")
 
 
 def build_estimator(place: ConfigSource) -> Any:
-    """Return the advantage estimator with its options bound. Raises ConfigError: there is none of the name, it takes no such
-    option, or cannot work in this run."""
+    """Return the advantage estimator with its options bound.
+
+    Raises:
+        ConfigError: there is none of the name, it takes no such option, or cannot work in this run.
+    """
     from polyturn.algorithms.advantages import advantages, bind_estimator, check_estimator, traits_of
     from polyturn.rewards.router import DEFAULT_WEIGHTS
 
@@ -52,8 +55,11 @@ def build_estimator(place: ConfigSource) -> Any:
 
 
 def check_credit(parts: Parts) -> None:
-    """Refuse an estimator, a loss or a penalty that cannot be had, before anything is written or trained. Raises
-    ConfigError: the first problem found."""
+    """Refuse an estimator, a loss or a penalty that cannot be had, before anything is written or trained.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
     place, estimator = parts.place, build_estimator(parts.place)
     require_scores(parts, estimator)
     check_algorithm(place)
@@ -63,7 +69,10 @@ def check_credit(parts: Parts) -> None:
 def check_further_models(place: ConfigSource, estimator: Any, *, like: PreTrainedModel) -> None:
     """Refuse the name of a further model that leads to none, or to one of another vocabulary.
 
-    Of a plan a small one is loaded, so that it is whole; of a run it will be. Raises ConfigError: the first problem found.
+    Of a plan a small one is loaded, so that it is whole; of a run it will be.
+
+    Raises:
+        ConfigError: the first problem found.
     """
     from polyturn.training import hf
     from polyturn.training.reference import require_same_vocabulary
@@ -85,8 +94,11 @@ def check_further_models(place: ConfigSource, estimator: Any, *, like: PreTraine
 
 
 def check_algorithm(place: ConfigSource) -> None:
-    """Refuse an estimator, a loss or a penalty that cannot be had by what the configuration alone says. Raises ConfigError:
-    the first problem found."""
+    """Refuse an estimator, a loss or a penalty that cannot be had by what the configuration alone says.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
     build_estimator(place)
     build_loss(place)
     build_correction(place)
@@ -95,7 +107,10 @@ def check_algorithm(place: ConfigSource) -> None:
 
 def require_scores(parts: Parts, estimator: Any) -> None:
     """Refuse an estimator of turn scores where nothing in the run can score one; where something may, the first step tells.
-    Raises ConfigError: there is no tool, no interaction, and a scheduler of ours that scores none."""
+
+    Raises:
+        ConfigError: there is no tool, no interaction, and a scheduler of ours that scores none.
+    """
     from polyturn.algorithms.advantages import traits_of
     from polyturn.rollout.scheduler import MultiTurnScheduler
     from polyturn.rollout.schedulers import Compaction, ImageTools, MathTips, React, SingleTurn, ThinkingTips

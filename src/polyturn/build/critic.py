@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def build_critic(parts: Parts, estimator: Any) -> Critic | None:
-    """Return the critic that the estimator needs; None where it needs none. Raises ConfigError: its model cannot be loaded,
-    or has another vocabulary."""
+    """Return the critic that the estimator needs; None where it needs none.
+
+    Raises:
+        ConfigError: its model cannot be loaded, or has another vocabulary.
+    """
     from polyturn.algorithms.advantages import traits_of
     from polyturn.training.critic import Critic, local_critic
     from polyturn.training.ranked import RankedBackend
@@ -34,8 +37,11 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
 
 
 def critic_path(place: ConfigSource, estimator: Any) -> str | None:
-    """Return the model whose backbone the critic starts from; None for the policy's. Raises ConfigError: the estimator uses
-    no critic, and there is one."""
+    """Return the model whose backbone the critic starts from; None for the policy's.
+
+    Raises:
+        ConfigError: the estimator uses no critic, and there is one.
+    """
     from polyturn.algorithms.advantages import traits_of
 
     config = place.config
@@ -49,8 +55,11 @@ def critic_path(place: ConfigSource, estimator: Any) -> str | None:
 
 
 def critic_model(place: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:
-    """Load the model that `algorithm.critic.path` names, whose tokenizer must be that of `like`. Raises ConfigError: it
-    cannot be loaded, or has another vocabulary."""
+    """Load the model that `algorithm.critic.path` names, whose tokenizer must be that of `like`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has another vocabulary.
+    """
     path = place.config.algorithm.critic.path
     assert path is not None
     found = load_frozen(place, path, like=like, dtype=None)

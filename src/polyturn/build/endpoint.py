@@ -33,7 +33,10 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[Rol
     """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only, and its engine.
 
     Turns, time and the tokens of one turn are limited as the config says; limits in tokens of the whole conversation are
-    left to the server. Raises ConfigError: something in the configuration cannot work.
+    left to the server.
+
+    Raises:
+        ConfigError: something in the configuration cannot work.
     """
     check_plugins(place)
     limits = place.config.rollout.limits
@@ -70,8 +73,11 @@ def for_endpoint(which: EvalSet) -> EvalSet:
 
 
 def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: str) -> None:
-    """Refuse tasks that cannot run: unknown tools or interactions, no reward, pictures. Raises DataError, ConfigError: the
-    first problem found."""
+    """Refuse tasks that cannot run: unknown tools or interactions, no reward, pictures.
+
+    Raises:
+        DataError, ConfigError: the first problem found.
+    """
 
     def check(task: Task) -> None:
         context.rewarder.check([task], tools=context.tools.tools, scoring=context.tools.scoring)

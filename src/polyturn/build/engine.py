@@ -34,8 +34,11 @@ def build_engine(
     checkpoint: Path | None,
     places: ServerPlaces | None = None,
 ) -> Engine:
-    """Make the engine that `engine.kind` names. Servers are started when they are first asked, in `places` if given. Raises
-    ConfigError: there is none of that name, it cannot do what the run needs, or is not installed."""
+    """Make the engine that `engine.kind` names. Servers are started when they are first asked, in `places` if given.
+
+    Raises:
+        ConfigError: there is none of that name, it cannot do what the run needs, or is not installed.
+    """
     config = place.config
     build = find_engine(place)
     routes = route_shape(place, model)
@@ -71,8 +74,11 @@ def build_engine(
 
 
 def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | None:
-    """Return how the model routes, where that is to be replayed in training; None where not. Raises ConfigError:
-    `algorithm.routing` asks for what a model without experts cannot do."""
+    """Return how the model routes, where that is to be replayed in training; None where not.
+
+    Raises:
+        ConfigError: `algorithm.routing` asks for what a model without experts cannot do.
+    """
     from polyturn.engines.routers import Routers
 
     routing = place.config.algorithm.routing
@@ -89,8 +95,11 @@ def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | Non
 
 
 def find_engine(place: ConfigSource) -> Callable[..., Any]:
-    """Return what makes the engine that `engine.kind` names. Raises ConfigError: there is none of that name, or it does not
-    take `engine.kwargs`."""
+    """Return what makes the engine that `engine.kind` names.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not take `engine.kwargs`.
+    """
     config = place.config.engine
     build = engines.resolve(config.kind, base=place.base, key="engine.kind")
     if not callable(build):

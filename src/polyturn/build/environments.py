@@ -21,8 +21,11 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 
 
 def env_configs(place: ConfigSource) -> list[EnvConfig]:
-    """Return the environments that a run names. Raises ConfigError: two have one name, or something else of the
-    configuration says what `env` says."""
+    """Return the environments that a run names.
+
+    Raises:
+        ConfigError: two have one name, or something else of the configuration says what `env` says.
+    """
     named = place.config.env
     if named is None:
         return []
@@ -37,8 +40,11 @@ def env_configs(place: ConfigSource) -> list[EnvConfig]:
 
 
 def build_env_scheduler(place: ConfigSource, policies: FurtherPolicies) -> MultiTurnScheduler:
-    """Make what drives the episodes of the run's environments. Raises ConfigError: an environment cannot be made, or its
-    episodes would have two masters or no end."""
+    """Make what drives the episodes of the run's environments.
+
+    Raises:
+        ConfigError: an environment cannot be made, or its episodes would have two masters or no end.
+    """
     config = place.config
     if config.rollout.scheduler is not None:
         raise ConfigError(
@@ -68,8 +74,11 @@ def build_env_tools(place: ConfigSource) -> list[Tool]:
 
 
 def build_env_tasks(place: ConfigSource, *, split: str) -> Sequence[Task]:
-    """Return the tasks of the run's environments, seeds of the split ("train" or "eval"). Raises ConfigError: an environment
-    cannot be made."""
+    """Return the tasks of the run's environments, seeds of the split ("train" or "eval").
+
+    Raises:
+        ConfigError: an environment cannot be made.
+    """
     parts: list[Sequence[Task]] = []
     for one in env_configs(place):
         first = one.seed + (one.tasks if split == "eval" else 0)
@@ -84,8 +93,11 @@ def build_env_tasks(place: ConfigSource, *, split: str) -> Sequence[Task]:
 
 
 def rows_for_env(place: ConfigSource, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
-    """Return rows of the user's own as tasks of the run's environment, for one that is made of a row. Raises ConfigError:
-    the environment brings its own tasks."""
+    """Return rows of the user's own as tasks of the run's environment, for one that is made of a row.
+
+    Raises:
+        ConfigError: the environment brings its own tasks.
+    """
     configs = env_configs(place)
     adapters = [_adapter(one, place) for one in configs]
     if len(adapters) > 1 or not adapters[0].takes_rows:

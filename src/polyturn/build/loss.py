@@ -37,8 +37,11 @@ def build_policy_loss(place: ConfigSource) -> PolicyLoss:
 
 
 def build_loss(place: ConfigSource) -> LossSettings:
-    """Return the loss that the configuration describes. Raises ConfigError: its terms have no such names, or their numbers
-    mean nothing."""
+    """Return the loss that the configuration describes.
+
+    Raises:
+        ConfigError: its terms have no such names, or their numbers mean nothing.
+    """
     from polyturn.training.loss_terms import LossSettings
 
     algorithm = place.config.algorithm
@@ -60,7 +63,11 @@ def kl_controller(kl: KlOptions) -> KlController:
 
 
 def reference_path(place: ConfigSource) -> str | None:
-    """Return what `model.reference` names. Raises ConfigError: nothing reads it."""
+    """Return what `model.reference` names.
+
+    Raises:
+        ConfigError: nothing reads it.
+    """
     path = place.config.model.reference
     if path is not None and not place.config.algorithm.has_kl:
         raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl.coef")
@@ -68,7 +75,11 @@ def reference_path(place: ConfigSource) -> str | None:
 
 
 def teacher_path(place: ConfigSource) -> str | None:
-    """Return the model to distil from; None where there is none. Raises ConfigError: there is nothing to learn from."""
+    """Return the model to distil from; None where there is none.
+
+    Raises:
+        ConfigError: there is nothing to learn from.
+    """
     loss = place.config.algorithm.loss
     if loss.distill is None and loss.name == "none":
         raise ConfigError("algorithm.loss is none and algorithm.loss.distill is not set: there is nothing to learn from")
@@ -82,15 +93,21 @@ def build_reference(place: ConfigSource, model: PreTrainedModel) -> bool | PreTr
 
 
 def build_teacher(place: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the model to distil from; None where there is none. Raises ConfigError: it cannot be loaded, or there is
-    nothing to learn from at all."""
+    """Return the model to distil from; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be loaded, or there is nothing to learn from at all.
+    """
     path, distill = teacher_path(place), place.config.algorithm.loss.distill
     return None if path is None or distill is None else load_frozen(place, path, like=model, dtype=distill.dtype)
 
 
 def build_correction(place: ConfigSource) -> CorrectionSettings | None:
-    """Return the off-policy correction; None where there is none. Raises ConfigError: it would compare the engine with
-    itself, or its bounds cannot be."""
+    """Return the off-policy correction; None where there is none.
+
+    Raises:
+        ConfigError: it would compare the engine with itself, or its bounds cannot be.
+    """
     algorithm = place.config.algorithm
     correction = algorithm.loss.correction
     if correction is not None and algorithm.old_logprobs == "engine":

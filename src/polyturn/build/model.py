@@ -71,8 +71,10 @@ def build_model(
 ) -> PreTrainedModel:
     """Load the model's weights, or make random ones from `model.init`; put in the adapter that `model.lora` describes.
 
-    On a rank (`place.reads_parts`) a folder's weights are left there until the model is in shards. Raises ConfigError: it
-    cannot be loaded, or the adapter does not fit it.
+    On a rank (`place.reads_parts`) a folder's weights are left there until the model is in shards.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the adapter does not fit it.
     """
     from polyturn.training import hf, lora
 
@@ -107,8 +109,11 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def build_outline(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Make the model without its weights, for a process that neither trains nor serves it: its config and its shapes. Raises
-    ConfigError: there is no such model."""
+    """Make the model without its weights, for a process that neither trains nor serves it: its config and its shapes.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
     import torch
 
     from polyturn.training import hf
@@ -163,8 +168,11 @@ def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreT
 
 
 def build_media(place: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
-    """Make the processor of a model that takes more than text; None for text. Raises ConfigError: `model.processor` leads to
-    none, or to one that does not fit the tokenizer."""
+    """Make the processor of a model that takes more than text; None for text.
+
+    Raises:
+        ConfigError: `model.processor` leads to none, or to one that does not fit the tokenizer.
+    """
     from polyturn.training import hf
 
     config = place.config.model

@@ -99,8 +99,7 @@ def build_parts(
     has_weights: bool = True,
     check: Callable[[Plugins, ToolBox], None] | None = None,
 ) -> Parts:
-    """Make the model, the engine and the rollout context. Raises ConfigError, TemplateError: something in the configuration
-    cannot work.
+    """Make the model, the engine and the rollout context.
 
     Args:
         place: The configuration.
@@ -108,6 +107,9 @@ def build_parts(
         engine: What completions come from; None makes the engine that is configured.
         has_weights: Whether the model is more than its config and shapes, which is all that rollout itself needs of it.
         check: Is shown the plug-ins before any weights are loaded, where no further policy of the run has to be made first.
+
+    Raises:
+        ConfigError, TemplateError: something in the configuration cannot work.
     """
     config, rollout = place.config, place.config.rollout
     check_plugins(place)
@@ -160,8 +162,11 @@ class Plugins(NamedTuple):
 
 
 def build_plugins(place: ConfigSource, policies: FurtherPolicies) -> Plugins:
-    """Make the scheduler, what scores its trajectories, and the interactions. Raises ConfigError: one of them cannot be
-    made."""
+    """Make the scheduler, what scores its trajectories, and the interactions.
+
+    Raises:
+        ConfigError: one of them cannot be made.
+    """
     scheduler = build_scheduler(place, policies)
     rewarder = build_rewarder(place, policies, scheduler)
     named = place.config.rollout.interactions
@@ -186,7 +191,10 @@ def build_context(place: ConfigSource, plugins: Plugins, policies: FurtherPolici
 
 def check_plugins(place: ConfigSource) -> None:
     """Import what the configuration names of the user's own, and refuse what cannot be a plug-in, before anything is loaded.
-    Raises ConfigError: a class lacks what its kind needs or misspells it, or a reward function cannot be called."""
+
+    Raises:
+        ConfigError: a class lacks what its kind needs or misspells it, or a reward function cannot be called.
+    """
     config = place.config
     load_plugins(config.plugins, base=place.base)
     if config.rollout.interactions is not None:
@@ -210,7 +218,10 @@ def _check_scheduler(place: ConfigSource) -> None:
 
 def _scheduler_class(place: ConfigSource) -> Any:
     """Return what `rollout.scheduler` names; of a class that was written for another library, what makes a scheduler of it.
-    Raises ConfigError: the name leads to nothing."""
+
+    Raises:
+        ConfigError: the name leads to nothing.
+    """
     name = place.config.rollout.scheduler or "default"
     theirs = {} if name in schedulers or ":" in name else {n: c for one in stand_ins() for n, c in one.schedulers().items()}
     if theirs and name not in theirs and "." not in name:
@@ -232,8 +243,11 @@ def build_tools(place: ConfigSource, *, codec: Codec) -> ToolBox:
 
 
 def _function_tools(place: ConfigSource) -> list[BaseTool]:
-    """Return the functions that `rollout.tools.functions` names. Raises ConfigError: one of them cannot be imported, or is
-    not decorated as a tool."""
+    """Return the functions that `rollout.tools.functions` names.
+
+    Raises:
+        ConfigError: one of them cannot be imported, or is not decorated as a tool.
+    """
     found: list[BaseTool] = []
     for name in place.config.rollout.tools.functions:
         if name.endswith(".py"):
@@ -286,8 +300,11 @@ def _overlong(config: Overlong, limits: Limits) -> Overlong | None:
 
 
 def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
-    """Make the scheduler. Raises ConfigError: the name leads to none, it does not take its arguments, or nothing would end
-    its episodes."""
+    """Make the scheduler.
+
+    Raises:
+        ConfigError: the name leads to none, it does not take its arguments, or nothing would end its episodes.
+    """
     if place.config.env is not None:
         return build_env_scheduler(place, policies)
     rollout = place.config.rollout

@@ -58,12 +58,15 @@ class FurtherPolicies:
 def build_policies(
     place: ConfigSource, *, model: PreTrainedModel | None = None, codec: Codec | None = None
 ) -> FurtherPolicies:
-    """Make the further policies of a run. Raises ConfigError: one of them cannot be loaded, or cannot be.
+    """Make the further policies of a run.
 
     Args:
         place: The configuration.
         model: The model that is trained; None where it is not here, so that nothing can be a copy of it.
         codec: Its tokenizer and template.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or cannot be.
     """
     by_name: dict[str, FrozenPolicy] = {}
     followers: list[PolicySnapshot] = []

@@ -70,8 +70,11 @@ def policy_options(
 
 
 def check_ranks(config: RunConfig, num_ranks: int) -> None:
-    """Refuse what `num_ranks` ranks cannot do. Raises ConfigError: the batch is too small, or something runs on one rank
-    only."""
+    """Refuse what `num_ranks` ranks cannot do.
+
+    Raises:
+        ConfigError: the batch is too small, or something runs on one rank only.
+    """
     train = config.train
     split = train.distributed
     wide = split.tensor_parallel * split.pipeline_parallel

@@ -83,7 +83,11 @@ class RunTasks:
 
 
 def build_run_tasks(place: ConfigSource) -> RunTasks:
-    """Open the tasks of a training run. Raises ConfigError, DataError: there are none, or they cannot be read."""
+    """Open the tasks of a training run.
+
+    Raises:
+        ConfigError, DataError: there are none, or they cannot be read.
+    """
     train, eval_sets = build_train_tasks(place), build_eval_sets(place)
     if not eval_sets:
         _refuse_evaluation_of_nothing(place)
@@ -102,8 +106,11 @@ def _refuse_evaluation_of_nothing(place: ConfigSource) -> None:
 
 
 def build_train_tasks(place: ConfigSource) -> Sequence[Task]:
-    """Open what a run trains on: data.train, or the tasks of its environment. Raises ConfigError, DataError: there is
-    nothing, or two things, or they cannot be read."""
+    """Open what a run trains on: data.train, or the tasks of its environment.
+
+    Raises:
+        ConfigError, DataError: there is nothing, or two things, or they cannot be read.
+    """
     source, names = place.config.data.train, [e.name for e in env_configs(place)]
     if source is None and not names:
         raise ConfigError(
@@ -119,7 +126,10 @@ def build_train_tasks(place: ConfigSource) -> Sequence[Task]:
 
 def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
     """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
-    Raises ConfigError, DataError: the first problem found."""
+
+    Raises:
+        ConfigError, DataError: the first problem found.
+    """
     build_trackers(place)
     check_algorithm(place)
     check_warm_start(place)
@@ -143,8 +153,11 @@ def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins,
 
 
 def check_training(parts: Parts, tasks: RunTasks) -> None:
-    """Refuse a training run whose tasks cannot run, before any time is spent on training. Raises DataError, ConfigError,
-    TemplateError: the first problem found."""
+    """Refuse a training run whose tasks cannot run, before any time is spent on training.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
     build_trackers(parts.place)
     check_credit(parts)
     check_warm_start(parts.place)
@@ -161,8 +174,11 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
 
 
 def check_warm_start(place: ConfigSource) -> None:
-    """Refuse a supervised start that has nothing to imitate. Raises ConfigError: its conversations are not named, or no
-    file, folder or function is there."""
+    """Refuse a supervised start that has nothing to imitate.
+
+    Raises:
+        ConfigError: its conversations are not named, or no file, folder or function is there.
+    """
     sft = place.config.warm_start
     if sft.steps == 0:
         return
@@ -181,14 +197,20 @@ def check_warm_start(place: ConfigSource) -> None:
 
 
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
-    """Refuse tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long. Raises DataError,
-    ConfigError, TemplateError: the first problem found."""
+    """Refuse tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
     check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
 
 
 def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]:
-    """Return the tasks whose prompts fit, where `data.drop_long_prompts` asks for that; else all of them. Raises DataError:
-    not one fits."""
+    """Return the tasks whose prompts fit, where `data.drop_long_prompts` asks for that; else all of them.
+
+    Raises:
+        DataError: not one fits.
+    """
     if not parts.place.config.data.drop_long_prompts:
         return tasks
     with Progress(f"measure {name}", len(tasks)) as bar:
@@ -208,8 +230,11 @@ def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]
 
 
 def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
-    """Decide what depends on the tasks: those that are left out, and the number of steps of a run that counts epochs. Raises
-    DataError: no task is left, or they do not fill one step."""
+    """Decide what depends on the tasks: those that are left out, and the number of steps of a run that counts epochs.
+
+    Raises:
+        DataError: no task is left, or they do not fill one step.
+    """
     eval_sets = tasks.eval_sets
     if eval_sets:
         held_out = fitting(parts, eval_sets[0].tasks, name="evaluation.data")
@@ -231,7 +256,11 @@ def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
 
 
 def build_sampler(place: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
-    """Return what makes the order of tasks anew, from the start. Raises ConfigError: `data.sampler` names no Curriculum."""
+    """Return what makes the order of tasks anew, from the start.
+
+    Raises:
+        ConfigError: `data.sampler` names no Curriculum.
+    """
     data, seed = place.config.data, place.config.seed
     sampler = data.sampler
     if isinstance(sampler, MixOptions):
@@ -379,8 +408,11 @@ def build_eval_sets(place: ConfigSource) -> list[EvalSet]:
 
 
 def build_trackers(place: ConfigSource) -> tuple[TrackerSpec, ...]:
-    """Find the trackers of a run and check their keys, before any time is spent. Raises ConfigError: one is not known, not
-    installed, or does not take its keys."""
+    """Find the trackers of a run and check their keys, before any time is spent.
+
+    Raises:
+        ConfigError: one is not known, not installed, or does not take its keys.
+    """
     from polyturn.config.models import TrackerConfig
     from polyturn.tracking.manager import tracker_spec
 

@@ -191,8 +191,11 @@ def stored_exporter(parts: Parts) -> Callable[[Path], object]:
 
 
 def warm_start_samples(parts: Parts) -> list[TrainSample]:
-    """Return the samples of `warm_start.conversations`: a jsonl file, a function, or the folder of a run. Raises
-    ConfigError, DataError: there are none, or they cannot be read."""
+    """Return the samples of `warm_start.conversations`: a jsonl file, a function, or the folder of a run.
+
+    Raises:
+        ConfigError, DataError: there are none, or they cannot be read.
+    """
     from polyturn.training.sft import encode_conversation, trajectory_samples
 
     place, sft = parts.place, parts.place.config.warm_start

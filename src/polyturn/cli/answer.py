@@ -15,7 +15,11 @@ from polyturn.interactions.terminal import Terminal, TerminalClosedError
 
 
 def open_desk(folder: Path) -> HumanQueue:
-    """Return the desk of a folder. Raises DataError: there is none."""
+    """Return the desk of a folder.
+
+    Raises:
+        DataError: there is none.
+    """
     if not (folder / "waiting").is_dir():
         raise DataError(
             f"no conversation waits for a person in {str(folder)!r}: it has no folder waiting/. Give the folder that the "
@@ -25,8 +29,12 @@ def open_desk(folder: Path) -> HumanQueue:
 
 
 def run(folder: Path, options: ServeOptions) -> None:
-    """Serve the page until interrupted. Raises ConfigError: what the page needs is not installed, or the address cannot be
-    used; DataError: no conversation waits in the folder."""
+    """Serve the page until interrupted.
+
+    Raises:
+        ConfigError: what the page needs is not installed, or the address cannot be used.
+        DataError: no conversation waits in the folder.
+    """
     with needing("view", what="the page"):
         from polyturn.viewer.app import MAX_BODY_BYTES, create_app
     desk = open_desk(folder)
@@ -36,8 +44,11 @@ def run(folder: Path, options: ServeOptions) -> None:
 
 
 def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | None = None) -> None:
-    """Answer one conversation after another here, until interrupted, the input ends, or `num` are answered. Raises
-    DataError: no conversation waits in the folder."""
+    """Answer one conversation after another here, until interrupted, the input ends, or `num` are answered.
+
+    Raises:
+        DataError: no conversation waits in the folder.
+    """
     desk, terminal = open_desk(folder), terminal or Terminal(sys.stdin, sys.stdout)
     while num is None or num > 0:
         waiting = desk.waiting()

@@ -12,13 +12,15 @@ from polyturn.core.errors import ConfigError
 
 
 def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -> None:
-    """Refuse what was given on the command line and has no meaning beside what else was. Raises ConfigError: the first one
-    that has none.
+    """Refuse what was given on the command line and has no meaning beside what else was.
 
     Args:
         context: The command's.
         used: The names of its parameters that have one.
         here: What was given beside it, for the message.
+
+    Raises:
+        ConfigError: the first one that has none.
     """
     for parameter in context.command.params:
         name = str(parameter.name)

@@ -62,8 +62,11 @@ def run(model: str, *, template: Path | None, as_json: bool = False) -> bool:
 
 
 def _tokenizer_of(model: str) -> str:
-    """Return the folder of the tokenizer that lies in a run's folder or in a checkpoint; else what was given. Raises
-    ConfigError: it is a file, or the folder of a run that kept no tokenizer."""
+    """Return the folder of the tokenizer that lies in a run's folder or in a checkpoint; else what was given.
+
+    Raises:
+        ConfigError: it is a file, or the folder of a run that kept no tokenizer.
+    """
     folder = Path(model).expanduser()
     if folder.is_file():
         raise ConfigError(f"{model!r} is a file; name the folder of a model, a tokenizer or a run, or a model on the hub")

@@ -15,8 +15,11 @@ from polyturn.store.stored_run import StoredRun, open_store
 
 
 def run(a: Path, b: Path, *, split: str | None, success_at: float, as_json: bool) -> None:
-    """Compare, print, and leave compare-A.json in the folder of B. Raises DataError: there is no evaluation that both have,
-    or no task that both ran."""
+    """Compare, print, and leave compare-A.json in the folder of B.
+
+    Raises:
+        DataError: there is no evaluation that both have, or no task that both ran.
+    """
     stores = open_store(a), open_store(b)
     splits = [split] if split is not None else _common(stores[0], stores[1], a, b)
     found = {}

@@ -16,8 +16,12 @@ GROUP = "polyturn.config_dialects"
 
 
 def find_dialect(name: str) -> ConfigDialect:
-    """Return a dialect by its name. Raises UnknownNameError: there is none; ConfigError: whoever offers it offers something
-    else."""
+    """Return a dialect by its name.
+
+    Raises:
+        UnknownNameError: there is none.
+        ConfigError: whoever offers it offers something else.
+    """
     if name not in offered(GROUP):
         raise UnknownNameError(f"--dialect: there is no {name!r}.{did_you_mean(name, offered(GROUP))}")
     found = load_offered(GROUP, name, where="--dialect")
@@ -56,8 +60,12 @@ def dialect_of(path: Path) -> str | None:
 
 
 def to_migrate(path: Path) -> MigrateDialect:
-    """Return what writes a file as a native configuration: that of its dialect, or, where none is seen, of the only one that
-    can. Raises ConfigError: no dialect can."""
+    """Return what writes a file as a native configuration: that of its dialect, or, where none is seen, of the only one
+    that can.
+
+    Raises:
+        ConfigError: no dialect can.
+    """
     able = {name: one.migrate for name, one in load_each(GROUP, ConfigDialect) if one.migrate is not None}
     name = dialect_of(path)
     if name is not None and name not in able:

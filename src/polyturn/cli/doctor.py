@@ -94,8 +94,11 @@ def run(*, as_json: bool) -> None:
 
 
 def run_project(path: Path, *, as_json: bool) -> bool:
-    """Print what a project consists of, and return whether it could run. Raises ConfigError: it has no config that can be
-    read."""
+    """Print what a project consists of, and return whether it could run.
+
+    Raises:
+        ConfigError: it has no config that can be read.
+    """
     from polyturn.cli.project import explain
 
     found = list(explain(path))

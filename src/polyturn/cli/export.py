@@ -23,13 +23,16 @@ from polyturn.tokens.codec import load_codec
 
 
 def run(source: Path, *, out: Path, config: Path | None = None) -> None:
-    """Write the model of `source` to the new folder `out`. Raises CheckpointError: there is no model in `source`, or its
-    weights are missing or damaged; ConfigError: `out` is there already, or the base model of an adapter is not known.
+    """Write the model of `source` to the new folder `out`.
 
     Args:
         source: A run's folder (its latest checkpoint), a checkpoint, or a model's folder.
         out: Where it goes.
         config: The run's config, where `source` holds an adapter and its own config.yaml is not beside it.
+
+    Raises:
+        CheckpointError: there is no model in `source`, or its weights are missing or damaged.
+        ConfigError: `out` is there already, or the base model of an adapter is not known.
     """
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out} is there already; name a new folder, or remove it")

@@ -20,8 +20,12 @@ def run(
     embed: str | None = None,
     model: str | None = None,
 ) -> int:
-    """Build an index and return how many passages it holds. Raises ConfigError: the folder exists, or options contradict
-    each other; DataError: a source cannot be read."""
+    """Build an index and return how many passages it holds.
+
+    Raises:
+        ConfigError: the folder exists, or options contradict each other.
+        DataError: a source cannot be read.
+    """
     from polyturn.retrieval.dense import read_matrix
     from polyturn.retrieval.embedders import embed_all, read_embedder
     from polyturn.retrieval.index import build_index
@@ -42,8 +46,11 @@ def run(
 
 
 def embed_option(embed: str | None, model: str | None) -> Any:
-    """Return `--embed` and `--embed-model` as the config of an embedder; the token comes from the environment. Raises
-    ConfigError: a URL has no model, or a model no URL."""
+    """Return `--embed` and `--embed-model` as the config of an embedder; the token comes from the environment.
+
+    Raises:
+        ConfigError: a URL has no model, or a model no URL.
+    """
     is_url = embed is not None and embed.startswith(("http://", "https://"))
     if is_url != (model is not None):
         raise ConfigError("--embed URL and --embed-model NAME go together; --embed file.py:function needs no model")

@@ -28,8 +28,11 @@ MODEL = "Qwen/Qwen3-0.6B"
 
 
 def run(folder: Path, *, kind: str) -> None:
-    """Write a project into `folder`, which must be new or empty. Raises ConfigError: there is no such kind, or something is
-    there already."""
+    """Write a project into `folder`, which must be new or empty.
+
+    Raises:
+        ConfigError: there is no such kind, or something is there already.
+    """
     if kind not in KINDS:
         raise ConfigError(f"there is no kind of project {kind!r}.{did_you_mean(kind, KINDS)}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

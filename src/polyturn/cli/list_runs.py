@@ -15,7 +15,11 @@ from polyturn.tracking.jsonl import read_metrics
 
 
 def run(folder: Path) -> None:
-    """Print the runs inside `folder`, the newest first. Raises DataError: there is none."""
+    """Print the runs inside `folder`, the newest first.
+
+    Raises:
+        DataError: there is none.
+    """
     table = Table("run", "step", "success", "reward", "trajectories", "failed", "last written", box=None, pad_edge=False)
     for path in find_runs([folder]):
         table.add_row(path.name, *_row(path))

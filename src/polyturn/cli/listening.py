@@ -25,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def needing(extra: str, *, what: str) -> Iterator[None]:
-    """Import inside what `what` needs; `extra` of this package brings it. Raises ConfigError: something of it is not
-    installed."""
+    """Import inside what `what` needs; `extra` of this package brings it.
+
+    Raises:
+        ConfigError: something of it is not installed.
+    """
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -58,13 +61,16 @@ def listen(app: Any, options: ServeOptions, rules: ServerRules, *, what: str, pa
 
 
 def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, label: str, max_body_bytes: int) -> None:
-    """Serve a page to people until interrupted. Raises ConfigError: the address cannot be used.
+    """Serve a page to people until interrupted.
 
     Args:
         make: Returns the application under the rules.
         options: Where it listens; without a token, one is made where others could reach it.
         label: What the link is for.
         max_body_bytes: The largest request that is read.
+
+    Raises:
+        ConfigError: the address cannot be used.
     """
     import uvicorn
 

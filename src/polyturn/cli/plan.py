@@ -61,7 +61,7 @@ class Demand(NamedTuple):
 
 
 def run(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: float, link: float) -> None:
-    """Print the plan. Raises ConfigError: it does not fit; the message names the nearest layout that does.
+    """Print the plan.
 
     Args:
         path: A config.
@@ -69,6 +69,9 @@ def run(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: float, l
         gpus: How many GPUs there are.
         gpu_memory: GB of each.
         link: GB a second between the ranks and a server.
+
+    Raises:
+        ConfigError: it does not fit; the message names the nearest layout that does.
     """
     place, _ = open_place(path, overrides)
     demand, layout, out = demand_of(place), layout_of(place.config), Output()
@@ -122,8 +125,11 @@ def layout_of(config: RunConfig) -> GpuLayout:
 
 
 def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> None:
-    """Refuse a layout that asks for more GPUs, or for more memory on one, than there is. Raises ConfigError: with the
-    nearest layout that fits, if there is one."""
+    """Refuse a layout that asks for more GPUs, or for more memory on one, than there is.
+
+    Raises:
+        ConfigError: with the nearest layout that fits, if there is one.
+    """
     rank, server = sum(demand.rank(layout.ranks).values()), sum(demand.server(layout.width or 1).values())
     wrong = []
     if layout.gpus > gpus:

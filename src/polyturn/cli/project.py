@@ -20,8 +20,11 @@ from polyturn.tokens.hub import only_cached
 
 
 def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
-    """Yield what each part of a project is, or the sentence that says what is wrong with it, and whether it is right. Raises
-    ConfigError: there is no config, or it cannot be read."""
+    """Yield what each part of a project is, or the sentence that says what is wrong with it, and whether it is right.
+
+    Raises:
+        ConfigError: there is no config, or it cannot be read.
+    """
     file = config_of(path)
     source = ConfigSource(config=load_config(RunConfig, file, []).config, base=base_of(file))
     yield "config", str(file), True
@@ -40,8 +43,11 @@ def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
 
 
 def config_of(path: Path) -> Path:
-    """Return the config that a file or a project's folder means. Raises ConfigError: there is none, or more than one and
-    none of them is config.yaml."""
+    """Return the config that a file or a project's folder means.
+
+    Raises:
+        ConfigError: there is none, or more than one and none of them is config.yaml.
+    """
     if not path.is_dir():
         return path
     found = [path / "config.yaml"] if (path / "config.yaml").is_file() else sorted(path.glob("*.yaml"))

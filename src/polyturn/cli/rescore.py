@@ -19,8 +19,12 @@ from polyturn.store.stored_run import open_store
 
 
 def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> None:
-    """Score, print how the rewards moved, and write one row a trajectory as Parquet. Raises ConfigError: the function cannot
-    be found or its parameters fit no form; DataError: there is nothing to score."""
+    """Score, print how the rewards moved, and write one row a trajectory as Parquet.
+
+    Raises:
+        ConfigError: the function cannot be found or its parameters fit no form.
+        DataError: there is nothing to score.
+    """
     store = open_store(folder)
     if where is not None:
         store = store.filter(where)

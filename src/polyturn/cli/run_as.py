@@ -28,13 +28,16 @@ OVERRIDES = "POLYTURN_OVERRIDES"
 
 
 def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: Sequence[str] = ()) -> None:
-    """Replace this process by `command`. Raises ConfigError: there is nothing that stands in for `name`, or no such command.
+    """Replace this process by `command`.
 
     Args:
         name: The library.
         command: The command.
         dry_run: Every training program that it starts checks everything, shows it, and stops.
         overrides: What each of them appends to its overrides.
+
+    Raises:
+        ConfigError: there is nothing that stands in for `name`, or no such command.
     """
     environment = {**os.environ, **variables(name, os.environ)}
     if dry_run or overrides:
@@ -54,8 +57,11 @@ def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: 
 
 
 def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that put polyturn in the place of `name`. Raises ConfigError: there is nothing that
-    stands in for it."""
+    """Return the environment variables that put polyturn in the place of `name`.
+
+    Raises:
+        ConfigError: there is nothing that stands in for it.
+    """
     shims = find_stand_in(name).shims
     former = environment.get("PYTHONPATH")
     names = dict.fromkeys([name, *filter(None, environment.get(STANDS_IN, "").split(","))])
@@ -63,7 +69,11 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_stand_in(name: str) -> StandIn:
-    """Return what stands in for a library and its programs. Raises ConfigError: there is nothing that does."""
+    """Return what stands in for a library and its programs.
+
+    Raises:
+        ConfigError: there is nothing that does.
+    """
     known = {one.name: one for one in stand_ins() if one.shims is not None}
     if name not in known:
         raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")

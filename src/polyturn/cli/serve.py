@@ -44,8 +44,11 @@ class ServeOptions:
     """Further names under which the server is reached."""
 
     def bind(self) -> socket.socket:
-        """Return a socket that listens. Raises ConfigError: the address is not one of this machine's, or the port is in
-        use."""
+        """Return a socket that listens.
+
+        Raises:
+            ConfigError: the address is not one of this machine's, or the port is in use.
+        """
         from polyturn.serving.address import bind
 
         return bind(self.host, self.first_port if self.port is None else self.port, is_only=self.port is not None)
@@ -59,8 +62,11 @@ class ServeOptions:
         return os.environ.get(TOKEN_VARIABLE)
 
     def rules(self, **changes: Any) -> ServerRules:
-        """Return what the server demands of requests; `changes` are fields of `ServerRules`. Raises ConfigError: the address
-        would be open to others without a token, or a value cannot work."""
+        """Return what the server demands of requests; `changes` are fields of `ServerRules`.
+
+        Raises:
+            ConfigError: the address would be open to others without a token, or a value cannot work.
+        """
         return server_rules(
             self.host, self.find_token(), rate_limit=self.rate_limit, allowed_hosts=self.allowed_hosts, **changes
         )
@@ -69,8 +75,11 @@ class ServeOptions:
 def server_rules(
     host: str, token: str | None, *, rate_limit: str | None, allowed_hosts: Sequence[str], **changes: Any
 ) -> ServerRules:
-    """Return what a server on this host demands of requests. Raises ConfigError: the address would be open to others without
-    a token, or a value cannot work."""
+    """Return what a server on this host demands of requests.
+
+    Raises:
+        ConfigError: the address would be open to others without a token, or a value cannot work.
+    """
     from polyturn.serving.address import check_exposure, is_loopback
     from polyturn.serving.rules import ClientRateLimit, ServerRules
 
@@ -85,7 +94,11 @@ def server_rules(
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file. Raises ConfigError: it cannot be read."""
+    """Return the token in a file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         if path.stat().st_mode & 0o077:
             logger.warning("the token file %s can be read by others; run `chmod 600 %s`", path, path)
@@ -157,8 +170,11 @@ def overrides_of(
 
 
 def _model(model: str, config: Path | None) -> str:
-    """Return the folder or the hub's name of a model; of a run's folder or a checkpoint's, the model in it. Raises
-    CheckpointError: there is no model in the folder."""
+    """Return the folder or the hub's name of a model; of a run's folder or a checkpoint's, the model in it.
+
+    Raises:
+        CheckpointError: there is no model in the folder.
+    """
     if not Path(model).is_dir():
         return model
     from polyturn import build

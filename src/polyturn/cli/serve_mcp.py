@@ -18,14 +18,16 @@ MAX_BODY_BYTES = 8 << 20
 
 
 def run(source: Path, options: ServeOptions, *, stdio: bool = False, idle_s: float = 600.0) -> None:
-    """Serve until a signal asks to stop, or the client's end. Raises ConfigError: the tools cannot be built, or the address
-    would be open to others.
+    """Serve until a signal asks to stop, or the client's end.
 
     Args:
         source: A tool file (YAML or JSON), or a Python file with decorated functions.
         options: Address and token.
         stdio: Whether to speak over standard input and output.
         idle_s: Seconds of silence after which a session is ended.
+
+    Raises:
+        ConfigError: the tools cannot be built, or the address would be open to others.
     """
     with needing("mcp,serve", what="a server of tools"):
         from polyturn.serving.mcp import ToolServer

@@ -30,8 +30,11 @@ class Hosted:
 
 
 def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, hosted: Hosted) -> None:
-    """Serve a model until a signal asks to stop. Raises ConfigError: the address would be open to others, or something in
-    the configuration cannot work."""
+    """Serve a model until a signal asks to stop.
+
+    Raises:
+        ConfigError: the address would be open to others, or something in the configuration cannot work.
+    """
     from polyturn import build
     from polyturn.api.console import quiet_transformers
     from polyturn.config.load import base_of, load_config

@@ -11,8 +11,11 @@ from polyturn.cli.serve import ServeOptions
 
 
 def run(options: ServeOptions, *, python: Path | None = None, allow_unsafe: bool = False) -> None:
-    """Serve until a signal asks to stop. Raises ConfigError: the address would be open to others, or code cannot be isolated
-    here."""
+    """Serve until a signal asks to stop.
+
+    Raises:
+        ConfigError: the address would be open to others, or code cannot be isolated here.
+    """
     with needing("serve", what="a server"):
         from polyturn.serving.sandbox import MAX_BODY_BYTES, SandboxService, create_app
     from polyturn.tools.python_sandbox.interpreter import Interpreter

@@ -9,8 +9,11 @@ from polyturn.cli.serve import ServeOptions
 
 
 def run(options: ServeOptions, index: Path, *, topk: int = 3, embed: str | None = None, model: str | None = None) -> None:
-    """Serve until a signal asks to stop. Raises ConfigError: the address would be open to others, or there is no index that
-    can be read."""
+    """Serve until a signal asks to stop.
+
+    Raises:
+        ConfigError: the address would be open to others, or there is no index that can be read.
+    """
     with needing("serve", what="a server"):
         from polyturn.serving.search import MAX_BODY_BYTES, create_app
     from polyturn.cli.index import embed_option

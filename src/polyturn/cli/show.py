@@ -39,8 +39,11 @@ TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 def run(
     folder: Path, *, trajectory: str | None, split: str | None, limit: int, where: str | None = None, tokens: bool = False
 ) -> None:
-    """List the newest `limit` trajectories of a run, or show the one with an id. Raises DataError: there is nothing to show;
-    the message says what there is."""
+    """List the newest `limit` trajectories of a run, or show the one with an id.
+
+    Raises:
+        DataError: there is nothing to show; the message says what there is.
+    """
     out = Output()
     stored = open_store(folder)
     if where is not None:

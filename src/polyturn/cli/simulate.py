@@ -49,8 +49,12 @@ def run(
 
 
 def fit(url: str, *, engine: str, out: Path | None, slots: int, vocab_size: int, prompt_tokens: int) -> Speed:
-    """Measure a server that runs, print what was found, write it to `out`. Raises UnknownNameError: there is no such engine;
-    ConfigError: the options do not fit together."""
+    """Measure a server that runs, print what was found, write it to `out`.
+
+    Raises:
+        UnknownNameError: there is no such engine.
+        ConfigError: the options do not fit together.
+    """
     if engine not in CLIENTS:
         raise UnknownNameError(f"a server of {engine!r} cannot be measured.{did_you_mean(engine, CLIENTS)}")
     if slots < 1 or vocab_size < 2:

@@ -15,8 +15,12 @@ from polyturn.core.errors import DataError
 
 
 def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = None) -> None:
-    """Serve the page until interrupted. Raises ConfigError: what the viewer needs is not installed, or the address cannot be
-    used; DataError: a folder is not a run's, or no conversation waits in `desk`."""
+    """Serve the page until interrupted.
+
+    Raises:
+        ConfigError: what the viewer needs is not installed, or the address cannot be used.
+        DataError: a folder is not a run's, or no conversation waits in `desk`.
+    """
     with needing("view", what="the viewer"):
         from polyturn.viewer.app import MAX_BODY_BYTES, create_app
         from polyturn.viewer.run_view import RunView
@@ -42,8 +46,11 @@ def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = N
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Return the runs that folders mean: a run's own, or each run inside, the newest first. Raises DataError: there is
-    none."""
+    """Return the runs that folders mean: a run's own, or each run inside, the newest first.
+
+    Raises:
+        DataError: there is none.
+    """
     runs: list[Path] = []
     for folder in folders:
         if not folder.is_dir():

@@ -16,11 +16,13 @@ from polyturn.core.errors import UnknownNameError, did_you_mean
 
 
 def install(name: str) -> bool:
-    """Put the modules of the library `name` in place; calling it again changes nothing. Raises UnknownNameError: there is no
-    such namespace.
+    """Put the modules of the library `name` in place; calling it again changes nothing.
 
     Returns:
         Whether imports under `name` are answered here; False where the library itself is installed, which then wins.
+
+    Raises:
+        UnknownNameError: there is no such namespace.
     """
     return finder(name).install()
 
@@ -32,7 +34,11 @@ def uninstall(name: str) -> None:
 
 @functools.cache
 def finder(name: str) -> AliasFinder:
-    """Return the one finder of a namespace. Raises UnknownNameError: there is no such namespace."""
+    """Return the one finder of a namespace.
+
+    Raises:
+        UnknownNameError: there is no such namespace.
+    """
     if name not in NAMESPACES:
         raise UnknownNameError(f"compat has no namespace {name!r}.{did_you_mean(name, NAMESPACES)}")
     return AliasFinder(NAMESPACES[name])

@@ -88,8 +88,11 @@ class AliasFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module under the root; None for all others. Raises ModuleNotFoundError: the module is under
-        the root and is not offered; the message says what is."""
+        """Return the spec of a module under the root; None for all others.
+
+        Raises:
+            ModuleNotFoundError: the module is under the root and is not offered; the message says what is.
+        """
         root = self.namespace.root
         if fullname != root and not fullname.startswith(f"{root}."):
             return None

@@ -70,8 +70,7 @@ def load_config(
     """Read a configuration, or that of a run's folder.
 
     From weakest to strongest: the model's own defaults, `defaults`, the files that the YAML names under `defaults:`, the
-    YAML itself, `values`, the overrides. Mappings merge, everything else replaces. Raises ConfigError: a missing or damaged
-    file, an unknown key, a wrong type, a `${…}` that leads nowhere: one sentence each.
+    YAML itself, `values`, the overrides. Mappings merge, everything else replaces.
 
     Args:
         model: The pydantic model; unknown keys are errors in it and in the models inside it.
@@ -80,6 +79,9 @@ def load_config(
             a YAML file lays that file above what stands before it; relative paths in it still start at `path`'s folder.
         defaults: Values below the file.
         values: Values above it, which a program gives.
+
+    Raises:
+        ConfigError: a missing or damaged file, an unknown key, a wrong type, a `${…}` that leads nowhere: one sentence each.
     """
     sources = Sources()
     if defaults:
@@ -99,12 +101,15 @@ def load_config(
 
 
 def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mapping[KeyPath, str]) -> Loaded[ModelT]:
-    """Read a configuration that a program made. Raises ConfigError: as `load_config` does.
+    """Read a configuration that a program made.
 
     Args:
         model: The pydantic model.
         values: The configuration as plain data.
         origin: Native key to the key it was made of and where that was written: {("train", "steps"): "trainer.steps"}.
+
+    Raises:
+        ConfigError: as `load_config` does.
     """
     sources = Sources()
     sources.merge(values, "")

@@ -20,8 +20,11 @@ class LargeAnswerError(PolyturnError, ValueError):
 
 
 async def whole(chunks: AsyncIterable[bytes], *, limit: int | None = None) -> bytes:
-    """Return all of `chunks`. Raises LargeAnswerError: they are more than `limit` bytes, `MAX_ANSWER_BYTES` where none is
-    given; no more is read."""
+    """Return all of `chunks`.
+
+    Raises:
+        LargeAnswerError: they are more than `limit` bytes, `MAX_ANSWER_BYTES` where none is given; no more is read.
+    """
     body = bytearray()
     async for chunk in chunks:
         _add(body, chunk, limit)

@@ -182,13 +182,15 @@ class TrajectoryBuilder:
         return ref
 
     def sample(self, completion: Completion, *, turn: int, weights: ArrayLike | None = None) -> tuple[SpanRef, ...]:
-        """Append a completion exactly as it was sampled; k policy versions become k spans. Raises AlignmentError: `weights`
-        has another length, or there are more routes than tokens.
+        """Append a completion exactly as it was sampled; k policy versions become k spans.
 
         Args:
             completion: What the engine returned.
             turn: The turn it belongs to.
             weights: [len(completion.token_ids)] weights in the loss; None trains every token with weight 1.
+
+        Raises:
+            AlignmentError: `weights` has another length, or there are more routes than tokens.
         """
         ids = completion.token_ids
         chosen: Floats | None = None if weights is None else float_array(weights)
@@ -253,8 +255,10 @@ class TrajectoryBuilder:
     def cut(self, refs: Sequence[SpanRef], *, keep: int) -> int:
         """Drop all but the first `keep` tokens of the completion that was sampled last; return how many are gone.
 
-        Where a fork stands behind them they stay, for they are in its context, and only this place goes back: then 0. Raises
-        AlignmentError: something follows the completion, it was not sampled here, or it has fewer tokens.
+        Where a fork stands behind them they stay, for they are in its context, and only this place goes back: then 0.
+
+        Raises:
+            AlignmentError: something follows the completion, it was not sampled here, or it has fewer tokens.
         """
         segment = self._open_segment()
         spans = [self.span(ref) for ref in refs]
@@ -288,8 +292,11 @@ class TrajectoryBuilder:
         return total - keep
 
     def reweigh(self, refs: Sequence[SpanRef], weights: ArrayLike) -> None:
-        """Set the weights of sampled spans that are already there, `weights` running over all of them in order. Raises
-        AlignmentError: a span was not sampled, or the lengths differ."""
+        """Set the weights of sampled spans that are already there, `weights` running over all of them in order.
+
+        Raises:
+            AlignmentError: a span was not sampled, or the lengths differ.
+        """
         chosen = float_array(weights)
         spans = [self.span(ref) for ref in refs]
         for span in spans:

@@ -15,8 +15,11 @@ from polyturn.core.errors import DataError
 
 
 def contained(folder: Path, name: str) -> Path | None:
-    """Return the place of a file or folder inside `folder`, free of links; None where there is none. Raises DataError: a
-    symbolic link leads out of `folder`, or it is no plain file and no folder."""
+    """Return the place of a file or folder inside `folder`, free of links; None where there is none.
+
+    Raises:
+        DataError: a symbolic link leads out of `folder`, or it is no plain file and no folder.
+    """
     try:
         base, place = folder.resolve(), (folder / name).resolve()
     except (OSError, RuntimeError, ValueError) as problem:  # links that lead in a circle, a name that no file can have
@@ -37,8 +40,11 @@ def contained(folder: Path, name: str) -> Path | None:
 
 
 def read_contained(folder: Path, name: str, *, max_bytes: int) -> str | None:
-    """Return the text of a file inside `folder`, broken bytes replaced; None where there is none. Raises DataError: as
-    `contained`, or the file is larger than `max_bytes` or cannot be read."""
+    """Return the text of a file inside `folder`, broken bytes replaced; None where there is none.
+
+    Raises:
+        DataError: as `contained`, or the file is larger than `max_bytes` or cannot be read.
+    """
     place = contained(folder, name)
     if place is None:
         return None

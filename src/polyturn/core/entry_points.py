@@ -43,13 +43,16 @@ def offered(group: str) -> Mapping[str, tuple[Offer, ...]]:
 
 
 def load_offered(group: str, name: str, *, where: str) -> Any:
-    """Import what `name` of a group stands for. Raises ConfigError: several distributions offer the name;
-    MissingModuleError, MissingAttributeError: its module cannot be imported, or lacks it.
+    """Import what `name` of a group stands for.
 
     Args:
         group: The group, such as "polyturn.losses".
         name: One of the names of `offered`.
         where: How messages begin: the configuration's key, or the kind.
+
+    Raises:
+        ConfigError: several distributions offer the name.
+        MissingModuleError, MissingAttributeError: its module cannot be imported, or lacks it.
     """
     offers = offered(group)[name]
     point, distribution = offers[0]

@@ -98,8 +98,11 @@ class EnvStep(NamedTuple):
 
     @classmethod
     def of(cls, returned: Any, *, name: str) -> EnvStep:
-        """Read what `step` returned. Raises SchedulerError: it is nothing that can be understood, or a reward is no finite
-        number."""
+        """Read what `step` returned.
+
+        Raises:
+            SchedulerError: it is nothing that can be understood, or a reward is no finite number.
+        """
         if isinstance(returned, EnvStep):
             return returned
         if isinstance(returned, Seated):
@@ -169,7 +172,11 @@ def first_shown(returned: Any) -> Any:
 
 
 def observed(observation: Any, *, name: str) -> tuple[Message, ...]:
-    """Return an observation as messages; a text is a user's. Raises SchedulerError: it is neither a text nor messages."""
+    """Return an observation as messages; a text is a user's.
+
+    Raises:
+        SchedulerError: it is neither a text nor messages.
+    """
     if observation is None:
         return ()
     if isinstance(observation, str):

@@ -101,7 +101,11 @@ class GenerateRequest(Record):
         object.__setattr__(self, "prompt_ids", ids_array(self.prompt_ids))
 
     def check_heeded(self, completion: Completion) -> None:
-        """Check that an engine sampled nothing that it was told not to. Raises EngineError: it did."""
+        """Check that an engine sampled nothing that it was told not to.
+
+        Raises:
+            EngineError: it did.
+        """
         banned = self.sampling.banned_token_ids
         if banned and np.isin(completion.token_ids, banned).any():
             raise EngineError(

@@ -97,7 +97,11 @@ class Lifecycle:
         return bool(TRANSITIONS[self._state])
 
     def move(self, to: RequestState) -> None:
-        """Go to the state `to`. Raises LifecycleError: the table does not allow it."""
+        """Go to the state `to`.
+
+        Raises:
+            LifecycleError: the table does not allow it.
+        """
         if to not in TRANSITIONS[self._state]:
             allowed = ", ".join(sorted(s.value for s in TRANSITIONS[self._state])) or "nothing: it has ended"
             raise LifecycleError(f"an episode cannot go from {self._state.value} to {to.value}; allowed: {allowed}")

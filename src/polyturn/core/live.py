@@ -62,7 +62,11 @@ def is_held(label: str) -> bool:
 
 
 def target(label: str) -> Any:
-    """Return the object that has a label. Raises ConfigError: none has, in this process."""
+    """Return the object that has a label.
+
+    Raises:
+        ConfigError: none has, in this process.
+    """
     held = _HELD.get(label)
     if held is None:
         raise ConfigError(

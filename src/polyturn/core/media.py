@@ -49,8 +49,11 @@ def kind_of(part: Mapping[str, Any]) -> str | None:
 
 
 def normal_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message part with its media as a source; a part without media is returned as it is. Raises DataError: the
-    part names a medium and holds nothing that can be read as one."""
+    """Return a message part with its media as a source; a part without media is returned as it is.
+
+    Raises:
+        DataError: the part names a medium and holds nothing that can be read as one.
+    """
     kind = kind_of(part)
     if kind is None:
         return part
@@ -71,14 +74,16 @@ def media_of(content: str | Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
 
 
 def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
-    """Return what a row, a tool or a plug-in gave as a medium in the one form that records keep. Raises DataError: it is
-    none of these, or a URL that would have to be downloaded.
+    """Return what a row, a tool or a plug-in gave as a medium in the one form that records keep.
 
     Args:
         kind: One of `KINDS`.
         value: A source; bytes of a file; a mapping with "bytes", "path" or "url", as datasets have them; a Pillow image;
             an array of an image [H, W, 3] or of a mono sound [T]; for a video, a list or an array of frames.
         base: The folder that relative paths start from; None leaves them as they are.
+
+    Raises:
+        DataError: it is none of these, or a URL that would have to be downloaded.
     """
     if isinstance(value, str):
         return _checked(kind, value, base)
@@ -114,7 +119,11 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
 
 
 def read_source(source: str) -> bytes:
-    """Return the bytes that a source stands for. Raises DataError: there is no such file, or the data URI is damaged."""
+    """Return the bytes that a source stands for.
+
+    Raises:
+        DataError: there is no such file, or the data URI is damaged.
+    """
     if source.startswith("data:"):
         head, _, data = source.partition(",")
         try:

@@ -98,7 +98,10 @@ class Message:
     @classmethod
     def from_openai(cls, data: Mapping[str, Any] | Message, *, origin: Origin | None = None) -> Message:
         """Return the message that an OpenAI-style dict describes, written by `origin`; a `Message` is returned as it is.
-        Raises DataError: there is no role, or a tool call has no name."""
+
+        Raises:
+            DataError: there is no role, or a tool call has no name.
+        """
         if isinstance(data, Message):
             return data
         if "role" not in data:

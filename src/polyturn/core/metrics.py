@@ -54,7 +54,11 @@ Metrics = dict[str, Metric]
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Merge metrics of the same name by their own reduction. Raises TypeError: one name was used with two reductions."""
+    """Merge metrics of the same name by their own reduction.
+
+    Raises:
+        TypeError: one name was used with two reductions.
+    """
     out: Metrics = {}
     for part in parts:
         for name, metric in part.items():

@@ -20,8 +20,11 @@ from polyturn.core.errors import DataError, one_line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return one dict a step, in order: the lines of one step joined, damaged lines and half a last one left out. Raises
-    DataError: the file is a link that leads out of its folder, or cannot be read."""
+    """Return one dict a step, in order: the lines of one step joined, damaged lines and half a last one left out.
+
+    Raises:
+        DataError: the file is a link that leads out of its folder, or cannot be read.
+    """
     steps: dict[int, dict[str, Any]] = {}
     for line in metric_lines(path, max_bytes=MAX_BYTES):
         steps.setdefault(line["step"], {}).update(line)
@@ -83,8 +86,11 @@ def _is_text(name: str) -> bool:
 
 
 def metric_lines(path: Path, *, max_bytes: int = -1) -> list[dict[str, Any]]:
-    """Return the lines of a file of metrics in its order, damaged ones left out. Raises DataError: the file cannot be
-    read."""
+    """Return the lines of a file of metrics in its order, damaged ones left out.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     place = contained(path.parent, path.name)
     if place is None:
         return []

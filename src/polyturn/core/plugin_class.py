@@ -60,13 +60,15 @@ class Shape:
 
 
 def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
-    """Refuse a class that lacks what its kind needs, misspells it, or takes other arguments than it is called with. Raises
-    ConfigError: the first problem found.
+    """Refuse a class that lacks what its kind needs, misspells it, or takes other arguments than it is called with.
 
     Args:
         cls: The class. One of the library's own is taken as it is.
         shape: What it must be.
         where: What names the class, for the message.
+
+    Raises:
+        ConfigError: the first problem found.
     """
     foreign = [c for c in cls.__mro__ if c not in shape.bases and not _is_ours(c)]
     if not foreign or cls in shape.bases:
@@ -106,13 +108,15 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
 
 
 def check_function(function: Any, call: CallShape, *, where: str) -> None:
-    """Refuse what is no function, takes other arguments than it is called with, or yields where it should return. Raises
-    ConfigError: the first problem found.
+    """Refuse what is no function, takes other arguments than it is called with, or yields where it should return.
 
     Args:
         function: The function, its options bound.
         call: How it is called.
         where: What names it, for the message.
+
+    Raises:
+        ConfigError: the first problem found.
     """
     if not callable(function) or isinstance(function, type):
         raise ConfigError(f"{where} is {shown(function)}, which is no function; write `{call.write}`")
@@ -130,8 +134,11 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
 
 
 def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
-    """Refuse a function with `yield`, which answers with itself, and not with what it yields. Raises ConfigError: it is
-    one."""
+    """Refuse a function with `yield`, which answers with itself, and not with what it yields.
+
+    Raises:
+        ConfigError: it is one.
+    """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"{where} has `yield` in it, so that a call of it gives nothing; write `return`")
 

@@ -26,12 +26,14 @@ _LOADED: dict[str, tuple[Path, ModuleType]] = {}
 
 
 def load_plugins(files: Sequence[str | Path], *, base: Path | None = None) -> list[ModuleType]:
-    """Import plug-in files, each once however often it is named; return their modules. Raises ConfigError: a file is missing
-    or fails when imported, two have one name, or one has the name of another module.
+    """Import plug-in files, each once however often it is named; return their modules.
 
     Args:
         files: The files.
         base: The folder that relative paths start from.
+
+    Raises:
+        ConfigError: a file is missing or fails when imported, two have one name, or one has the name of another module.
     """
     paths = [(base or Path()).joinpath(Path(file).expanduser()).resolve() for file in files]
     return [_load(path) for path in paths]

@@ -50,7 +50,10 @@ class Registry(Generic[T]):
 
     def register(self, name: str, *, replace: bool = False) -> Callable[[T], T]:
         """Return a decorator that registers its argument under `name`; with `replace` whatever has that name gives way.
-        Raises ConfigError: the name is taken by something else."""
+
+        Raises:
+            ConfigError: the name is taken by something else.
+        """
 
         def add(entry: T) -> T:
             is_own = any(offer.distribution == OWN for offer in offered(self.group).get(name, ()))
@@ -100,8 +103,11 @@ class Registry(Generic[T]):
 
 def import_attr(path: str, *, base: Path | None = None) -> Any:
     """Import what `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr` names; the label of a live object is that object.
-    Raises MissingModuleError: the module or file cannot be found or imported; MissingAttributeError: the module has no such
-    attribute."""
+
+    Raises:
+        MissingModuleError: the module or file cannot be found or imported.
+        MissingAttributeError: the module has no such attribute.
+    """
     if live.is_label(path):
         return live.target(path)
     where, colon, name = path.rpartition(":")
@@ -121,8 +127,11 @@ def import_attr(path: str, *, base: Path | None = None) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module of its own, once however often it is named. Raises MissingModuleError: there is no
-    such file, or it fails when it is imported."""
+    """Import a Python file as a module of its own, once however often it is named.
+
+    Raises:
+        MissingModuleError: there is no such file, or it fails when it is imported.
+    """
     return _load_file(str(path.resolve()))
 
 
@@ -158,7 +167,11 @@ def offer_namespace(problem: ModuleNotFoundError) -> bool:
 
 def install_namespace(root: str) -> bool:
     """Let the stand-in of a library answer for its name; return whether it does: the library itself, where it is installed,
-    goes first. Raises ConfigError: the entry point that offers the stand-in is broken."""
+    goes first.
+
+    Raises:
+        ConfigError: the entry point that offers the stand-in is broken.
+    """
     return bool(load_offered(NAMESPACES, root, where=f"the library {root!r}")())
 
 

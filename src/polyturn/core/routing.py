@@ -48,8 +48,11 @@ class RouteShape(NamedTuple):
         return np.full((*lead, self.num_layers, self.top_k), np.iinfo(self.dtype).max, self.dtype)
 
     def read(self, values: ArrayLike) -> Any:
-        """Return what an engine said of some tokens, [T, L, K], as routes. Raises AlignmentError: they are of another shape,
-        or name an expert that the model does not have."""
+        """Return what an engine said of some tokens, [T, L, K], as routes.
+
+        Raises:
+            AlignmentError: they are of another shape, or name an expert that the model does not have.
+        """
         array = np.asarray(values)
         if self.layers and array.ndim == 3 and array.shape[1] == self.num_hidden_layers:
             array = array[:, list(self.layers)]
@@ -67,8 +70,11 @@ class RouteShape(NamedTuple):
 
 
 def routes_array(values: ArrayLike) -> Any:
-    """Return `values` as read-only routes, copying only what can still be written to. Raises AlignmentError: they are not
-    uint8 or uint16, or have not three axes."""
+    """Return `values` as read-only routes, copying only what can still be written to.
+
+    Raises:
+        AlignmentError: they are not uint8 or uint16, or have not three axes.
+    """
     array = np.asarray(values)
     if array.dtype not in (np.uint8, np.uint16) or array.ndim != 3:
         raise AlignmentError(
@@ -94,8 +100,10 @@ def blank_like(routes: Any, count: int) -> Any:
 def fill(held: Any | None, count: int, routes: Any, *, at: int) -> Any:
     """Return the routes of `count` tokens, which have `held` so far, with `routes` from token `at` on.
 
-    A token keeps the route that it has: it is the one that it was sampled with, whatever newer weights chose since. Raises
-    AlignmentError: they are of different shapes.
+    A token keeps the route that it has: it is the one that it was sampled with, whatever newer weights chose since.
+
+    Raises:
+        AlignmentError: they are of different shapes.
     """
     if held is not None and (held.shape[1:], held.dtype) != (routes.shape[1:], routes.dtype):
         raise AlignmentError(

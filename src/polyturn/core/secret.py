@@ -23,7 +23,10 @@ from polyturn.core.hiding import secret_variables as secret_variables
 
 def token_from(settings: Mapping[str, Any], *, where: str) -> str | None:
     """Return the token that settings name: `token` itself, or `token_env`, a variable of the environment; None without.
-    Raises ConfigError: the variable is not set, both are given, or the token is no text."""
+
+    Raises:
+        ConfigError: the variable is not set, both are given, or the token is no text.
+    """
     token, name = settings.get("token"), settings.get("token_env")
     if token is not None and name is not None:
         raise ConfigError(f"{where} has `token` and `token_env`; give one of them")

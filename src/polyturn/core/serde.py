@@ -35,8 +35,11 @@ def to_json(value: Any, depth: int = 0) -> Any:
 
 
 def from_json(cls: type[_T], data: Any) -> _T:
-    """Return the `cls` that `data`, the output of `to_json`, describes. Raises TypeError: `data` has a field that `cls`
-    lacks, or lacks one without a default."""
+    """Return the `cls` that `data`, the output of `to_json`, describes.
+
+    Raises:
+        TypeError: `data` has a field that `cls` lacks, or lacks one without a default.
+    """
     result: _T = _decode(cls, data)
     return result
 

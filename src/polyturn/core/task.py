@@ -81,8 +81,11 @@ class ToolChoice(NamedTuple):
 
 
 def select_tools(task: Task, configured: Collection[str]) -> ToolChoice:
-    """Return which of the configured tools a task may call, in the order that it names them, else in theirs. Raises
-    DataError: it names a tool that is not configured and that it does not skip, or it needs tools and has none."""
+    """Return which of the configured tools a task may call, in the order that it names them, else in theirs.
+
+    Raises:
+        DataError: it names a tool that is not configured and that it does not skip, or it needs tools and has none.
+    """
     asked = tuple(configured if task.tools is None else dict.fromkeys(task.tools))
     skipped = tuple(name for name in asked if name not in configured)
     hint = did_you_mean(skipped[0], configured) if skipped and configured else ""

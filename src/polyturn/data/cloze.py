@@ -48,9 +48,7 @@ class Cloze(NamedTuple):
 
 
 def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int = 5000) -> list[Path]:
-    """Write questions over passages as `train.parquet` and `test.parquet`, with `passages.jsonl` and an `index`. Raises
-    ConfigError: `out` holds an index already, or bm25s is not installed; DataError: the texts give too few questions for a
-    training and a test set.
+    """Write questions over passages as `train.parquet` and `test.parquet`, with `passages.jsonl` and an `index`.
 
     Args:
         passages: The texts.
@@ -59,6 +57,10 @@ def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int 
 
     Returns:
         What was written.
+
+    Raises:
+        ConfigError: `out` holds an index already, or bm25s is not installed.
+        DataError: the texts give too few questions for a training and a test set.
     """
     held = list(passages)
     if (out / "index").exists():

@@ -44,8 +44,11 @@ class Conversation:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], *, where: str, base: Path | None = None) -> Conversation:
-        """Return the conversation of a dataset row; the paths of its media start at `base`. Raises DataError: the row has no
-        messages, or they cannot be read; the message starts with `where`."""
+        """Return the conversation of a dataset row; the paths of its media start at `base`.
+
+        Raises:
+            DataError: the row has no messages, or they cannot be read; the message starts with `where`.
+        """
         messages = row.get("messages")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise DataError(f"{where}: a conversation needs a non-empty list `messages`; the row has the keys {sorted(row)}")
@@ -61,8 +64,11 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read a jsonl file, one conversation a line. Raises DataError: it is missing, a line is not JSON, or a row is no
-    conversation."""
+    """Read a jsonl file, one conversation a line.
+
+    Raises:
+        DataError: it is missing, a line is not JSON, or a row is no conversation.
+    """
     if not path.is_file():
         raise DataError(f"there is no file {str(path)!r}; warm_start.conversations names a jsonl file of conversations")
     out = []
@@ -81,8 +87,12 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def generate_conversations(path: str, *, base: Path | None = None, **kwargs: Any) -> list[Conversation]:
-    """Call the function that `path` names and return its conversations. Raises ConfigError: the name leads nowhere, or the
-    function does not take these arguments; DataError: it returned something else, or nothing."""
+    """Call the function that `path` names and return its conversations.
+
+    Raises:
+        ConfigError: the name leads nowhere, or the function does not take these arguments.
+        DataError: it returned something else, or nothing.
+    """
     make = import_attr(path, base=base)
     try:
         inspect.signature(make).bind(**kwargs)

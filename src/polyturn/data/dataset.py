@@ -131,8 +131,11 @@ class TaskDataset(TaskSequence):
     """The tasks of one or more files, in the order of the files."""
 
     def __init__(self, parts: Sequence[Rows], *, split: str, columns: Mapping[str, str] | None = None) -> None:
-        """Take rows, and the names that some columns of a task have there. Raises DataError: the first row of a part has no
-        such column."""
+        """Take rows, and the names that some columns of a task have there.
+
+        Raises:
+            DataError: the first row of a part has no such column.
+        """
         self.split = split
         self._parts = list(parts)
         self._columns = dict(columns or {})
@@ -154,14 +157,16 @@ class TaskDataset(TaskSequence):
         base: Path | None = None,
         columns: Mapping[str, str] | None = None,
     ) -> TaskDataset:
-        """Open jsonl and parquet files. Raises DataError: a file is missing, of an unknown kind, damaged or without a
-        column, or there is no row at all.
+        """Open jsonl and parquet files.
 
         Args:
             files: One path or several; `~` and globs are expanded, the matches of a glob in sorted order.
             split: "train" or the name of an evaluation; starts the ids of tasks that have none.
             base: The folder that relative paths start from.
             columns: The name that a task's column has in the files, where it is another: `{"prompt": "question"}`.
+
+        Raises:
+            DataError: a file is missing, of an unknown kind, damaged or without a column, or there is no row at all.
         """
         named = [files] if isinstance(files, str | Path) else list(files)
         paths = [path for name in named for path in _find(Path(name), base or Path())]
@@ -176,14 +181,16 @@ class TaskDataset(TaskSequence):
     def of(
         cls, rows: Sequence[Any], *, split: str, name: str = "tasks", columns: Mapping[str, str] | None = None
     ) -> TaskDataset:
-        """Make a dataset of rows that are in memory, or of whatever has a length and gives a row for a number. Raises
-        DataError: there is no row, or no such column.
+        """Make a dataset of rows that are in memory, or of whatever has a length and gives a row for a number.
 
         Args:
             rows: The rows.
             split: "train" or the name of an evaluation.
             name: What to call the rows in messages.
             columns: The name that a task's column has in the rows, where it is another.
+
+        Raises:
+            DataError: there is no row, or no such column.
         """
         if not len(rows):
             raise DataError(f"{name} has no row; {split!r} needs at least one task")
@@ -204,13 +211,16 @@ class TaskDataset(TaskSequence):
 
 
 def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
-    """Call the task generator that `path` names, and return its tasks. Raises ConfigError: the name leads nowhere, or the
-    generator does not take these arguments; DataError: it returned something else, or nothing.
+    """Call the task generator that `path` names, and return its tasks.
 
     Args:
         path: `package.module:function` or `file.py:function`: a callable that returns a sequence of tasks.
         base: The folder that a relative file path starts from.
         kwargs: The generator's own arguments.
+
+    Raises:
+        ConfigError: the name leads nowhere, or the generator does not take these arguments.
+        DataError: it returned something else, or nothing.
     """
     make = import_attr(path, base=base)
     if not callable(make):
@@ -240,8 +250,7 @@ def check_tasks(
 ) -> DatasetSummary:
     """Read every task once, so that a bad row stops the run before it starts, and say what is in them.
 
-    An interaction that a task marks as optional is ignored in a run that configures none. Raises DataError: a row that
-    cannot be read, a name that is not configured, or an id that two tasks share.
+    An interaction that a task marks as optional is ignored in a run that configures none.
 
     Args:
         tasks: The tasks.
@@ -250,6 +259,9 @@ def check_tasks(
         name: What to call these tasks in messages, for instance the file.
         require_interaction_name: Refuse tasks whose interaction was only implied.
         also: Called with every task that passed, for further checks in the same pass.
+
+    Raises:
+        DataError: a row that cannot be read, a name that is not configured, or an id that two tasks share.
     """
     sources: Counter[str | None] = Counter()
     partners: Counter[str | None] = Counter()

@@ -27,8 +27,7 @@ def open_hub_dataset(
     columns: Mapping[str, str] | None = None,
     base: Path | None = None,
 ) -> TaskDataset:
-    """Open a data set by its name on the hub, or a folder with one. Raises ConfigError: `datasets` is not installed;
-    DataError: there is no such data set, part or column, or it cannot be fetched.
+    """Open a data set by its name on the hub, or a folder with one.
 
     Args:
         name: owner/name on the hub, or a folder.
@@ -38,6 +37,10 @@ def open_hub_dataset(
         first: Fetch only so many rows, from the first on; None fetches all.
         columns: The name that a task's column has in the data set, where it is another.
         base: The folder that a relative folder starts from.
+
+    Raises:
+        ConfigError: `datasets` is not installed.
+        DataError: there is no such data set, part or column, or it cannot be fetched.
     """
     try:
         import datasets

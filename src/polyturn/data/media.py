@@ -23,13 +23,15 @@ COLUMNS = {"images": "image", "videos": "video", "audios": "audio"}
 
 
 def with_media(messages: Sequence[Any], row: Mapping[str, Any], *, base: Path) -> list[Any]:
-    """Return the messages of a row, as dicts, with the media of its columns in their places. Raises DataError: an item
-    cannot be read, or there are more or fewer than the prompt points at.
+    """Return the messages of a row, as dicts, with the media of its columns in their places.
 
     Args:
         messages: The prompt's messages.
         row: The row.
         base: The folder that relative paths start from.
+
+    Raises:
+        DataError: an item cannot be read, or there are more or fewer than the prompt points at.
     """
     items = {kind: _items(row, column, kind, base) for column, kind in COLUMNS.items()}
     if not any(items.values()):

@@ -57,7 +57,7 @@ class TaskMix(TaskSampler):
         shuffle: bool = True,
         state: MixState | None = None,
     ) -> None:
-        """Take the tasks. Raises ConfigError: a source has no weight, or a weight has no source.
+        """Take the tasks.
 
         Args:
             tasks: With their data sources.
@@ -66,6 +66,9 @@ class TaskMix(TaskSampler):
             seed: Of the order within each source, and within each step.
             shuffle: Whether tasks of a source come in a random order.
             state: What a sampler before this one drew and learnt.
+
+        Raises:
+            ConfigError: a source has no weight, or a weight has no source.
         """
         self._sources: dict[str, list[int]] = {}
         for index, task in enumerate(tasks):
@@ -139,7 +142,11 @@ class TaskMix(TaskSampler):
         return {**self._identity(), "number": self._number, **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called. Raises CheckpointError: the state is of other tasks or another seed."""
+        """Go on from where `state_dict` was called.
+
+        Raises:
+            CheckpointError: the state is of other tasks or another seed.
+        """
         mine = self._identity()
         for key, value in mine.items():
             if state.get(key) != value:

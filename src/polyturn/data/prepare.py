@@ -45,8 +45,7 @@ def prepare_gsm8k(
     system: str | None = None,
     instruction: str | None = None,
 ) -> list[Path]:
-    """Write GSM8K as `train.parquet` and `test.parquet`. Raises ConfigError: the variant is unknown; DataError: a file is
-    missing, a line is not a problem, or the hub cannot be reached.
+    """Write GSM8K as `train.parquet` and `test.parquet`.
 
     Args:
         folder: Holds OpenAI's `train.jsonl` and `test.jsonl`; None fetches the dataset from the hub.
@@ -57,6 +56,10 @@ def prepare_gsm8k(
 
     Returns:
         The files written.
+
+    Raises:
+        ConfigError: the variant is unknown.
+        DataError: a file is missing, a line is not a problem, or the hub cannot be reached.
     """
     if variant not in _SYSTEM:
         raise ConfigError(f"there is no gsm8k variant {variant!r}.{did_you_mean(variant, _SYSTEM)}")
@@ -73,8 +76,11 @@ def prepare_gsm8k(
 
 
 def final_answer(answer: str) -> str:
-    """Return what follows the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250". Raises DataError:
-    there is no such mark, or nothing after it."""
+    """Return what follows the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250".
+
+    Raises:
+        DataError: there is no such mark, or nothing after it.
+    """
     _, mark, after = answer.rpartition("####")
     value = after.strip().replace(",", "")
     if not mark or not value:

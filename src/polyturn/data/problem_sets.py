@@ -36,8 +36,7 @@ _SEARCH_SYSTEM = (
 
 
 def prepare_geo3k(folder: Path | None, *, out: Path) -> list[Path]:
-    """Write Geometry3K as `train.parquet` and `test.parquet`, each row with its figure and the zoom tool. Raises DataError:
-    a file is missing, a row is no problem, or the hub cannot be reached.
+    """Write Geometry3K as `train.parquet` and `test.parquet`, each row with its figure and the zoom tool.
 
     Args:
         folder: Holds the dataset's parquet files, named by split; None fetches it from the hub.
@@ -45,13 +44,15 @@ def prepare_geo3k(folder: Path | None, *, out: Path) -> list[Path]:
 
     Returns:
         The files written.
+
+    Raises:
+        DataError: a file is missing, a row is no problem, or the hub cannot be reached.
     """
     return _prepare(GEO3K, folder, out=out, row=_geo3k_row)
 
 
 def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
-    """Write questions as `train.parquet` and `test.parquet`, each row with the search tool. Raises DataError: a file is
-    missing, a row is no question, or the hub cannot be reached.
+    """Write questions as `train.parquet` and `test.parquet`, each row with the search tool.
 
     Args:
         folder: Holds `train*.parquet` and `test*.parquet` with the columns question and golden_answers, and data_source
@@ -60,6 +61,9 @@ def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
 
     Returns:
         The files written.
+
+    Raises:
+        DataError: a file is missing, a row is no question, or the hub cannot be reached.
     """
     return _prepare(SEARCH, folder, out=out, row=search_row)
 
@@ -86,8 +90,11 @@ def _geo3k_row(problem: Mapping[str, Any], *, index: int, split: str, where: str
 
 
 def search_row(problem: Mapping[str, Any], *, index: int, split: str, where: str) -> dict[str, Any]:
-    """Return the row of a question that is answered by searching. Raises DataError: it has no `question`, or no
-    `golden_answers`."""
+    """Return the row of a question that is answered by searching.
+
+    Raises:
+        DataError: it has no `question`, or no `golden_answers`.
+    """
     question, answers = problem.get("question"), problem.get("golden_answers")
     if not isinstance(question, str) or not isinstance(answers, list) or not answers:
         raise DataError(f"{where}: a row needs a text 'question' and a list 'golden_answers', not {sorted(problem)}")

@@ -106,8 +106,11 @@ class TaskSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called. Raises CheckpointError: the state is of another dataset size, seed or
-        order."""
+        """Go on from where `state_dict` was called.
+
+        Raises:
+            CheckpointError: the state is of another dataset size, seed or order.
+        """
         for key, mine in (("size", self.size), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
                 raise CheckpointError(

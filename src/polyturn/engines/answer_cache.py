@@ -27,7 +27,11 @@ class AnswerCache:
     """A file of answers."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file. Raises ConfigError: it cannot be made, or is something else."""
+        """Open or make the file.
+
+        Raises:
+            ConfigError: it cannot be made, or is something else.
+        """
         self.path = path
         self._lock = threading.Lock()
         self._threads = DaemonThreads(name="answers", max_threads=1)

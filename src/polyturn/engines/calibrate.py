@@ -68,8 +68,11 @@ class _Bench:
         return length - self._prefilled
 
     async def seconds(self, prompts: Sequence[Ids], max_tokens: int) -> float:
-        """Return how long all of `prompts` take at once, with `max_tokens` each. Raises EngineError: the server ends
-        completions before that."""
+        """Return how long all of `prompts` take at once, with `max_tokens` each.
+
+        Raises:
+            EngineError: the server ends completions before that.
+        """
         loop = asyncio.get_running_loop()
 
         async def ask(prompt: Ids) -> None:
@@ -106,8 +109,7 @@ async def fit(
     long_prompt_tokens: int = 1000,
     repeats: int = 5,
 ) -> Speed:
-    """Measure `engine` and return a speed with its table; slots are the largest batch. Raises ConfigError: there are no
-    batch sizes, or they do not rise.
+    """Measure `engine` and return a speed with its table; slots are the largest batch.
 
     Args:
         engine: A client of the server.
@@ -116,6 +118,9 @@ async def fit(
         prompt_tokens: Length of the prompts behind which steps are timed; take what the workload has.
         long_prompt_tokens: Length of the prompt whose cost is measured.
         repeats: Each timing is a median over so many.
+
+    Raises:
+        ConfigError: there are no batch sizes, or they do not rise.
     """
     if not batches or list(batches) != sorted(set(batches)) or batches[0] < 1 or repeats < 1:
         raise ConfigError(f"batch sizes must rise from at least 1 and repeats be at least 1, not {batches} and {repeats}")
@@ -188,7 +193,11 @@ def save(speed: Speed, path: Path) -> None:
 
 
 def load(path: Path) -> Speed:
-    """Read what `save` wrote. Raises ConfigError: there is no such file, or it says something else."""
+    """Read what `save` wrote.
+
+    Raises:
+        ConfigError: there is no such file, or it says something else.
+    """
     if not path.is_file():
         raise ConfigError(
             f"there is no speed file {path}; `polyturn simulate --fit URL --out {shlex.quote(str(path))}` measures one"

@@ -93,8 +93,11 @@ async def place_at(url: str, *, limit: int) -> AsyncIterator[None]:
 
 
 def key_from(name: str | None, *, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the key that the environment variable `name` holds; None without a name. Raises ConfigError: the variable is
-    not set, or empty."""
+    """Return the key that the environment variable `name` holds; None without a name.
+
+    Raises:
+        ConfigError: the variable is not set, or empty.
+    """
     if name is None:
         return None
     key = (os.environ if environ is None else environ).get(name, "").strip()
@@ -107,7 +110,11 @@ class ChatClient:
     """Connections to one endpoint, open while somebody uses them."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Take the address; nothing is connected yet. Raises ConfigError: it is no address."""
+        """Take the address; nothing is connected yet.
+
+        Raises:
+            ConfigError: it is no address.
+        """
         if not endpoint.url.startswith(("http://", "https://")):
             raise ConfigError(f"the endpoint {endpoint.url!r} is no address; it begins with http:// or https://")
         self.endpoint = endpoint
@@ -134,8 +141,12 @@ class ChatClient:
                 await self._client.close()
 
     async def ask(self, body: Mapping[str, Any]) -> Any:
-        """Return what the endpoint answers. Raises EngineError: the server refused it, or did not answer in as many tries as
-        allowed; ConfigError: the server would refuse every request."""
+        """Return what the endpoint answers.
+
+        Raises:
+            EngineError: the server refused it, or did not answer in as many tries as allowed.
+            ConfigError: the server would refuse every request.
+        """
         place, tries = self.endpoint, itertools.count()
 
         async def once() -> Any:
@@ -201,8 +212,11 @@ class ChatClient:
 
 
 def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
-    """Refuse an endpoint that does not answer at all; it is asked for its list of models, which costs nothing. Raises
-    ConfigError: nothing listens there, or it refuses the key."""
+    """Refuse an endpoint that does not answer at all; it is asked for its list of models, which costs nothing.
+
+    Raises:
+        ConfigError: nothing listens there, or it refuses the key.
+    """
     try:
         address = f"{endpoint.url.rstrip('/')}/models"
         answer = ask_now("GET", address, headers=bearer(endpoint.key), timeout_s=timeout_s)

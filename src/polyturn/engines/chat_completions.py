@@ -37,7 +37,11 @@ class ChatEngine(BaseEngine):
     """Asks a chat endpoint; an `Engine` whose ids are those of `text_codec`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Take the address; nothing is connected yet. Raises ConfigError: it is no address."""
+        """Take the address; nothing is connected yet.
+
+        Raises:
+            ConfigError: it is no address.
+        """
         super().__init__()
         self._endpoint = endpoint
         self._client = ChatClient(endpoint)
@@ -55,8 +59,12 @@ class ChatEngine(BaseEngine):
         return EngineCapabilities()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Let the model answer the conversation. Raises EngineError: the server refused it, or did not answer in as many
-        tries as allowed; ConfigError: the server would refuse every request."""
+        """Let the model answer the conversation.
+
+        Raises:
+            EngineError: the server refused it, or did not answer in as many tries as allowed.
+            ConfigError: the server would refuse every request.
+        """
         messages, tools = read_chat(request.prompt_ids)
         sampling = request.sampling
         body: dict[str, Any] = {
@@ -89,7 +97,11 @@ class ChatEngine(BaseEngine):
             self._tasks[request_id].cancel()
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Refuse. Raises EngineError: always."""
+        """Refuse.
+
+        Raises:
+            EngineError: always.
+        """
         raise EngineError("a chat endpoint takes no weights; train with engine.kind embedded, vllm or sglang")
 
     async def close(self) -> None:

@@ -62,7 +62,11 @@ class ChatPartnerSettings:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, who: str) -> ChatPartnerSettings:
-        """Take the settings of a voice out of a config that may hold others. Raises ConfigError: one of them cannot work."""
+        """Take the settings of a voice out of a config that may hold others.
+
+        Raises:
+            ConfigError: one of them cannot work.
+        """
         given = {f.name: config[f.name] for f in fields(cls) if config.get(f.name) is not None}
         for name in ("base_url", "model"):
             if not isinstance(given.get(name), str) or not given[name].strip():
@@ -103,7 +107,11 @@ class SpeakingPolicy(Protocol):
     """Answers that were given and were in no cache."""
 
     def require(self) -> None:
-        """Refuse a voice that cannot answer. Raises ConfigError: it cannot."""
+        """Refuse a voice that cannot answer.
+
+        Raises:
+            ConfigError: it cannot.
+        """
         ...
 
     def in_use(self) -> contextlib.AbstractAsyncContextManager[None]:
@@ -111,7 +119,11 @@ class SpeakingPolicy(Protocol):
         ...
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> ChatReply:
-        """Answer messages; a session is the id of a conversation that goes on. Raises EngineError: there is no answer."""
+        """Answer messages; a session is the id of a conversation that goes on.
+
+        Raises:
+            EngineError: there is no answer.
+        """
         ...
 
     async def end(self, session: str) -> None:
@@ -123,8 +135,11 @@ class ChatPartner:
     """Asks an endpoint for one answer at a time."""
 
     def __init__(self, settings: ChatPartnerSettings, *, who: str, base: Path | None = None) -> None:
-        """Take the settings; nothing is connected yet. Raises ConfigError: the address is none, the key's variable is not
-        set, or the cache cannot be used."""
+        """Take the settings; nothing is connected yet.
+
+        Raises:
+            ConfigError: the address is none, the key's variable is not set, or the cache cannot be used.
+        """
         self.settings = settings
         self._who = who
         try:
@@ -146,8 +161,11 @@ class ChatPartner:
         """Answers that came from the endpoint and not from the cache."""
 
     def require(self) -> None:
-        """Refuse an endpoint that does not answer, unless the cache may stand in for it. Raises ConfigError: it does not,
-        and nothing is cached."""
+        """Refuse an endpoint that does not answer, unless the cache may stand in for it.
+
+        Raises:
+            ConfigError: it does not, and nothing is cached.
+        """
         try:
             check_reachable(self._endpoint)
         except ConfigError as problem:
@@ -163,8 +181,12 @@ class ChatPartner:
             yield
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> ChatReply:
-        """Return what the model says to `messages`, which is the same for the same seed where there is a cache. Raises
-        EngineError: the endpoint refused, or did not answer in time; ConfigError: it would refuse every request."""
+        """Return what the model says to `messages`, which is the same for the same seed where there is a cache.
+
+        Raises:
+            EngineError: the endpoint refused, or did not answer in time.
+            ConfigError: it would refuse every request.
+        """
         settings = self.settings
         body: dict[str, Any] = {
             "model": settings.model,
@@ -199,21 +221,33 @@ def without_thoughts(text: str) -> str:
 
 
 def check_positive(value: Any, *, name: str, who: str, is_whole: bool) -> None:
-    """Refuse a setting that is no number above 0. Raises ConfigError: it is not."""
+    """Refuse a setting that is no number above 0.
+
+    Raises:
+        ConfigError: it is not.
+    """
     is_number = isinstance(value, int) or (isinstance(value, float) and not is_whole)
     if not is_number or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"{who}: {name} is {value!r}; give a {'whole ' if is_whole else ''}number above 0")
 
 
 def check_within(value: Any, low: float, high: float, *, name: str, who: str) -> None:
-    """Refuse a setting that is no number from `low` to `high`. Raises ConfigError: it is not."""
+    """Refuse a setting that is no number from `low` to `high`.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         bound = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
         raise ConfigError(f"{who}: {name} is {value!r:.100}; give a number {bound}")
 
 
 def refuse_unknown(config: Mapping[str, Any], known: Sequence[str], *, who: str) -> None:
-    """Refuse a config with a key that nothing reads, or that holds a secret. Raises ConfigError: it has one."""
+    """Refuse a config with a key that nothing reads, or that holds a secret.
+
+    Raises:
+        ConfigError: it has one.
+    """
     for name in config:
         if name in ("api_key", "key", "token"):
             raise ConfigError(

@@ -35,8 +35,10 @@ def continued(request: GenerateRequest, parts: Sequence[Completion]) -> Generate
 def before_banned(request: GenerateRequest, parts: Sequence[Completion]) -> Completion | None:
     """Return the newest part without its first banned id and what follows; None if it holds none.
 
-    To throw such an id away and sample anew in its place is to sample from all the others. Raises EngineError: nothing but
-    banned ids is sampled.
+    To throw such an id away and sample anew in its place is to sample from all the others.
+
+    Raises:
+        EngineError: nothing but banned ids is sampled.
     """
     part, banned = parts[-1], request.sampling.banned_token_ids
     at = np.flatnonzero(np.isin(part.token_ids, banned)).tolist() if banned else []

@@ -94,14 +94,17 @@ class FrozenPolicy:
         session: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> PolicyReply:
-        """Return what it says next. Raises EngineError: the conversation does not fit, or the engine is lost; TemplateError:
-        its template cannot render the conversation.
+        """Return what it says next.
 
         Args:
             messages: The conversation as it sees it, its own words under the role "assistant".
             seed: Of the sampling.
             session: The conversation's id, where more will follow; `end` it then. None keeps nothing.
             sampling: How it is sampled; None samples as it usually is.
+
+        Raises:
+            EngineError: the conversation does not fit, or the engine is lost.
+            TemplateError: its template cannot render the conversation.
         """
         codec = self._encoder.codec
         ids = self._encoder.start([Message.from_openai(m) for m in messages])
@@ -153,7 +156,11 @@ Policies = Mapping[str, FrozenPolicy]
 
 
 def policy_named(name: Any, policies: Policies, *, who: str) -> FrozenPolicy:
-    """Return the policy that a setting names. Raises UnknownNameError: the run has none of that name."""
+    """Return the policy that a setting names.
+
+    Raises:
+        UnknownNameError: the run has none of that name.
+    """
     if not isinstance(name, str) or name not in policies:
         hint = did_you_mean(str(name), policies) if policies else " It has none; name its model in the section `policies`."
         raise UnknownNameError(f"{who}: the run has no policy {name!r} beside the one that it trains.{hint}")
@@ -162,8 +169,11 @@ def policy_named(name: Any, policies: Policies, *, who: str) -> FrozenPolicy:
 
 
 def sampled_with(policy: FrozenPolicy, given: Mapping[str, Any], *, who: str) -> SamplingParams:
-    """Return how a policy is sampled, where `given` may set temperature, top_p and max_tokens. Raises ConfigError: one of
-    them cannot be."""
+    """Return how a policy is sampled, where `given` may set temperature, top_p and max_tokens.
+
+    Raises:
+        ConfigError: one of them cannot be.
+    """
     found = {name: given[name] for name in SAMPLED_WITH if given.get(name) is not None}
     check_within(found.get("temperature", 1.0), 0.0, float("inf"), name="temperature", who=who)
     check_within(found.get("top_p", 1.0), 0.0, 1.0, name="top_p", who=who)
@@ -185,8 +195,12 @@ class PolicyVoice:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], policies: Policies, *, who: str) -> PolicyVoice:
-        """Make the voice that a config names under `policy`. Raises UnknownNameError: the run has no such policy;
-        ConfigError: a setting is for a model at an endpoint, or cannot be."""
+        """Make the voice that a config names under `policy`.
+
+        Raises:
+            UnknownNameError: the run has no such policy.
+            ConfigError: a setting is for a model at an endpoint, or cannot be.
+        """
         policy = policy_named(config["policy"], policies, who=who)
         for name in names_of(ChatPartnerSettings):
             if name not in SAMPLED_WITH and config.get(name) is not None:
@@ -204,7 +218,11 @@ class PolicyVoice:
         yield
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> ChatReply:
-        """Answer messages. Raises EngineError: they do not fit, or the engine is lost."""
+        """Answer messages.
+
+        Raises:
+            EngineError: they do not fit, or the engine is lost.
+        """
         self.num_asked += 1
         said = await self.policy.say(messages, seed=seed, session=session, sampling=self._sampling)
         return ChatReply(

@@ -29,8 +29,11 @@ class MessageSocket(asyncio.Protocol):
         self._data = bytearray()
 
     def send(self, message: object) -> None:
-        """Write an object; it leaves when the other end reads. Nothing happens once the connection is gone. Raises
-        EngineError: it has more than 4 GiB."""
+        """Write an object; it leaves when the other end reads. Nothing happens once the connection is gone.
+
+        Raises:
+            EngineError: it has more than 4 GiB.
+        """
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         if len(data) > MAX_BYTES:
             raise EngineError(f"a message of {len(data)} bytes is too long for the engine's process; at most {MAX_BYTES}")

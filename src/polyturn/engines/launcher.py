@@ -89,8 +89,11 @@ class Server:
 
     @classmethod
     async def start(cls, spec: LaunchSpec, *, host: str = "127.0.0.1") -> Server:
-        """Start a server that listens on the address `host` of this machine, and return once it is ready. Raises
-        EngineError: it cannot be started, ended early, or was not ready in time; the message ends with its last lines."""
+        """Start a server that listens on the address `host` of this machine, and return once it is ready.
+
+        Raises:
+            EngineError: it cannot be started, ended early, or was not ready in time; the message ends with its last lines.
+        """
         port = free_port(host)
         log = spec.log
         if log is None:

@@ -90,8 +90,11 @@ class ShownPrompts:
     """Makes the `ShownPrompt` of each request, for one model and its processor."""
 
     def __init__(self, model: PreTrainedModel, processor: MediaProcessor) -> None:
-        """Take the model and its processor. Raises ConfigError: the tokens of an image look at each other in both
-        directions, which the cache cannot hold."""
+        """Take the model and its processor.
+
+        Raises:
+            ConfigError: the tokens of an image look at each other in both directions, which the cache cannot hold.
+        """
         self._rows = MediaRows(model, processor)
         if "token_type_ids" in self._rows.takes:
             raise ConfigError(
@@ -102,8 +105,11 @@ class ShownPrompts:
         self._numbers: dict[bytes, int] = {}
 
     def of(self, request: GenerateRequest) -> ShownPrompt | None:
-        """Return what a request shows; None for text. Raises EngineError: ids and media do not belong together, or a medium
-        cannot be processed."""
+        """Return what a request shows; None for text.
+
+        Raises:
+            EngineError: ids and media do not belong together, or a medium cannot be processed.
+        """
         if not request.media:
             if np.isin(request.prompt_ids, self._features).any():
                 raise EngineError(f"request {request.request_id!r} has tokens that stand for media, and no media")

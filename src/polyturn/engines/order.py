@@ -121,7 +121,10 @@ class LongestFirst(OrderPolicy):
 
     def __init__(self, *, age: float = 2.0) -> None:
         """Take at how many fair shares of waiting a request goes first; the rest up to 3 is for the others that are due.
-        Raises ConfigError: with that age something could wait longer."""
+
+        Raises:
+            ConfigError: with that age something could wait longer.
+        """
         super().__init__()
         if not 0 < age <= 2:
             raise ConfigError(f"age is {age}; over 2, a request could wait more than 3 times its fair share; 0 is its own")
@@ -178,13 +181,16 @@ class LongestFirst(OrderPolicy):
 
 
 def make_policy(name: str | OrderPolicy, *, base: Path | None = None, **options: Any) -> OrderPolicy:
-    """Return the policy that `name` stands for, with an empty queue. Raises UnknownNameError: there is no such policy;
-    ConfigError: it does not take these options.
+    """Return the policy that `name` stands for, with an empty queue.
 
     Args:
         name: A registered name, `file.py:Class`, or a policy.
         base: Where files are looked for.
         **options: Arguments of the policy's class.
+
+    Raises:
+        UnknownNameError: there is no such policy.
+        ConfigError: it does not take these options.
     """
     if isinstance(name, OrderPolicy):
         return name

@@ -72,12 +72,15 @@ class PendingRequest:
             self._sent.cancel()
 
     async def fly(self, post: Callable[[str], Awaitable[Any]], *, deadline: float | None) -> Any:
-        """Send the request and wait for the answer; None where it was ended before the server took it. Raises
-        EngineLostError: no answer came; EngineError: the server refused it.
+        """Send the request and wait for the answer; None where it was ended before the server took it.
 
         Args:
             post: Sends it under the id that it is given, and returns the answer.
             deadline: `loop.time()` from which on what there is will do.
+
+        Raises:
+            EngineLostError: no answer came.
+            EngineError: the server refused it.
         """
         self._id, self._problem = uuid.uuid4().hex, None
         self._sent = asyncio.create_task(self._send(post))

@@ -57,8 +57,7 @@ class ProcessEngine:
         num_threads: int | None = None,
         **options: Any,
     ) -> None:
-        """Take the trainer's model; the process is started when it is first asked. Raises ConfigError: the model has layers
-        other than full attention, or it cannot be sent to another process.
+        """Take the trainer's model; the process is started when it is first asked.
 
         Args:
             model: A causal language model. `update_weights` copies its parameters as they are then.
@@ -67,6 +66,9 @@ class ProcessEngine:
             routes: As of `EmbeddedEngine`.
             num_threads: Threads of torch there; None takes as many as torch has here.
             options: Further arguments of `EmbeddedEngine`.
+
+        Raises:
+            ConfigError: the model has layers other than full attention, or it cannot be sent to another process.
         """
         self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
         self._model = model
@@ -138,13 +140,15 @@ class ProcessEngine:
             self._wire.send(("end_session", next(self._numbers), session_id))
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
-        """Serve `version` from the next decoding step on; sampling goes on while the weights are copied. Raises EngineError:
-        `weights` names a parameter that the model does not have, or the process ended.
+        """Serve `version` from the next decoding step on; sampling goes on while the weights are copied.
 
         Args:
             version: The new policy version.
             weights: name -> tensor; None takes the parameters of the trainer's model as they are now.
             keep_kv: As of `EmbeddedEngine`.
+
+        Raises:
+            EngineError: `weights` names a parameter that the model does not have, or the process ended.
         """
         await self._started()
         async with self._updating:

@@ -21,8 +21,11 @@ T = TypeVar("T")
 
 
 def read_record(path: Path, kind: type[T], *, hidden: tuple[str, ...] = (), **given: Any) -> T:
-    """Return what the file says as a `kind`, a dataclass; a file may not set `given` nor `hidden`. Raises ConfigError: it is
-    no YAML, has a key that `kind` does not have, lacks one, or a value cannot be."""
+    """Return what the file says as a `kind`, a dataclass; a file may not set `given` nor `hidden`.
+
+    Raises:
+        ConfigError: it is no YAML, has a key that `kind` does not have, lacks one, or a value cannot be.
+    """
     values = read_yaml(path)
     known = [one.name for one in dataclasses.fields(kind) if one.name not in {*hidden, *given}]  # type: ignore[arg-type]
     for key in values:

@@ -38,7 +38,12 @@ class Revivable(Protocol):
         ...
 
     async def revive(self) -> None:
-        """Return once it answers. Raises EngineGoneError: it never will; EngineError: it does not, for now."""
+        """Return once it answers.
+
+        Raises:
+            EngineGoneError: it never will.
+            EngineError: it does not, for now.
+        """
         ...
 
 
@@ -96,7 +101,7 @@ async def recover(
     on_back: Callable[[PoolWeights], bool],
     attempt_s: float,
 ) -> None:
-    """Bring `replica` back, however long that takes. Raises EngineGoneError: it is lost for good.
+    """Bring `replica` back, however long that takes.
 
     Args:
         replica: The server that was lost.
@@ -105,6 +110,9 @@ async def recover(
         verify: Proves that an engine serves that; None where nothing can.
         on_back: Told once it serves again; false where the pool's weights changed meanwhile, so that it goes on.
         attempt_s: The deadline of pushing and verifying.
+
+    Raises:
+        EngineGoneError: it is lost for good.
     """
     pause = FIRST_RETRY_S
     while True:

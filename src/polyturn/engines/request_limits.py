@@ -53,8 +53,11 @@ class RequestLimits:
     def of(
         cls, model: PreTrainedModel, *, max_context: int | None, takes_media: bool, routes: bool = False
     ) -> RequestLimits:
-        """Return what an engine of `model` takes; `max_context` is the model's own limit unless given. Raises ConfigError:
-        the model has layers other than full attention."""
+        """Return what an engine of `model` takes; `max_context` is the model's own limit unless given.
+
+        Raises:
+            ConfigError: the model has layers other than full attention.
+        """
         config = model.config.get_text_config()
         limit = max_context or int(config.max_position_embeddings)
         check_attention(config.to_dict(), limit)
@@ -74,7 +77,11 @@ class RequestLimits:
         )
 
     def check(self, request: GenerateRequest, *, live: Container[str], is_closed: bool) -> None:
-        """Refuse a request that cannot be served. Raises EngineError: the engine is closed, or as `check_request` says."""
+        """Refuse a request that cannot be served.
+
+        Raises:
+            EngineError: the engine is closed, or as `check_request` says.
+        """
         if is_closed:
             raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
         check_request(
@@ -85,8 +92,12 @@ class RequestLimits:
 def check_request(
     request: GenerateRequest, *, live: Container[str], vocab_size: int, max_context: int | None, takes_media: bool
 ) -> None:
-    """Refuse a request that cannot be served. Raises EngineError: the prompt is empty, does not fit or holds an id that the
-    model does not have, the request's id is live, or it shows media to an engine that takes none."""
+    """Refuse a request that cannot be served.
+
+    Raises:
+        EngineError: the prompt is empty, does not fit or holds an id that the model does not have, the request's id is live,
+            or it shows media to an engine that takes none.
+    """
     name = f"request {request.request_id!r}"
     if request.media and not takes_media:
         raise EngineError(f"{name} has media, and the engine was given no processor; without one it serves text only")
@@ -109,8 +120,11 @@ def check_request(
 
 
 def check_attention(config: Mapping[str, Any], max_context: int) -> None:
-    """Refuse a model whose layers would need another mask or another cache than full attention. Raises ConfigError: it has
-    such layers."""
+    """Refuse a model whose layers would need another mask or another cache than full attention.
+
+    Raises:
+        ConfigError: it has such layers.
+    """
     window = config.get("sliding_window")
     layers = config.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
     kinds = sorted(set(layers))

@@ -39,7 +39,10 @@ class Routers:
         """Return the routers of a causal language model, which may be on the meta device; None of one without experts.
 
         A router is what stands beside the experts of a layer (parameters of three axes, experts first) and has a matrix with
-        a row for each of them. Raises ConfigError: there are experts, and no router that this finds beside them.
+        a row for each of them.
+
+        Raises:
+            ConfigError: there are experts, and no router that this finds beside them.
         """
         found, at, counts = [], [], set()
         for name, layer in model.named_modules():
@@ -82,11 +85,14 @@ class RoutingPass:
     that are computed again must choose the same."""
 
     def __init__(self, routers: Routers, *, told: Tensor | None = None) -> None:
-        """Prepare a pass. Raises AlignmentError: `told` is of another model.
+        """Prepare a pass.
 
         Args:
             routers: Of the model.
             told: [N, L, K] the experts to choose, `LIVE` where the router is to choose itself; None lets all choose.
+
+        Raises:
+            AlignmentError: `told` is of another model.
         """
         shape = routers.shape
         if told is not None and (told.shape[1:] != (shape.num_layers, shape.top_k) or int(told.max()) >= shape.num_experts):
@@ -121,8 +127,11 @@ class RoutingPass:
         self._handles.clear()
 
     def read_choices(self) -> Tensor:
-        """Return [N, L, K] the experts that the tokens of the pass went to, and forget them. Raises ConfigError: a router
-        did not choose as routers are known to."""
+        """Return [N, L, K] the experts that the tokens of the pass went to, and forget them.
+
+        Raises:
+            ConfigError: a router did not choose as routers are known to.
+        """
         layers = [c for c in self.chosen if c is not None]
         if len(layers) < len(self.chosen):
             raise ConfigError(

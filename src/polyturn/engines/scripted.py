@@ -68,8 +68,11 @@ class ScriptedEngine(BaseEngine):
         return EngineCapabilities(seeded=True, logprobs=True)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the scripted answer, cut to `max_tokens` and after the first stop token. Raises EngineError: the script
-        holds or raises an exception here, has no answer left, or the engine is closed."""
+        """Return the scripted answer, cut to `max_tokens` and after the first stop token.
+
+        Raises:
+            EngineError: the script holds or raises an exception here, has no answer left, or the engine is closed.
+        """
         if self._is_closed:
             raise EngineError(f"request {request.request_id!r} came after the scripted engine was closed")
         self.num_requests += 1

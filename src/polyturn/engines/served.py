@@ -32,13 +32,15 @@ _FOR_PROBES = 16
 
 
 def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Callable[..., LaunchSpec]) -> EnginePool:
-    """Make a pool of servers; those that are to be started are when they are first asked. Raises ConfigError: the section
-    asks for what servers cannot do, or the server is not installed.
+    """Make a pool of servers; those that are to be started are when they are first asked.
 
     Args:
         setup: What the run gives.
         client: The client of one server.
         command: Returns how a server is started; see `serve_commands.py`.
+
+    Raises:
+        ConfigError: the section asks for what servers cannot do, or the server is not installed.
     """
     import torch
 

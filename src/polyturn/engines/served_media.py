@@ -44,8 +44,11 @@ class ServedMedia:
         return self._processor is not None
 
     def prompt(self, request: GenerateRequest) -> SentPrompt:
-        """Return a request's prompt as it is sent; text goes as it is. Raises EngineError: it shows something else than
-        images, or its ids are not what the processor makes of them."""
+        """Return a request's prompt as it is sent; text goes as it is.
+
+        Raises:
+            EngineError: it shows something else than images, or its ids are not what the processor makes of them.
+        """
         if self._processor is None or not request.media:
             return SentPrompt(request.prompt_ids)
         for medium in request.media:
@@ -62,7 +65,11 @@ class ServedMedia:
         return SentPrompt(ids, uris, tuple(hashlib.blake2b(uri.encode(), digest_size=16).hexdigest() for uri in uris))
 
     def check(self, request: GenerateRequest, is_same: bool, *, url: str) -> None:
-        """Refuse the answer of a server that made something else of the images. Raises EngineError: `is_same` is false."""
+        """Refuse the answer of a server that made something else of the images.
+
+        Raises:
+            EngineError: `is_same` is false.
+        """
         if not is_same:
             raise EngineError(
                 f"{url} made other tokens of the {len(request.media)} images of request {request.request_id!r} than the "

@@ -37,7 +37,11 @@ class ServedRoutes:
         return self._shape is not None
 
     def check_given(self, gives: bool, *, url: str) -> None:
-        """Refuse a server that gives none where they are needed. Raises EngineError: it does."""
+        """Refuse a server that gives none where they are needed.
+
+        Raises:
+            EngineError: it does.
+        """
         if self._is_needed and self._shape is not None and not gives:
             raise EngineError(
                 f"algorithm.routing.replay is on and the server at {url} does not say which experts tokens went to; start "

@@ -164,8 +164,12 @@ class SimulatedEngine:
         return len(self._live)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return a completion as long as the plan says, when the server would have. Raises EngineLostError: the server is
-        dead, or hangs for longer than its time; EngineError: the request does not fit into the server."""
+        """Return a completion as long as the plan says, when the server would have.
+
+        Raises:
+            EngineLostError: the server is dead, or hangs for longer than its time.
+            EngineError: the request does not fit into the server.
+        """
         if self._state == "closed":
             raise EngineError(f"request {request.request_id!r} came after {self.name} was closed")
         if self._state == "dead":

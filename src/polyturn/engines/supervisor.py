@@ -29,7 +29,11 @@ class ServerSupervisor:
         self.num_restarts = 0
 
     async def start(self) -> RunningServer:
-        """Return the server, started if none was. Raises EngineError: it did not come up."""
+        """Return the server, started if none was.
+
+        Raises:
+            EngineError: it did not come up.
+        """
         async with self._lock:
             if self.server is None:
                 self.server = await self._start(self._spec)
@@ -37,8 +41,12 @@ class ServerSupervisor:
             return self.server
 
     async def again(self, why: str) -> RunningServer:
-        """Stop what is left of the server and start another. Raises EngineGoneError: it was started again as often as it may
-        be; EngineError: it did not come up."""
+        """Stop what is left of the server and start another.
+
+        Raises:
+            EngineGoneError: it was started again as often as it may be.
+            EngineError: it did not come up.
+        """
         async with self._lock:
             if self.num_restarts >= self._max_restarts:
                 raise EngineGoneError(

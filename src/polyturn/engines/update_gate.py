@@ -38,8 +38,11 @@ class UpdateGate(EngineWrapper):
         self._is_idle.set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion; while the weights change it waits for them, or is suspended and resumed. Raises
-        EngineError: the engine's."""
+        """Sample one completion; while the weights change it waits for them, or is suspended and resumed.
+
+        Raises:
+            EngineError: the engine's.
+        """
         if self.mode == "in_flight":
             return await self.engine.generate(request)
         parts: list[Completion] = []

@@ -66,8 +66,11 @@ class Checked(Protocol):
     """An engine that can say what weights it holds."""
 
     async def checksums(self) -> ServerChecksums | None:
-        """Return the checksums of its tensors; None where the server cannot say. Raises EngineLostError: it did not
-        answer."""
+        """Return the checksums of its tensors; None where the server cannot say.
+
+        Raises:
+            EngineLostError: it did not answer.
+        """
         ...
 
 

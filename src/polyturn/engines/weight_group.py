@@ -28,8 +28,11 @@ class WeightGroup:
     """This process's end of a group."""
 
     def __init__(self, url: str, *, name: str, backend: str, num_workers: int) -> None:
-        """Open the meeting point at which the server's workers are to join; `name` must be new to the server. Raises
-        EngineError: the backend cannot work in this process."""
+        """Open the meeting point at which the server's workers are to join; `name` must be new to the server.
+
+        Raises:
+            EngineError: the backend cannot work in this process.
+        """
         from torch.distributed import TCPStore
 
         self.name = name
@@ -44,13 +47,21 @@ class WeightGroup:
         """Holds nobody up at the end, if it still waits for a server that has died."""
 
     async def join(self, theirs: Awaitable[Any]) -> None:
-        """Make the group; `theirs` is the call in which the server joins. Raises EngineLostError: it did not come about;
-        EngineError: the server's."""
+        """Make the group; `theirs` is the call in which the server joins.
+
+        Raises:
+            EngineLostError: it did not come about.
+            EngineError: the server's.
+        """
         await self._together(self._join, theirs)
 
     async def broadcast(self, tensors: Sequence[Tensor], theirs: Awaitable[Any]) -> None:
-        """Send `tensors`; `theirs` is the call in which the server receives them. Raises EngineLostError: they did not all
-        arrive; EngineError: the server's."""
+        """Send `tensors`; `theirs` is the call in which the server receives them.
+
+        Raises:
+            EngineLostError: they did not all arrive.
+            EngineError: the server's.
+        """
         await self._together(lambda: self._broadcast(tensors), theirs)
 
     async def _together(self, ours: Any, theirs: Awaitable[Any]) -> None:
@@ -105,8 +116,11 @@ class WeightGroup:
 
 
 def _device(backend: str) -> torch.device:
-    """Return where this process's end of a group has its tensors. Raises EngineError: this process has no GPU, or a torch
-    without nccl."""
+    """Return where this process's end of a group has its tensors.
+
+    Raises:
+        EngineError: this process has no GPU, or a torch without nccl.
+    """
     import torch
     from torch.distributed import is_nccl_available
 

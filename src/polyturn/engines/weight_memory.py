@@ -73,8 +73,11 @@ class WeightMemory:
         return self._views[slot]
 
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into a slot; what they lack comes from the other slot. Raises EngineError: one of them has no
-        place, or another shape."""
+        """Copy `tensors` into a slot; what they lack comes from the other slot.
+
+        Raises:
+            EngineError: one of them has no place, or another shape.
+        """
         to, other = self.views(slot), self.views(1 - slot)
         for name, tensor in tensors.items():
             if name not in to:

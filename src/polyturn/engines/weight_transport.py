@@ -35,8 +35,11 @@ BUCKET_BYTES = 256 * 2**20
 
 def choose_way(way: Way | Literal["auto", "group"], urls: Sequence[str], *, has_gpu: bool = False) -> Way:
     """Return the way to the servers at `urls`; none are servers that this process starts. `auto` is shared memory on this
-    machine, and HTTP where a server is on another; `group` is nccl where this process has a GPU, else gloo. Raises
-    ConfigError: a server on another machine cannot read this one's memory, or there is no GPU for nccl."""
+    machine, and HTTP where a server is on another; `group` is nccl where this process has a GPU, else gloo.
+
+    Raises:
+        ConfigError: a server on another machine cannot read this one's memory, or there is no GPU for nccl.
+    """
     far = [url for url in urls if not is_here(url)]
     if way == "auto":
         return "http" if far else "shared_memory"

@@ -55,13 +55,16 @@ class Adapter:
     """What an episode is worth where the config does not say: the `sum` of the rewards, or the `last` one."""
 
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
-        """Check that it can work: the package is there, the id is known, the arguments fit. Raises ConfigError: it cannot.
+        """Check that it can work: the package is there, the id is known, the arguments fit.
 
         Args:
             name: The whole name, "textarena:Nim-v0", for messages and records.
             id: What stands behind the colon.
             kwargs: Arguments of the environment, from the config.
             base: The folder that relative file paths start from.
+
+        Raises:
+            ConfigError: it cannot.
         """
         self.name = name
         self.id = id
@@ -148,13 +151,15 @@ def at_stage(*, split: str, score: str) -> Callable[[Task], Task]:
 
 
 def require(module: str, *, install: str, needed_by: str) -> ModuleType:
-    """Import a package. Raises MissingModuleError: it is not there, or fails when it is imported; the message has the line
-    that installs it.
+    """Import a package.
 
     Args:
         module: Its import name.
         install: What pip installs, for instance "textarena".
         needed_by: The whole name of the environment.
+
+    Raises:
+        MissingModuleError: it is not there, or fails when it is imported; the message has the line that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -175,7 +180,11 @@ def require(module: str, *, install: str, needed_by: str) -> ModuleType:
 
 
 def known_id(id: str, known: Iterable[str], *, name: str) -> str:
-    """Return `id`, which must be among `known`. Raises UnknownNameError: it is not; the message has the nearest."""
+    """Return `id`, which must be among `known`.
+
+    Raises:
+        UnknownNameError: it is not; the message has the nearest.
+    """
     names = list(known)
     if id not in names:
         raise UnknownNameError(f"env {name!r}: there is no {id!r}.{did_you_mean(id, names)}")
@@ -183,8 +192,11 @@ def known_id(id: str, known: Iterable[str], *, name: str) -> str:
 
 
 def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call `make`, which makes something with the config's arguments, and return what it made. Raises ConfigError: it
-    raised."""
+    """Call `make`, which makes something with the config's arguments, and return what it made.
+
+    Raises:
+        ConfigError: it raised.
+    """
     try:
         return make()
     except ConfigError:
@@ -215,8 +227,11 @@ class OwnRandom:
 
     @contextmanager
     def held(self, *, seed: int | None = None) -> Iterator[None]:
-        """Draw from the own state inside the block; `seed` begins that of the module `random`. Raises SchedulerError:
-        another environment's call has not ended."""
+        """Draw from the own state inside the block; `seed` begins that of the module `random`.
+
+        Raises:
+            SchedulerError: another environment's call has not ended.
+        """
         if not _GLOBAL_RANDOM.acquire(timeout=HELD_S):
             raise SchedulerError(
                 f"an environment that draws from the process's random generators has kept them for {HELD_S:g} s: its step "

@@ -154,8 +154,11 @@ class GymnasiumEnv:
 
 
 def reader(space: Any, names: Sequence[str], *, spaces: Any, name: str) -> Callable[[str], Any]:
-    """Return what reads an action of `space` from a text; None where there is none in it. Raises ConfigError: actions of
-    that kind cannot be written."""
+    """Return what reads an action of `space` from a text; None where there is none in it.
+
+    Raises:
+        ConfigError: actions of that kind cannot be written.
+    """
     if isinstance(space, spaces.Text):
         return lambda text: text if space.contains(text) else None
     if isinstance(space, spaces.Discrete):

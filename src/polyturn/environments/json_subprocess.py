@@ -74,8 +74,12 @@ class JsonSubprocess:
         return None if self._process is None or not self._process.is_alive else self._process.pid
 
     def ask(self, do: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
-        """Ask and wait; never on an event loop that has other work. Raises WorkerRefusal: it answered that it cannot;
-        SchedulerError: it has died, or was late."""
+        """Ask and wait; never on an event loop that has other work.
+
+        Raises:
+            WorkerRefusal: it answered that it cannot.
+            SchedulerError: it has died, or was late.
+        """
         _, answer = self._send(do, arguments)
         try:
             return answer.result(timeout_s)
@@ -83,8 +87,12 @@ class JsonSubprocess:
             raise SchedulerError(f"{self._name}: took longer than {timeout_s:g} s to {do}: {self._tail()}") from problem
 
     async def call(self, do: str, **arguments: Any) -> Any:
-        """Ask, and let the event loop do other work meanwhile. Raises WorkerRefusal: it answered that it cannot;
-        SchedulerError: it has died."""
+        """Ask, and let the event loop do other work meanwhile.
+
+        Raises:
+            WorkerRefusal: it answered that it cannot.
+            SchedulerError: it has died.
+        """
         await asyncio.to_thread(self.start)
         id, answer = self._send(do, arguments)
         try:
@@ -128,8 +136,12 @@ class JsonSubprocess:
                 raise SchedulerError(f"{self._name}: its process has ended: {self._tail()}") from problem
 
     def start(self) -> None:
-        """Start the process, unless it runs. Raises WorkerRefusal: it was greeted and refused; SchedulerError: it cannot be
-        started."""
+        """Start the process, unless it runs.
+
+        Raises:
+            WorkerRefusal: it was greeted and refused.
+            SchedulerError: it cannot be started.
+        """
         with self._lock:
             if self._is_closed:
                 raise SchedulerError(f"{self._name}: the run has ended")

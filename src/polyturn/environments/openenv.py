@@ -93,8 +93,11 @@ class OpenEnv(Adapter):
                 slot.server.end()
 
     async def take(self) -> _Slot:
-        """Return a server with room for another episode, started if need be; give it back with `give_back`. Raises
-        SchedulerError: it cannot be started."""
+        """Return a server with room for another episode, started if need be; give it back with `give_back`.
+
+        Raises:
+            SchedulerError: it cannot be started.
+        """
         if self._url is not None:
             return _Slot(url=self._url)
         async with self._condition() as freed:
@@ -218,8 +221,11 @@ class OpenEnvSession:
         return self._words.shown(answer.get("observation"))
 
     async def connect(self) -> dict[str, Any]:
-        """Connect, which makes the environment; return the server's schemas. Raises SchedulerError: the server cannot be
-        reached."""
+        """Connect, which makes the environment; return the server's schemas.
+
+        Raises:
+            SchedulerError: the server cannot be reached.
+        """
         import aiohttp
 
         self._slot = slot = await self._adapter.take()
@@ -267,8 +273,11 @@ class OpenEnvSession:
                 await self._adapter.give_back(slot)
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the environment answers to a reset or a step; `error` says why it does not take an action. Raises
-        SchedulerError: it failed, refuses the reset, or the connection is lost."""
+        """Return what the environment answers to a reset or a step; `error` says why it does not take an action.
+
+        Raises:
+            SchedulerError: it failed, refuses the reset, or the connection is lost.
+        """
         import aiohttp
 
         assert self._socket is not None

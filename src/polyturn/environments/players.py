@@ -173,8 +173,11 @@ class PolicyPlayer:
         self._num_moves = 0
 
     async def act(self, observation: str) -> str:
-        """Return the action in what it says next. Raises EngineError: the game is longer than its context, or its engine is
-        lost."""
+        """Return the action in what it says next.
+
+        Raises:
+            EngineError: the game is longer than its context, or its engine is lost.
+        """
         seat = self._seat
         self._see(observation)
         seed = derive_seed(seat.seed, "move", self._num_moves)
@@ -217,8 +220,11 @@ def seat_players(
     policies: Policies | None = None,
 ) -> tuple[Named, ...]:
     """Return for each seat what makes its opponent, None where the policy plays. No seats at all: the policy plays them all.
-    Raises ConfigError: there are more or fewer seats than the game has, the policy has none to itself, or an opponent cannot
-    be made."""
+
+    Raises:
+        ConfigError: there are more or fewer seats than the game has, the policy has none to itself, or an opponent cannot be
+            made.
+    """
     if not seats:
         return (None,) * num_seats
     if len(seats) != num_seats:

@@ -164,8 +164,11 @@ class EnvScheduler(EnvironmentLoop):
         return await super().step(episode, turn)
 
     async def snapshot(self, episode: Episode) -> dict[str, Any]:
-        """Return what the environment keeps; or its trace, and the moves that lead there. Raises NoSnapshotError: it offers
-        neither, or an opponent cannot be put back into the game."""
+        """Return what the environment keeps; or its trace, and the moves that lead there.
+
+        Raises:
+            NoSnapshotError: it offers neither, or an opponent cannot be put back into the game.
+        """
         assert self._session is not None
         stuck = next((seat for seat, player in self._opponents.items() if not isinstance(player, Recalls)), None)
         if stuck is not None:
@@ -181,8 +184,11 @@ class EnvScheduler(EnvironmentLoop):
         }
 
     async def restore(self, episode: Episode, state: Mapping[str, Any]) -> None:
-        """Make the environment again, where `state` left it; one that is replayed answers as it did. Raises SnapshotError:
-        it does not, or an opponent moves otherwise."""
+        """Make the environment again, where `state` left it; one that is replayed answers as it did.
+
+        Raises:
+            SnapshotError: it does not, or an opponent moves otherwise.
+        """
         if state["seat"] is None:
             await super().restore(episode, state)
         else:

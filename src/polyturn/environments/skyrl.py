@@ -49,8 +49,11 @@ class Skyrl(Adapter):
         return super().of_rows(told)
 
     def make_for(self, task: Task) -> Env:
-        """Return a new environment for a row. Raises DataError: the row, or `env_config`, lacks what the environment
-        wants."""
+        """Return a new environment for a row.
+
+        Raises:
+            DataError: the row, or `env_config`, lacks what the environment wants.
+        """
         try:
             env = self._gym.make(self.id, env_config=self._config, extras={**_row(task), **self.kwargs})
         except Exception as problem:  # whatever its constructor asserts

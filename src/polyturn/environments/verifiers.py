@@ -88,8 +88,11 @@ class Verifiers(Adapter):
         return BlackBox(agent=self.rollout)
 
     async def rollout(self, base_url: str, api_key: str, task: Task, model: str) -> dict[str, Any]:
-        """Let the environment run and score one rollout, on the model behind `base_url`. Raises SchedulerError: it failed,
-        and not by what the model wrote."""
+        """Let the environment run and score one rollout, on the model behind `base_url`.
+
+        Raises:
+            SchedulerError: it failed, and not by what the model wrote.
+        """
         row = task.extra.get(INPUT) or _row(task)
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -78,13 +78,16 @@ class Comparison:
 def compare(
     a: Iterable[TrajectoryGroup], b: Iterable[TrajectoryGroup], *, success_at: float = 1.0, seed: int = 0
 ) -> Comparison:
-    """Compare two evaluations of the same tasks. Raises DataError: they have no task in common.
+    """Compare two evaluations of the same tasks.
 
     Args:
         a: The groups of the one, the baseline.
         b: The groups of the other.
         success_at: The outcome that counts as success.
         seed: Of the resampling.
+
+    Raises:
+        DataError: they have no task in common.
     """
     of_a, of_b = _by_task(a, success_at=success_at), _by_task(b, success_at=success_at)
     common = sorted(of_a.keys() & of_b.keys())

@@ -52,8 +52,7 @@ async def evaluate(
     on_group: Callable[[TrajectoryGroup], None] | None = None,
     finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = None,
 ) -> EvalResult:
-    """Run every task of `which` as often as it says, and return the report and the trajectories. Raises RolloutError: too
-    large a share of the trajectories failed.
+    """Run every task of `which` as often as it says, and return the report and the trajectories.
 
     Args:
         context: What the episodes share.
@@ -64,6 +63,9 @@ async def evaluate(
         seed: Seeds the sampling of every task.
         on_group: Called as each task is done, for progress.
         finish: Adds to the groups what is known beside the loop, such as what a server counted.
+
+    Raises:
+        RolloutError: too large a share of the trajectories failed.
     """
     if which.max_turns is not None:
         context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=which.max_turns))

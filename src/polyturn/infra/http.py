@@ -62,7 +62,11 @@ class HttpReply:
             return None
 
     def json(self) -> Any:
-        """Return the content read as JSON. Raises ValueError: it is none, or nested too deeply."""
+        """Return the content read as JSON.
+
+        Raises:
+            ValueError: it is none, or nested too deeply.
+        """
         try:
             return json.loads(self.content)
         except RecursionError as problem:

@@ -55,14 +55,16 @@ class PluginFile:
 def read_plugin_file(
     source: str | Path | Mapping[str, Any] | list[Any], *, key: str, allowed: Collection[str], base: Path | None = None
 ) -> PluginFile:
-    """Read the list under `key` from a file, or from a mapping that holds the same. Raises ConfigError: the file is missing
-    or is no YAML, the list is missing, or an item is not what it must be.
+    """Read the list under `key` from a file, or from a mapping that holds the same.
 
     Args:
         source: A path to a YAML or JSON file, its content, or the list alone.
         key: The top-level list, "interaction" or "tools".
         allowed: The keys an item may have.
         base: The folder that relative paths start from; the file's own folder by default.
+
+    Raises:
+        ConfigError: the file is missing or is no YAML, the list is missing, or an item is not what it must be.
     """
     if isinstance(source, list):
         source = {key: source}

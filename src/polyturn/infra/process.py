@@ -53,7 +53,7 @@ class ManagedProcess:
         pass_fds: Sequence[int] = (),
         log: Path | Literal["inherited", "none"] | None = None,
     ) -> None:
-        """Start it. Raises OSError: it cannot be started.
+        """Start it.
 
         Args:
             command: The program and its arguments.
@@ -63,6 +63,9 @@ class ManagedProcess:
             pass_fds: Descriptors that it inherits.
             log: What it writes is added to this file, goes where this process's output goes ("inherited"), or nowhere
                 ("none"); None is a file of its own, which `close` removes.
+
+        Raises:
+            OSError: it cannot be started.
         """
         environ = dict(os.environ if env is None else env)
         started = dies_with_parent(command, env=environ)
@@ -175,7 +178,10 @@ def dies_with_parent(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
 ) -> list[str]:
     """Return a command that does the same and is told to end when the thread that starts it does, where the kernel can.
-    Raises OSError: there is no such program in the environment and the folder that it would run in."""
+
+    Raises:
+        OSError: there is no such program in the environment and the folder that it would run in.
+    """
     program = os.path.join(cwd or "", command[0]) if os.sep in command[0] else command[0]
     if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
         code = errno.EACCES if os.path.exists(program) else errno.ENOENT

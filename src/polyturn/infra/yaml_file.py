@@ -17,8 +17,11 @@ MAX_VALUES = 1_000_000
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file, interpolations left as they are. Raises ConfigError: it cannot be read, or holds
-    something else."""
+    """Return the keys of a YAML file, interpolations left as they are.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         num = _num_values(path)
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if num <= MAX_VALUES else None
@@ -42,8 +45,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _num_values(path: Path) -> int:
-    """Return how many values a file has, each counted wherever an alias repeats it. Raises RecursionError: a part holds
-    itself, or is nested too deep."""
+    """Return how many values a file has, each counted wherever an alias repeats it.
+
+    Raises:
+        RecursionError: a part holds itself, or is nested too deep.
+    """
     sizes: dict[yaml.Node, int] = {}
 
     def size(node: yaml.Node) -> int:

@@ -48,8 +48,11 @@ class A2AInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, Any, float, dict[str, Any]]:
-        """Send the model's turn to the agent and return its answer; before the first, the row's `brief`. Raises ToolError:
-        the agent cannot be reached, was late, or failed: nothing that the model did."""
+        """Send the model's turn to the agent and return its answer; before the first, the row's `brief`.
+
+        Raises:
+            ToolError: the agent cannot be reached, was late, or failed: nothing that the model did.
+        """
         conversation = self._conversations[instance_id]
         text = _last_words(messages)
         if not conversation.context_id and kwargs.get("brief"):

@@ -57,8 +57,11 @@ class ConversationView(Protocol):
         ...
 
     async def speak(self, messages: Sequence[Mapping[str, Any]], options: VoiceOptions) -> Message:
-        """Let the run's own model go on with `messages`, under another agent's name. Raises InteractionError: the context
-        leaves no room."""
+        """Let the run's own model go on with `messages`, under another agent's name.
+
+        Raises:
+            InteractionError: the context leaves no room.
+        """
         ...
 
 
@@ -86,8 +89,11 @@ class AsksPerson(Protocol):
 
 
 def check_row(interactions: Mapping[str, Interaction], task: Task) -> None:
-    """Refuse a task whose interaction does not take what the row gives it, or says that the row lacks something. Raises
-    DataError: it does not, or it does."""
+    """Refuse a task whose interaction does not take what the row gives it, or says that the row lacks something.
+
+    Raises:
+        DataError: it does not, or it does.
+    """
     partner = None if task.interaction is None else interactions.get(task.interaction.name)
     if task.interaction is not None and partner is not None:
         try:
@@ -99,15 +105,22 @@ def check_row(interactions: Mapping[str, Interaction], task: Task) -> None:
 
 
 def check_setup(interactions: Mapping[str, Interaction]) -> None:
-    """Refuse interactions that say that they cannot work. Raises ConfigError: one does."""
+    """Refuse interactions that say that they cannot work.
+
+    Raises:
+        ConfigError: one does.
+    """
     for partner in interactions.values():
         if isinstance(partner, ChecksItself):
             partner.check_setup()
 
 
 def _check_kwargs(interaction: Interaction, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a row's interaction kwargs that the methods which are given them do not take. Raises DataError: one does
-    not."""
+    """Refuse a row's interaction kwargs that the methods which are given them do not take.
+
+    Raises:
+        DataError: one does not.
+    """
     answers = (interaction.respond, 3) if isinstance(interaction, SeesConversation) else (interaction.generate_response, 2)
     for method, num in ((interaction.start_interaction, 1), answers):
         try:
@@ -126,11 +139,17 @@ class ChecksItself(Protocol):
     """An interaction that can say before a run that it cannot work."""
 
     def check_setup(self) -> None:
-        """Refuse what cannot work, whatever the rows say; called once before a run. Raises ConfigError: a service cannot be
-        reached, a file is missing."""
+        """Refuse what cannot work, whatever the rows say; called once before a run.
+
+        Raises:
+            ConfigError: a service cannot be reached, a file is missing.
+        """
         ...
 
     def check_row(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a row's interaction kwargs that lack something; called for every row before a run. Raises DataError: they
-        do."""
+        """Refuse a row's interaction kwargs that lack something; called for every row before a run.
+
+        Raises:
+            DataError: they do.
+        """
         ...

@@ -44,7 +44,11 @@ class HumanReply:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> HumanReply:
-        """Return an answer as it was sent. Raises DataError: it is none."""
+        """Return an answer as it was sent.
+
+        Raises:
+            DataError: it is none.
+        """
         text, score = given.get("text", ""), given.get("score")
         if not isinstance(text, str) or len(text) > MAX_ANSWER_CHARS:
             raise DataError(f"the answer is no text of at most {MAX_ANSWER_CHARS} characters")
@@ -60,7 +64,11 @@ class HumanQueue:
     """A folder where conversations wait."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder. Raises ConfigError: it cannot be made."""
+        """Make the folder.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
         self.folder = folder
         self._threads = DaemonThreads(name="desk", max_threads=4)
         try:
@@ -118,8 +126,11 @@ class HumanQueue:
         return sorted(found, key=lambda paper: float(paper["since"]))
 
     def answer(self, ticket: str, answer: HumanReply) -> None:
-        """Leave an answer. Raises DataError: no such conversation waits: it was answered by somebody else, or its time is
-        over."""
+        """Leave an answer.
+
+        Raises:
+            DataError: no such conversation waits: it was answered by somebody else, or its time is over.
+        """
         if not any(paper["ticket"] == ticket for paper in self.waiting()):
             raise DataError("this conversation waits no more: somebody answered it, or its time is over")
         path = self._answers / f"{ticket}.json"

@@ -44,12 +44,15 @@ class HumanUser(SceneInteraction):
     stateless = True
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None, terminal: Terminal | None = None) -> None:
-        """Read the config. Raises ConfigError: a setting is unknown or cannot work.
+        """Read the config.
 
         Args:
             config: `at`, `desk`, `deadline_s`, `on_deadline`, `score`, `show_thoughts`.
             base: The folder that relative paths start from.
             terminal: Where to ask; the process's own otherwise.
+
+        Raises:
+            ConfigError: a setting is unknown or cannot work.
         """
         super().__init__(config)
         who = self._who = f"the human user {self.name!r}"
@@ -100,8 +103,11 @@ class HumanUser(SceneInteraction):
     async def respond(
         self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Ask the person. Raises InteractionError: nobody answered in time and that is an error here, or the terminal was
-        closed."""
+        """Ask the person.
+
+        Raises:
+            InteractionError: nobody answered in time and that is an error here, or the terminal was closed.
+        """
         shown = [self._shown(m) for m in messages]
         about = {"conversation": instance_id if scene is None else scene.id}
         about |= {name: str(kwargs[name]) for name in ROW_KEYS if kwargs.get(name)}

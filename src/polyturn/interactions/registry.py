@@ -53,14 +53,20 @@ SCENE_INTERACTION = Shape(
 
 
 def check_interaction(cls: type, *, where: str = "") -> None:
-    """Refuse a class that would leave replies to its base class, or cannot be called as an interaction is. Raises
-    ConfigError: the first problem found."""
+    """Refuse a class that would leave replies to its base class, or cannot be called as an interaction is.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
     check_class(cls, SCENE_INTERACTION if hasattr(cls, "reply_timeout_s") else INTERACTION, where=where)
 
 
 def check_interactions(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
-    """Check the class of every interaction of a file, or of a mapping with the same content, and make none. Raises
-    ConfigError: an item cannot be read, or its class is no interaction."""
+    """Check the class of every interaction of a file, or of a mapping with the same content, and make none.
+
+    Raises:
+        ConfigError: an item cannot be read, or its class is no interaction.
+    """
     file = _read(source, base=base)
     for entry in file.entries:
         check_interaction(_class_of(_class_or_object(entry.class_name, base=file.base)), where=entry.where)
@@ -71,8 +77,12 @@ def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | No
 
 
 def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[Any]:
-    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names. Raises MissingModuleError,
-    MissingAttributeError: the path leads nowhere; ConfigError: it leads to something that is not a class."""
+    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names.
+
+    Raises:
+        MissingModuleError, MissingAttributeError: the path leads nowhere.
+        ConfigError: it leads to something that is not a class.
+    """
     found = import_attr(cls_name, base=base)
     if not isinstance(found, type):
         raise ConfigError(f"class_name {cls_name!r} names a {type(found).__name__}; it must name an interaction class")
@@ -95,8 +105,7 @@ def initialize_interactions_from_config(
     base: Path | None = None,
     policies: Mapping[str, Any] | None = None,
 ) -> dict[str, BaseInteraction]:
-    """Build every interaction of a YAML or JSON file, or of a mapping with the same content. Raises ConfigError: an item
-    cannot work, its class is no interaction, or two have one name.
+    """Build every interaction of a YAML or JSON file, or of a mapping with the same content.
 
     Args:
         interaction_config_file: The file, or {"interaction": [{"class_name": ..., "name": ..., "config": {...}}]}.
@@ -105,6 +114,9 @@ def initialize_interactions_from_config(
 
     Returns:
         name -> interaction, in the file's order; the name is also in the interaction's config.
+
+    Raises:
+        ConfigError: an item cannot work, its class is no interaction, or two have one name.
     """
     file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}

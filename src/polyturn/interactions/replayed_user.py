@@ -42,7 +42,11 @@ class ReplayedUser(SceneInteraction):
     """A user that is replayed."""
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None) -> None:
-        """Read the config and the file. Raises ConfigError: a setting is unknown, or the file cannot be read."""
+        """Read the config and the file.
+
+        Raises:
+            ConfigError: a setting is unknown, or the file cannot be read.
+        """
         super().__init__(config)
         self._who = f"the replayed user {self.name!r}"
         refuse_unknown(config, ["name", "file", "at_end", "score"], who=self._who)
@@ -75,7 +79,11 @@ class ReplayedUser(SceneInteraction):
     async def respond(
         self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
-        """Say what was said. Raises InteractionError: the recording is over, and that is an error here."""
+        """Say what was said.
+
+        Raises:
+            InteractionError: the recording is over, and that is an error here.
+        """
         live = self._live[instance_id]
         number = live.turn_of(messages) if scene is None else scene.num_user_turns
         info: dict[str, Any] = {"user_turn": number}

@@ -97,8 +97,11 @@ class SimulatedUser(SceneInteraction):
     """A user that a model plays."""
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None, policies: Policies | None = None) -> None:
-        """Read the config; `policies` are the run's further ones. Raises ConfigError: a setting is unknown or cannot
-        work."""
+        """Read the config; `policies` are the run's further ones.
+
+        Raises:
+            ConfigError: a setting is unknown or cannot work.
+        """
         super().__init__(config)
         who = f"the simulated user {self.name!r}"
         refuse_unknown(config, ["name", "policy", *names_of(UserSettings), *names_of(ChatPartnerSettings)], who=who)
@@ -145,8 +148,12 @@ class SimulatedUser(SceneInteraction):
     async def respond(
         self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
-        """Answer the model as the user would. Raises InteractionError: its model answered nothing, or there is none;
-        EngineError: its endpoint did not answer."""
+        """Answer the model as the user would.
+
+        Raises:
+            InteractionError: its model answered nothing, or there is none.
+            EngineError: its endpoint did not answer.
+        """
         settings, live = self._settings, self._live[instance_id]
         number = live.turn_of(messages) if scene is None else scene.num_user_turns
         place = instance_id if scene is None else scene.id

@@ -40,8 +40,11 @@ class Terminal:
     def ask(
         self, messages: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any], deadline_s: float
     ) -> HumanReply | None:
-        """Show a conversation and return the answer; None if none came in time. It blocks: call it in a thread. Raises
-        TerminalClosedError: the end of the input was reached."""
+        """Show a conversation and return the answer; None if none came in time. It blocks: call it in a thread.
+
+        Raises:
+            TerminalClosedError: the end of the input was reached.
+        """
         self._show("\n" + "-" * 72)
         for name, value in about.items():
             self._show(f"{name}: {value}")
@@ -80,7 +83,11 @@ class Terminal:
 
 
 def read_answer(line: str) -> HumanReply:
-    """Return the answer that a line means. Raises DataError: it means none."""
+    """Return the answer that a line means.
+
+    Raises:
+        DataError: it means none.
+    """
     text = line.strip()
     if not text.startswith(("/end", "/score")):
         if text.startswith("/"):

@@ -28,7 +28,11 @@ def write_vectors(folder: Path, vectors: NDArray[np.float32]) -> None:
 
 
 def read_matrix(path: Path) -> NDArray[np.float32]:
-    """Return the matrix of a `.npy` file. Raises DataError: there is no such file, or it is no matrix of numbers."""
+    """Return the matrix of a `.npy` file.
+
+    Raises:
+        DataError: there is no such file, or it is no matrix of numbers.
+    """
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as problem:
@@ -37,7 +41,11 @@ def read_matrix(path: Path) -> NDArray[np.float32]:
 
 
 def as_matrix(values: object, *, what: str) -> NDArray[np.float32]:
-    """Return values as a matrix of float32. Raises DataError: they are not one row of numbers each."""
+    """Return values as a matrix of float32.
+
+    Raises:
+        DataError: they are not one row of numbers each.
+    """
     try:
         found = np.asarray(values, np.float32)
     except (TypeError, ValueError) as problem:
@@ -48,7 +56,11 @@ def as_matrix(values: object, *, what: str) -> NDArray[np.float32]:
 
 
 def unit_rows(vectors: NDArray[np.float32], *, what: str) -> NDArray[np.float32]:
-    """Return the rows, each of length 1. Raises DataError: a row is zero or not finite, so that it has no direction."""
+    """Return the rows, each of length 1.
+
+    Raises:
+        DataError: a row is zero or not finite, so that it has no direction.
+    """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
     if len(bad):

@@ -62,7 +62,11 @@ class EndpointEmbedder:
         await self._service.close()
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return [texts, size]. Raises EmbeddingError: the endpoint failed, or its reply is not one vector for each text."""
+        """Return [texts, size].
+
+        Raises:
+            EmbeddingError: the endpoint failed, or its reply is not one vector for each text.
+        """
         reply = await self._service.post({"model": self.name, "input": list(texts)})
         if reply.status != "ok":
             raise EmbeddingError(f"the embeddings of {self._service.url}: {reply.error}")
@@ -89,7 +93,11 @@ class FunctionEmbedder:
         """Do nothing."""
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return [texts, size]. Raises EmbeddingError: the function raised, or did not return one vector for each text."""
+        """Return [texts, size].
+
+        Raises:
+            EmbeddingError: the function raised, or did not return one vector for each text.
+        """
         try:
             found = as_matrix(await self._threads.run(self._function, list(texts)), what=self.name)
         except Exception as problem:
@@ -98,7 +106,11 @@ class FunctionEmbedder:
 
 
 def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
-    """Return what a config's `embed` describes; None for None. Raises ConfigError: it describes nothing that is known."""
+    """Return what a config's `embed` describes; None for None.
+
+    Raises:
+        ConfigError: it describes nothing that is known.
+    """
     if value is None:
         return None
     if isinstance(value, str):

@@ -56,14 +56,17 @@ class Hit:
 def build_index(
     passages: Iterable[Passage], folder: Path, *, vectors: NDArray[np.float32] | None = None, embedder: str | None = None
 ) -> int:
-    """Write the index of passages to a new folder and return how many there are. Raises ConfigError: the folder exists, or
-    bm25s is not installed; DataError: there is no passage, or another number of vectors.
+    """Write the index of passages to a new folder and return how many there are.
 
     Args:
         passages: The texts; they are read once.
         folder: It must not exist.
         vectors: [passages, size], a row for each passage.
         embedder: Names who made the vectors; a searcher that names another one is refused.
+
+    Raises:
+        ConfigError: the folder exists, or bm25s is not installed.
+        DataError: there is no passage, or another number of vectors.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; name a new folder for the index, or remove this one")
@@ -109,7 +112,11 @@ class SearchIndex:
 
     @classmethod
     def open(cls, folder: Path) -> SearchIndex:
-        """Open an index. Raises ConfigError: there is none, another version of the library built it, or it is damaged."""
+        """Open an index.
+
+        Raises:
+            ConfigError: there is none, another version of the library built it, or it is damaged.
+        """
         about = _read_about(folder)
         try:
             store = PassageStore(folder)

@@ -28,8 +28,11 @@ class Searcher:
     """Searches one index."""
 
     def __init__(self, index: SearchIndex, *, embedder: Embedder | None = None, mode: Mode | None = None) -> None:
-        """Describe the searches; `mode` is hybrid with an embedder and bm25 without. Raises ConfigError: the mode needs
-        vectors that the index has not, or nobody to make them of queries."""
+        """Describe the searches; `mode` is hybrid with an embedder and bm25 without.
+
+        Raises:
+            ConfigError: the mode needs vectors that the index has not, or nobody to make them of queries.
+        """
         self.index = index
         self.mode = mode or (Mode.BM25 if embedder is None else Mode.HYBRID)
         self._embedder = embedder
@@ -51,8 +54,11 @@ class Searcher:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, base: Path | None = None) -> Searcher:
-        """Return the searcher that `index`, `embed` and `mode` of a tool's config describe. Raises ConfigError: a value
-        cannot work."""
+        """Return the searcher that `index`, `embed` and `mode` of a tool's config describe.
+
+        Raises:
+            ConfigError: a value cannot work.
+        """
         name = config.get("mode")
         modes = [mode.value for mode in Mode]
         if name is not None and name not in modes:
@@ -74,7 +80,11 @@ class Searcher:
             await self._embedder.close()
 
     async def search(self, queries: Sequence[str], *, topk: int) -> list[list[Hit]]:
-        """Return the best passages for each query. Raises EmbeddingError: the queries have no vectors."""
+        """Return the best passages for each query.
+
+        Raises:
+            EmbeddingError: the queries have no vectors.
+        """
         vectors: NDArray[np.float32] | None = None
         if self._embedder is not None and self.mode is not Mode.BM25:
             vectors = await self._embedder.embed(queries)

@@ -132,8 +132,11 @@ class Batch(Generic[T]):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def __call__(self, item: T) -> Any:
-        """Return the result of `item`, once its batch was called. Raises Exception: whatever the call raised, for every item
-        of the batch."""
+        """Return the result of `item`, once its batch was called.
+
+        Raises:
+            Exception: whatever the call raised, for every item of the batch.
+        """
         loop = asyncio.get_running_loop()
         self._waiting = [(i, f) for i, f in self._waiting if f.get_loop() is loop]
         result: asyncio.Future[Any] = loop.create_future()

@@ -69,19 +69,30 @@ class Sandbox(SandboxOptions):
 
     @classmethod
     def of(cls, options: SandboxOptions) -> Sandbox:
-        """Return the sandbox of a run. Raises ConfigError: its token is not in the environment."""
+        """Return the sandbox of a run.
+
+        Raises:
+            ConfigError: its token is not in the environment.
+        """
         token = token_from({"token_env": options.token_env}, where="reward.sandbox")
         return cls(**dataclasses.asdict(options), token=token, slots=threading.Semaphore(options.max_concurrent))
 
     def require(self) -> None:
-        """Refuse a machine that cannot isolate programs, where they are to run on it. Raises ConfigError: it cannot, or the
-        interpreter is none."""
+        """Refuse a machine that cannot isolate programs, where they are to run on it.
+
+        Raises:
+            ConfigError: it cannot, or the interpreter is none.
+        """
         if not self.url:
             self._here().require()
 
     def run(self, code: str, *, stdin: str = "", language: str = "python") -> Mapping[str, Any]:
-        """Run one program and return what the sandbox says. Raises RewardError: the sandbox cannot be asked; ConfigError:
-        there is no address, and this machine cannot isolate programs."""
+        """Run one program and return what the sandbox says.
+
+        Raises:
+            RewardError: the sandbox cannot be asked.
+            ConfigError: there is no address, and this machine cannot isolate programs.
+        """
         with OwnTime.asked():
             if not self.url:
                 with self.slots:
@@ -101,8 +112,11 @@ class Sandbox(SandboxOptions):
             return {"status": "Failed", "run_result": {"status": "Error", "stderr": str(problem)}}
 
     def _ask(self, url: str, asked: Mapping[str, Any], *, num_tries: int = NUM_TRIES) -> Mapping[str, Any]:
-        """Ask until there is an answer, one that has too much to do for as long as `QUEUE_S`. Raises RewardError: there is
-        none."""
+        """Ask until there is an answer, one that has too much to do for as long as `QUEUE_S`.
+
+        Raises:
+            RewardError: there is none.
+        """
         problem, num_asked, pause_s, until = "", 0, 0.25, time.monotonic() + QUEUE_S
         while num_asked < num_tries:
             try:
@@ -165,7 +179,6 @@ def run_request(code: str, *, stdin: str | None, language: str, timeout_s: float
 
 def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, continuous: bool = False) -> float:
     """Return 1.0 if the program passes every test, else 0.0; with `continuous`, the share of the first ten that it passes.
-    Raises DataError: the test cases cannot be read; RewardError: the sandbox cannot be asked.
 
     Args:
         solution_str: What the model wrote; the last fenced block of code is its program.
@@ -173,6 +186,10 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
             function (one in JSON a line, or a list of them), else the program reads it and prints the output.
         sandbox: Where to run it.
         continuous: Score a share.
+
+    Raises:
+        DataError: the test cases cannot be read.
+        RewardError: the sandbox cannot be asked.
     """
     name, cases = _read_cases(ground_truth)
     blocks = _BLOCK.findall(solution_str) if isinstance(solution_str, str) else []
@@ -215,8 +232,11 @@ def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
 
 
 def _as_value(expected: Any) -> Any:
-    """Return what a function should return; some data sets write it as JSON. Raises DataError: it is nested too deep to be
-    compared."""
+    """Return what a function should return; some data sets write it as JSON.
+
+    Raises:
+        DataError: it is nested too deep to be compared.
+    """
     try:
         with contextlib.suppress(ValueError):
             expected = json.loads(expected) if isinstance(expected, str) else expected

@@ -51,8 +51,7 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return the score of a text, a number or a mapping with a "score". Raises NotImplementedError: no scorer is known for
-    the data_source. Users match on the message.
+    """Return the score of a text, a number or a mapping with a "score".
 
     Args:
         data_source: Chooses the scorer.
@@ -63,6 +62,9 @@ def default_compute_score(
         concurrent_semaphore: Entered for each program.
         memory_limit_mb: Memory of a program.
         kwargs: Not used.
+
+    Raises:
+        NotImplementedError: no scorer is known for the data_source. Users match on the message.
     """
     name = next((to for pattern, to in ROUTES.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
     if name is None:

@@ -63,7 +63,7 @@ class RewardFunction:
         source: str | None = None,
         base: Path | None = None,
     ) -> None:
-        """Read the function's form off its parameters. Raises ConfigError: it is no function, or its parameters fit no form.
+        """Read the function's form off its parameters.
 
         Args:
             function: The function.
@@ -74,6 +74,9 @@ class RewardFunction:
             running: The episodes that run, for a function of many that waits for all of them.
             source: Its `file.py:name` or `pkg.mod:name`, where a process can import it.
             base: The folder that a relative file path starts from.
+
+        Raises:
+            ConfigError: it is no function, or its parameters fit no form.
         """
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")
@@ -103,14 +106,21 @@ class RewardFunction:
             self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s, running=running)
 
     def require(self) -> None:
-        """Check that the function can work at all. Raises ConfigError: it is a shipped one, and what it needs is not
-        there."""
+        """Check that the function can work at all.
+
+        Raises:
+            ConfigError: it is a shipped one, and what it needs is not there.
+        """
         check = next((check for function, check in CHECKS if function is self._function), None)
         if check is not None:
             check(self._kwargs)
 
     async def __call__(self, trajectory: Trajectory, *, tool_rewards: Mapping[str, float | None]) -> Score:
-        """Score a finished trajectory. Raises RewardError: the function raised, was late, or returned no finite number."""
+        """Score a finished trajectory.
+
+        Raises:
+            RewardError: the function raised, was late, or returned no finite number.
+        """
         where = f"reward {self.name!r} of trajectory {trajectory.id!r}"
         try:
             if self._is_quick:

@@ -21,8 +21,11 @@ _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: Any, method: str = "strict") -> str | None:
-    """Return the final answer in a text; None if there is none, or if this is no text. Raises ConfigError: `method` is
-    neither "strict" nor "flexible"."""
+    """Return the final answer in a text; None if there is none, or if this is no text.
+
+    Raises:
+        ConfigError: `method` is neither "strict" nor "flexible".
+    """
     if method not in ("strict", "flexible"):
         raise ConfigError(f"gsm8k: method is {method!r}; use 'strict' or 'flexible'")
     if not isinstance(solution_str, str):

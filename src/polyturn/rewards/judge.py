@@ -102,8 +102,11 @@ class ConversationJudge:
         base: Path | None = None,
         policies: Policies | None = None,
     ) -> None:
-        """Read the config; `policies` are the run's further ones. Raises ConfigError: a setting is unknown or cannot
-        work."""
+        """Read the config; `policies` are the run's further ones.
+
+        Raises:
+            ConfigError: a setting is unknown or cannot work.
+        """
         refuse_unknown(config, ["policy", *names_of(JudgeSettings), *names_of(ChatPartnerSettings)], who=who)
         self._who = who
         self.settings = _settings(config, who=who)
@@ -120,18 +123,24 @@ class ConversationJudge:
         return self._voice.num_asked
 
     def require(self) -> None:
-        """Refuse an endpoint that does not answer; asked once. Raises ConfigError: it does not."""
+        """Refuse an endpoint that does not answer; asked once.
+
+        Raises:
+            ConfigError: it does not.
+        """
         if not self._is_required:
             self._voice.require()
             self._is_required = True
 
     async def score(self, messages: Sequence[Message], *, task: Task) -> Verdict:
-        """Judge a conversation; equal ones of a task are asked alike. Raises RewardError: the endpoint did not answer, no
-        answer could be read, or the budget is spent.
+        """Judge a conversation; equal ones of a task are asked alike.
 
         Args:
             messages: The conversation, from the prompt on.
             task: Gives the user's goal, and the right answer where the judge may know it.
+
+        Raises:
+            RewardError: the endpoint did not answer, no answer could be read, or the budget is spent.
         """
         settings, problem = self.settings, ""
         shown = [self._told(m) for m in to_openai(messages)]
@@ -182,8 +191,11 @@ class ConversationJudge:
 
 
 def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
-    """Return the score and the reason that an answer holds: a number, or an object with a "score", and nothing else. Raises
-    ValueError: it is something else, or the score is out of range; the message continues "the answer …"."""
+    """Return the score and the reason that an answer holds: a number, or an object with a "score", and nothing else.
+
+    Raises:
+        ValueError: it is something else, or the score is out of range; the message continues "the answer …".
+    """
     fenced = _FENCE.match(text.strip())
     try:
         read = json.loads(fenced.group(1) if fenced else text)
@@ -214,7 +226,11 @@ class Judges:
         self._made: dict[str, ConversationJudge] = {}
 
     def get(self, config: Mapping[str, Any]) -> ConversationJudge:
-        """Return the judge of these arguments. Raises ConfigError: one cannot work."""
+        """Return the judge of these arguments.
+
+        Raises:
+            ConfigError: one cannot work.
+        """
         key = json.dumps(config, sort_keys=True, default=str)
         if key not in self._made:
             self._made[key] = ConversationJudge(config, base=self._base, policies=self._policies)
@@ -222,8 +238,11 @@ class Judges:
 
 
 def require(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a judge that cannot work, given the arguments of `score_conversation`. Raises ConfigError: a setting cannot
-    work, or its endpoint does not answer."""
+    """Refuse a judge that cannot work, given the arguments of `score_conversation`.
+
+    Raises:
+        ConfigError: a setting cannot work, or its endpoint does not answer.
+    """
     kwargs["judges"].get({name: value for name, value in kwargs.items() if name != "judges"}).require()
 
 

@@ -34,7 +34,11 @@ class LocalSandbox:
         self._pool = WarmPool(self._start, size=cores)
 
     def require(self) -> None:
-        """Refuse a machine that cannot isolate code. Raises ConfigError: it cannot, or the interpreter does not start."""
+        """Refuse a machine that cannot isolate code.
+
+        Raises:
+            ConfigError: it cannot, or the interpreter does not start.
+        """
         try:
             isolation.interpreter_folders(self._python)
             walls, why = isolation.find_walls()
@@ -47,8 +51,12 @@ class LocalSandbox:
             ) from problem
 
     def run(self, code: str, *, stdin: str) -> Mapping[str, Any]:
-        """Run a program, and return what a SandboxFusion service would answer. Raises RewardError: no sandbox could be
-        started; ConfigError: this machine cannot isolate code."""
+        """Run a program, and return what a SandboxFusion service would answer.
+
+        Raises:
+            RewardError: no sandbox could be started.
+            ConfigError: this machine cannot isolate code.
+        """
         self.require()
         with self._slots:
             self._pool.open()
@@ -75,7 +83,10 @@ class LocalSandbox:
 
 @functools.cache
 def local_sandbox(*, timeout_s: float, memory_mb: int, python: str | None = None) -> LocalSandbox:
-    """Return the sandbox of these limits, which all rewards of the process share. Raises ConfigError: a limit cannot
-    work."""
+    """Return the sandbox of these limits, which all rewards of the process share.
+
+    Raises:
+        ConfigError: a limit cannot work.
+    """
     limits = SandboxLimits(timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_OF_PROGRAMS)
     return LocalSandbox(limits, python=python or isolation.bare_python())

@@ -155,7 +155,11 @@ def is_equiv(one: str | None, other: str | None, verbose: bool = False) -> bool:
 
 
 def require() -> None:
-    """Check that mathematics can be compared. Raises ConfigError: the library is not installed."""
+    """Check that mathematics can be compared.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "answers in mathematics are compared by math-verify, which is not installed: pip install 'polyturn[math]'"

@@ -50,8 +50,12 @@ class Processes:
         atexit.register(self.close)
 
     def __call__(self, **told: Any) -> Any:
-        """Return what the function returns. Raises TimeoutError: it takes longer than it may; RewardError: it raised, its
-        process ended, or arguments or result cannot be sent to or from a process."""
+        """Return what the function returns.
+
+        Raises:
+            TimeoutError: it takes longer than it may.
+            RewardError: it raised, its process ended, or arguments or result cannot be sent to or from a process.
+        """
         with OwnTime.asked(), self._free:
             process = self._idle.pop() if self._idle else _Process(self._function, self._base)
             try:

@@ -106,7 +106,11 @@ def last_answer(trajectory: Trajectory) -> str:
 
 
 def ground_truth(trajectory: Trajectory) -> Any:
-    """Return the task's right answer. Raises DataError: it has none."""
+    """Return the task's right answer.
+
+    Raises:
+        DataError: it has none.
+    """
     if trajectory.task.ground_truth is None:
         raise DataError(
             f"task {trajectory.task.id!r} has no ground_truth; give its row one (ground_truth, or reward_model.ground_truth)"

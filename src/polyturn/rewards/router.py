@@ -104,7 +104,7 @@ class RewardRouter:
         policies: Policies | None = None,
         base: Path | None = None,
     ) -> None:
-        """Resolve every route. Raises ConfigError: a route cannot work.
+        """Resolve every route.
 
         Args:
             routes: data_source, or a glob over data_sources, to a reward function, a name of one, "interaction",
@@ -119,6 +119,9 @@ class RewardRouter:
                 worth, so that tasks need nothing else.
             policies: The run's further policies, for the judge and for functions that have a parameter `policies`.
             base: The folder that relative file paths start from.
+
+        Raises:
+            ConfigError: a route cannot work.
         """
         self._weighing = weighing or Weighing()
         self._scores_turns = scheduler is not None and scheduler.scores_turns
@@ -135,8 +138,11 @@ class RewardRouter:
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
-        """Return what scores a data_source: a function, "interaction", "tools" or "turns". Raises UnknownNameError: nothing
-        does."""
+        """Return what scores a data_source: a function, "interaction", "tools" or "turns".
+
+        Raises:
+            UnknownNameError: nothing does.
+        """
         if (found := _match(self._routes, data_source) or self._function or _match(self._built_in, data_source)) is not None:
             return found
         raise UnknownNameError(
@@ -145,14 +151,16 @@ class RewardRouter:
         )
 
     def check(self, tasks: Iterable[Task], *, tools: Collection[str] = (), scoring: Collection[str] | None = None) -> None:
-        """Check that every task has something that scores it, before any time is spent on them. Raises ConfigError: a
-        data_source leads nowhere, or to a function that lacks what it needs; DataError: a task has nothing that could score
-        it.
+        """Check that every task has something that scores it, before any time is spent on them.
 
         Args:
             tasks: The tasks of a run.
             tools: Names of the tools that a task may call if it selects none itself.
             scoring: Those of the tools that may give a reward; None is all of them.
+
+        Raises:
+            ConfigError: a data_source leads nowhere, or to a function that lacks what it needs.
+            DataError: a task has nothing that could score it.
         """
         for task in tasks:
             try:
@@ -182,14 +190,16 @@ class RewardRouter:
         *,
         outcome: tuple[float, Mapping[str, Any]] | None = None,
     ) -> Reward:
-        """Return the reward of a finished trajectory. Raises RewardError: the reward function raised, was late or returned
-        no finite number, or there is none.
+        """Return the reward of a finished trajectory.
 
         Args:
             trajectory: The record; its turns carry the scores of the interaction and of the tool calls.
             tool_rewards: What each tool's `calc_reward` returned.
             outcome: The score and what is recorded beside it, where the episode's scheduler gave them: no reward function is
                 asked then.
+
+        Raises:
+            RewardError: the reward function raised, was late or returned no finite number, or there is none.
         """
         of_tools = {f"tool/{name}": value for name, value in (tool_rewards or {}).items() if value is not None}
         turns = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
@@ -226,8 +236,11 @@ class RewardRouter:
         of_tools: Mapping[str, float],
         tool_rewards: Mapping[str, float | None],
     ) -> tuple[float, Mapping[str, Any]]:
-        """Return what the task's route gives for the outcome, and what is recorded beside it. Raises RewardError: nothing
-        scores the task, or its reward function failed."""
+        """Return what the task's route gives for the outcome, and what is recorded beside it.
+
+        Raises:
+            RewardError: nothing scores the task, or its reward function failed.
+        """
         try:
             target = self._target(trajectory.task)
         except UnknownNameError as problem:

@@ -37,12 +37,15 @@ class LoopBridge:
         self._loop = asyncio.get_running_loop()
 
     def wait(self, awaitable: Awaitable[_Result], *, of: str) -> _Result:
-        """Await on the event loop, and return to the calling thread what came of it. Raises SchedulerError: it was called on
-        the event loop, which would then wait for itself; LifecycleError: the episode has ended.
+        """Await on the event loop, and return to the calling thread what came of it.
 
         Args:
             awaitable: What to await; closed where it cannot be.
             of: The episode's id, for messages.
+
+        Raises:
+            SchedulerError: it was called on the event loop, which would then wait for itself.
+            LifecycleError: the episode has ended.
         """
         if self._loop is None or _is_on_a_loop():
             _discard(awaitable)

@@ -60,8 +60,7 @@ class AuthorCalls:
         of: str = "the scheduler's",
         **kwargs: Any,
     ) -> Any:
-        """Call `method` and return what it returns, awaited. Raises SchedulerError: it raised something that is not of the
-        library, or was late; RolloutError: too many calls run on past their deadline.
+        """Call `method` and return what it returns, awaited.
 
         Args:
             method: Of a scheduler, plain or async.
@@ -71,6 +70,10 @@ class AuthorCalls:
             has_deadline: Whether it has one; false for an agent whose requests come from elsewhere.
             of: Whose method it is, for messages.
             kwargs: Its keyword arguments.
+
+        Raises:
+            SchedulerError: it raised something that is not of the library, or was late.
+            RolloutError: too many calls run on past their deadline.
         """
         name = f"{of} {method.__name__}"
         if kwargs:

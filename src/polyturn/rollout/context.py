@@ -133,8 +133,11 @@ class RolloutContext:
         return () if self.media is None else self.media.token_ids
 
     def partner_for(self, task: Task) -> InteractionSession | None:
-        """Return the partner that the task's row names; None if it names none. Raises InteractionError: the row names an
-        interaction that is not configured."""
+        """Return the partner that the task's row names; None if it names none.
+
+        Raises:
+            InteractionError: the row names an interaction that is not configured.
+        """
         ref = task.interaction
         if ref is None or (ref.is_optional and not self.interactions):
             return None  # rows made for runs with tools carry the column too

@@ -73,14 +73,16 @@ class Kept(NamedTuple):
 
 
 def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kept:
-    """Return the part of a completion that stays when its message goes on. Raises SchedulerError: the completion does not
-    begin like that, or has fewer tokens.
+    """Return the part of a completion that stays when its message goes on.
 
     Args:
         codec: Reads its ids.
         completion: The last one.
         keep: The text that stays, a beginning of what it says; or a number of tokens; None keeps all but the token that
             ends the turn.
+
+    Raises:
+        SchedulerError: the completion does not begin like that, or has fewer tokens.
     """
     ids = completion.token_ids
     ends = len(ids) > 0 and int(ids[-1]) in codec.stop_token_ids

@@ -73,15 +73,23 @@ class EnvSession:
         return self._answers.hexdigest()
 
     async def reset(self, *, seed: int) -> Any:
-        """Make the environment and return what it shows first. Raises SchedulerError: it raised or was late."""
+        """Make the environment and return what it shows first.
+
+        Raises:
+            SchedulerError: it raised or was late.
+        """
         env = await self._ask(self.make)
         shown = first_shown(await self._ask(env.reset, seed=seed))
         self._answers.update(repr(shown).encode("utf-8", "replace"))
         return shown
 
     async def snapshot(self) -> Mapping[str, Any]:
-        """Return what the environment keeps, or else the trace of one that is replayed. Raises NoSnapshotError: it offers
-        neither; SchedulerError: it raised or was late."""
+        """Return what the environment keeps, or else the trace of one that is replayed.
+
+        Raises:
+            NoSnapshotError: it offers neither.
+            SchedulerError: it raised or was late.
+        """
         seam = SnapshotHooks.of(self._open, label=f"the environment {self.name!r}")
         if seam.why_not is None:
             return {"state": None if seam.snapshot is None else await self._ask(seam.snapshot)}
@@ -90,14 +98,16 @@ class EnvSession:
         return {"trace": self.trace}
 
     async def restore(self, kept: Mapping[str, Any], *, seed: int, actions: Iterable[str]) -> None:
-        """Make the environment again and let it take up what `snapshot` returned; one that keeps nothing is reset. Raises
-        SnapshotError: it offers no snapshot any more, or answers otherwise than it did; SchedulerError: it raised or was
-        late.
+        """Make the environment again and let it take up what `snapshot` returned; one that keeps nothing is reset.
 
         Args:
             kept: What `snapshot` returned.
             seed: What it was reset with.
             actions: All that it took, for one that is replayed.
+
+        Raises:
+            SnapshotError: it offers no snapshot any more, or answers otherwise than it did.
+            SchedulerError: it raised or was late.
         """
         if "trace" in kept:
             await self.reset(seed=seed)
@@ -115,12 +125,20 @@ class EnvSession:
             await self._ask(seam.restore, kept["state"])
 
     def check_trace(self, trace: str) -> None:
-        """Check that all that it answered is what it answered before. Raises SnapshotError: it is not."""
+        """Check that all that it answered is what it answered before.
+
+        Raises:
+            SnapshotError: it is not.
+        """
         if self.trace != trace:
             raise SnapshotError(f"the environment {self.name!r} answered otherwise when its actions were replayed")
 
     async def step(self, action: str) -> EnvStep:
-        """Take an action. Raises SchedulerError: it raised, was late, or answered something that cannot be understood."""
+        """Take an action.
+
+        Raises:
+            SchedulerError: it raised, was late, or answered something that cannot be understood.
+        """
         assert self._open is not None
         answer = EnvStep.of(await self._ask(self._open.step, action), name=self.name)
         said = answer._replace(info={}, rewards=dict(sorted(answer.rewards.items())))
@@ -128,8 +146,11 @@ class EnvSession:
         return answer
 
     async def close(self) -> None:
-        """Close the environment, if there is one; one that is busy past its deadline is closed when it comes back. Raises
-        SchedulerError: it raised or was late."""
+        """Close the environment, if there is one; one that is busy past its deadline is closed when it comes back.
+
+        Raises:
+            SchedulerError: it raised or was late.
+        """
         with self._lock:
             self._is_over = True
             env = None if self._num_busy else self._taken()

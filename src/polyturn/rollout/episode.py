@@ -96,8 +96,11 @@ class Episode(EpisodeState):
         return reason
 
     async def process_media(self, messages: Sequence[Message]) -> None:
-        """Let the model's processor look at the media of messages, which no event loop then waits for. Raises DataError: it
-        cannot."""
+        """Let the model's processor look at the media of messages, which no event loop then waits for.
+
+        Raises:
+            DataError: it cannot.
+        """
         if self._context.media is not None:
             await self._context.media.prepare(messages)
 
@@ -139,8 +142,11 @@ class Episode(EpisodeState):
         return turn
 
     def play_as(self, agent: str) -> None:
-        """Give its agent a name, before the prompt is shown; segments and their rewards go by it. Raises LifecycleError: the
-        prompt is shown."""
+        """Give its agent a name, before the prompt is shown; segments and their rewards go by it.
+
+        Raises:
+            LifecycleError: the prompt is shown.
+        """
         if self._history.builder.is_open:
             raise LifecycleError(f"episode {self.id!r} has shown its prompt; name its agent in `on_trajectory_start`")
         self._history.play_as(agent)
@@ -165,8 +171,11 @@ class Episode(EpisodeState):
 
     @not_own_time
     async def mark_with_tools(self) -> Mark:
-        """Return where the episode stands, with what its tools keep there: for forks that go on from it later. Raises
-        SnapshotError: a tool's `snapshot` raised or was late."""
+        """Return where the episode stands, with what its tools keep there: for forks that go on from it later.
+
+        Raises:
+            SnapshotError: a tool's `snapshot` raised or was late.
+        """
         return self._history.mark()._replace(tools=await self.resources.tool_states(self._tools))
 
     @not_own_time
@@ -187,8 +196,11 @@ class Episode(EpisodeState):
 
     @not_own_time
     async def ask_partner(self, turn: OpenTurn) -> Reply:
-        """Let the interaction answer the turn and score it. Raises InteractionError: it raised, was late, or answered
-        something that cannot be understood."""
+        """Let the interaction answer the turn and score it.
+
+        Raises:
+            InteractionError: it raised, was late, or answered something that cannot be understood.
+        """
         interaction = self.resources.interaction
         if interaction is None:
             raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
@@ -229,8 +241,11 @@ class Episode(EpisodeState):
         return (await speaker.generate()).message
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
-        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again. Raises
-        SchedulerError: the turn's message is to go on, which messages cannot answer as well."""
+        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
+
+        Raises:
+            SchedulerError: the turn's message is to go on, which messages cannot answer as well.
+        """
         self._history.record(turn, reply)
 
     def read(self, text: str, *, turn: OpenTurn) -> Message:
@@ -245,13 +260,15 @@ class Episode(EpisodeState):
         """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
 
         The next prompt is a full render. It extends the segment that it continues token for token, or opens a new one, in
-        which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt. Raises
-        SchedulerError: there is no message, or the last one cannot go on.
+        which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt.
 
         Args:
             messages: The new history. Who wrote a message stays with it (`Message.origin`), also where a dict says what a
                 message of this history says; what is new, and says nothing of it, is encoded as the environment's words.
             goes_on: The last message is an assistant's and the next turn continues it, whatever the model said before.
+
+        Raises:
+            SchedulerError: there is no message, or the last one cannot go on.
         """
         self._history.rewrite(self._history.typed(messages), goes_on=goes_on)
         return Reply(goes_on=True)
@@ -341,8 +358,11 @@ class Episode(EpisodeState):
 
     def wait(self, awaitable: Awaitable[_Result]) -> _Result:
         """Wait, in a plain method of a scheduler, for one of the async methods: `turn = episode.wait(episode.generate())`.
-        Raises SchedulerError: it was called on the event loop, which would then wait for itself; LifecycleError: the episode
-        has ended."""
+
+        Raises:
+            SchedulerError: it was called on the event loop, which would then wait for itself.
+            LifecycleError: the episode has ended.
+        """
         return self.resources.bridge.wait(awaitable, of=self.id)
 
     def guarded(self, scheduler: Scheduler, method: Any, **options: Any) -> Callable[..., Any]:
@@ -351,5 +371,8 @@ class Episode(EpisodeState):
 
     async def call(self, scheduler: Scheduler, method: Any, *args: Any, **options: Any) -> Any:
         """Call a method that the scheduler's author wrote, plain or async; `AuthorCalls.call` says with which deadlines.
-        Raises SchedulerError: it raised something that is not of the library, or was late."""
+
+        Raises:
+            SchedulerError: it raised something that is not of the library, or was late.
+        """
         return await self._context.calls.call(method, *args, is_shared=scheduler.shared, **options)

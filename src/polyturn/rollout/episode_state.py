@@ -178,8 +178,11 @@ class EpisodeState:
         return len(self._context.encoder_listing(tools).start(typed))
 
     def next_request(self) -> tuple[GenerateRequest, StopReason]:
-        """Return what the engine is asked next, and the limit that gives it its budget. Raises SchedulerError: a limit
-        forbids another turn, as `prepare` would have said."""
+        """Return what the engine is asked next, and the limit that gives it its budget.
+
+        Raises:
+            SchedulerError: a limit forbids another turn, as `prepare` would have said.
+        """
         history, sampling, number = self._history, self._sampling, len(self.turns)
         at = history.progress(elapsed_s=self.elapsed_s)
         budget = limit_rules.budget(self.limits, at, ceiling=sampling.max_tokens)

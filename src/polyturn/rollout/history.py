@@ -110,7 +110,11 @@ class History(HistoryState):
         self._encoder = encoder
 
     def play_as(self, agent: str) -> None:
-        """Name its agent, before the prompt is shown. Raises LifecycleError: the prompt is shown."""
+        """Name its agent, before the prompt is shown.
+
+        Raises:
+            LifecycleError: the prompt is shown.
+        """
         if self.builder.is_open:
             raise LifecycleError("the prompt is shown; name the agent in `on_trajectory_start`")
         self._named(agent)
@@ -123,8 +127,11 @@ class History(HistoryState):
             self._happened("prompt", list(self._messages))
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
-        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again. Raises
-        SchedulerError: the turn's message is to go on, which messages cannot answer as well."""
+        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
+
+        Raises:
+            SchedulerError: the turn's message is to go on, which messages cannot answer as well.
+        """
         messages = with_origin(reply.messages, Origin.ENVIRONMENT)
         turn.observation += messages
         turn.info.update(reply.info)
@@ -137,12 +144,14 @@ class History(HistoryState):
         self._happened("answered", messages, "interaction" in turn.timings)
 
     def rewrite(self, messages: Sequence[Message], *, goes_on: bool = False) -> None:
-        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown. Raises
-        SchedulerError: there is no message, or the last one cannot be continued.
+        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
 
         Args:
             messages: The new history.
             goes_on: The next turn continues the last message, which must be an assistant's.
+
+        Raises:
+            SchedulerError: there is no message, or the last one cannot be continued.
         """
         if not messages:
             raise SchedulerError("a history needs at least one message; keep the task's prompt, `episode.task.prompt`")
@@ -169,12 +178,14 @@ class History(HistoryState):
         self._happened("given", ids_array(ids))
 
     def go_on(self, addition: str | Sequence[int] | Ids, *, keep: str | int | None, is_trusted: bool) -> int:
-        """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`. Raises
-        SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was edited,
-        which decides by itself what goes on.
+        """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`.
 
         Returns:
             How many sampled tokens were dropped.
+
+        Raises:
+            SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was
+                edited, which decides by itself what goes on.
         """
         if not self.turns:
             raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")

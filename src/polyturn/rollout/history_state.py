@@ -204,8 +204,11 @@ class HistoryState:
     def next_prompt(self) -> Prompt:
         """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
 
-        Of a full render, held ids are kept that spell just what the template writes. Raises TemplateError: the template
-        cannot render it; SchedulerError: it cannot render the history that the scheduler wrote.
+        Of a full render, held ids are kept that spell just what the template writes.
+
+        Raises:
+            TemplateError: the template cannot render it.
+            SchedulerError: it cannot render the history that the scheduler wrote.
         """
         coming, waiting = self._next, self._waiting
         if isinstance(coming, Given):

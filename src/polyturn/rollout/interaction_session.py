@@ -103,8 +103,11 @@ class InteractionSession:
         return self._host.seam
 
     async def start(self, episode_id: str) -> None:
-        """Call `start_interaction`; the id that it returns is used from then on. Raises InteractionError: it raised, was
-        late, or returned an id that another live episode uses."""
+        """Call `start_interaction`; the id that it returns is used from then on.
+
+        Raises:
+            InteractionError: it raised, was late, or returned an id that another live episode uses.
+        """
         if self._id is not None:
             raise LifecycleError(f"interaction {self.name!r}: started twice in one episode")
         chosen: str | None = None
@@ -132,7 +135,10 @@ class InteractionSession:
 
     async def reply(self, messages: list[dict[str, Any]], scene: ConversationView | None = None) -> InteractionReply:
         """Call `generate_response` on the conversation so far, or `respond` where there is one; return its answer, checked.
-        Raises InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata)."""
+
+        Raises:
+            InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata).
+        """
         partner, kwargs = self._host.sees_scene, self._ref.kwargs
         if partner is not None:
             limit_s = partner.reply_timeout_s
@@ -157,18 +163,28 @@ class InteractionSession:
         )
 
     async def final_score(self) -> float | None:
-        """Call `calculate_score`, for a last turn that no reply scored. Raises InteractionError: it raised, was late, or
-        returned something that is not a finite number."""
+        """Call `calculate_score`, for a last turn that no reply scored.
+
+        Raises:
+            InteractionError: it raised, was late, or returned something that is not a finite number.
+        """
         score = await self._call(self._interaction.calculate_score, self._live())
         return None if score is None else self._number("calculate_score", score)
 
     async def snapshot(self) -> Any:
-        """Return what the interaction keeps of the episode; None where it keeps nothing. Raises InteractionError: its
-        `snapshot` raised or was late."""
+        """Return what the interaction keeps of the episode; None where it keeps nothing.
+
+        Raises:
+            InteractionError: its `snapshot` raised or was late.
+        """
         return None if self.seam.snapshot is None else await self._call(self.seam.snapshot, self._live())
 
     async def restore(self, state: Any) -> None:
-        """Let the interaction, started again, take up `state`. Raises InteractionError: its `restore` raised or was late."""
+        """Let the interaction, started again, take up `state`.
+
+        Raises:
+            InteractionError: its `restore` raised or was late.
+        """
         if self.seam.restore is not None:
             await self._call(self.seam.restore, self._live(), state)
 

@@ -97,7 +97,11 @@ class EpisodeJournal:
         return held is not None
 
     async def restore(self, episode: Episode, scheduler: Scheduler) -> None:
-        """Let a new episode stand behind its last complete turn. Raises PolyturnError: a plug-in raised or was late."""
+        """Let a new episode stand behind its last complete turn.
+
+        Raises:
+            PolyturnError: a plug-in raised or was late.
+        """
         held, self._held = self._held, None
         assert held is not None
         history, resources, changed = episode.history, episode.resources, dict[str, Any]()

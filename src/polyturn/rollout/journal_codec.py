@@ -65,8 +65,11 @@ class Journal(Protocol):
         ...
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        """Append a line, made where it holds nobody up, and return once the operating system has it. Raises SnapshotError:
-        the line cannot be made."""
+        """Append a line, made where it holds nobody up, and return once the operating system has it.
+
+        Raises:
+            SnapshotError: the line cannot be made.
+        """
         ...
 
     def count(self, name: str, *, reason: str = "") -> None:
@@ -94,8 +97,11 @@ class JournalCodec:
         return len(self._records)
 
     def encode(self, value: Any) -> Any:
-        """Return a value as what JSON can write, naming records by their numbers. Raises SnapshotError: it holds something
-        that JSON cannot write."""
+        """Return a value as what JSON can write, naming records by their numbers.
+
+        Raises:
+            SnapshotError: it holds something that JSON cannot write.
+        """
         kind = type(value)
         if kind in _AS_IS or (kind is str and len(value) < _LONG):
             return value
@@ -165,7 +171,11 @@ class JournalCodec:
 
 
 def to_text(value: Any) -> str:
-    """Return what a plug-in left as JSON. Raises SnapshotError: JSON cannot write it."""
+    """Return what a plug-in left as JSON.
+
+    Raises:
+        SnapshotError: JSON cannot write it.
+    """
     if value == {}:
         return "{}"  # as most are
     try:

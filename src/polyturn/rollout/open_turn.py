@@ -76,7 +76,11 @@ class Reply:
 
     @classmethod
     def of(cls, value: Any) -> Reply:
-        """Return what a `step` returned as a reply. Raises SchedulerError: it is nothing that can be understood."""
+        """Return what a `step` returned as a reply.
+
+        Raises:
+            SchedulerError: it is nothing that can be understood.
+        """
         if isinstance(value, Reply):
             if all(isinstance(m, Message) for m in value.messages):
                 return value

@@ -88,12 +88,14 @@ class RolloutPool:
         self._on_group = on_group
 
     async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
-        """Run all members of one group, and return them in order of their index. Raises RolloutError: too large a share of
-        the latest trajectories failed.
+        """Run all members of one group, and return them in order of their index.
 
         Args:
             spec: The group.
             live: Is told the episodes as they start, and may cut them off, which counts as no failure.
+
+        Raises:
+            RolloutError: too large a share of the latest trajectories failed.
         """
 
         async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:
@@ -152,8 +154,11 @@ class FailureBudget:
         """Whether any trajectory did not fail."""
 
     def count(self, group: TrajectoryGroup) -> None:
-        """Count one group. Raises RolloutError: more than `max_share` of the latest failed; the message has the most common
-        reasons."""
+        """Count one group.
+
+        Raises:
+            RolloutError: more than `max_share` of the latest failed; the message has the most common reasons.
+        """
         for trajectory in group.trajectories:
             # Without the trajectory's own id, so that one cause of many failures reads as one.
             reason = (trajectory.error or trajectory.stop_reason.value).replace(trajectory.id, "…")
@@ -167,8 +172,11 @@ class FailureBudget:
             )
 
     def require_any(self) -> None:
-        """Refuse to go on, or to end well, where not one trajectory came to anything, however few there were. Raises
-        RolloutError: all that were counted failed; the message has the most common reasons."""
+        """Refuse to go on, or to end well, where not one trajectory came to anything, however few there were.
+
+        Raises:
+            RolloutError: all that were counted failed; the message has the most common reasons.
+        """
         if self._latest and not self._has_one:
             raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")
 

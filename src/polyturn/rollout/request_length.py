@@ -34,13 +34,16 @@ class TooLongError(DataError):
 async def check_length(
     messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), codec: Codec, limits: Limits
 ) -> None:
-    """Refuse messages that the context has no room for. Raises TooLongError: there are too many tokens.
+    """Refuse messages that the context has no room for.
 
     Args:
         messages: The history.
         tools: The schemas that are shown with it.
         codec: Counts the tokens.
         limits: Say how long the context is. Where their policy shortens a history, only each message by itself must fit.
+
+    Raises:
+        TooLongError: there are too many tokens.
     """
     texts = [*map(_text_of, messages), *([json.dumps(tools)] if tools else [])]
     num_chars, limit = sum(map(len, texts)), limits.max_context

@@ -91,8 +91,11 @@ class Resources:
         self._has_partners, self.interaction = False, None
 
     async def start(self) -> tuple[Message, ...]:
-        """Create the tools and start the interaction; return what the tools say at once, for the prompt. Raises
-        ToolStartError, InteractionError: one could not be started."""
+        """Create the tools and start the interaction; return what the tools say at once, for the prompt.
+
+        Raises:
+            ToolStartError, InteractionError: one could not be started.
+        """
         self.is_started = True
         if not self._has_partners:
             return ()
@@ -109,7 +112,11 @@ class Resources:
         return next((one.why_not for one in hooks if one.why_not is not None), None)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what tools and interaction keep of the episode. Raises SnapshotError: one of them raised or was late."""
+        """Return what tools and interaction keep of the episode.
+
+        Raises:
+            SnapshotError: one of them raised or was late.
+        """
         tools = await self._tools.snapshot()
         try:
             return {"tools": tools, "partner": None if self.interaction is None else await self.interaction.snapshot()}
@@ -117,8 +124,11 @@ class Resources:
             raise SnapshotError(str(problem)) from problem
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """Begin again, and let everyone take up what `snapshot` returned. Raises PolyturnError: one of them raised or was
-        late."""
+        """Begin again, and let everyone take up what `snapshot` returned.
+
+        Raises:
+            PolyturnError: one of them raised or was late.
+        """
         await self.start()
         await self._tools.restore(state["tools"])
         if self.interaction is not None:
@@ -152,14 +162,20 @@ class Resources:
 
     async def tool_states(self, own: ForkTools | None) -> Mapping[str, Any] | None:
         """Return what the tools of the episode, or of a fork, keep now; None where none keeps anything that can be had.
-        Raises SnapshotError: a tool's `snapshot` raised, was late, or returned what cannot be copied."""
+
+        Raises:
+            SnapshotError: a tool's `snapshot` raised, was late, or returned what cannot be copied.
+        """
         if not self._tools.has_states:
             return None
         return copied(await (self._tools.snapshot() if own is None else own.states()))
 
     async def tools_of(self, own: ForkTools | None) -> ToolSession:
-        """Return the tools of the episode, or a fork's `own`, begun. Raises ToolStartError, SnapshotError: one of a fork
-        cannot be begun again where it stood."""
+        """Return the tools of the episode, or a fork's `own`, begun.
+
+        Raises:
+            ToolStartError, SnapshotError: one of a fork cannot be begun again where it stood.
+        """
         return self._tools if own is None else await own.session()
 
     async def score_last(self, turns: Sequence[OpenTurn]) -> None:
@@ -231,8 +247,11 @@ class Resources:
 
     @asynccontextmanager
     async def within(self, limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Cancel what is done inside the block once the clock shows `limit_s`; None is no limit. Raises TimeoutError: it
-        does, and the time-out has `expired`."""
+        """Cancel what is done inside the block once the clock shows `limit_s`; None is no limit.
+
+        Raises:
+            TimeoutError: it does, and the time-out has `expired`.
+        """
         self._limit_s = limit_s
         async with asyncio.timeout(self._rest_s()) as self._timeout:
             try:
@@ -281,7 +300,11 @@ class ForkTools:
         self._problems: list[str] = []
 
     async def session(self) -> ToolSession:
-        """Return its tools, begun. Raises ToolStartError, SnapshotError: one cannot be begun again where it stood."""
+        """Return its tools, begun.
+
+        Raises:
+            ToolStartError, SnapshotError: one cannot be begun again where it stood.
+        """
         async with self._lock:
             if self._begun is None:
                 above = await self._session_above()

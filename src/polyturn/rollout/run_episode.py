@@ -300,7 +300,11 @@ def _metrics(episode: Episode) -> dict[str, float]:
 
 
 def _check_scores(turns: Sequence[OpenTurn]) -> None:
-    """Check what plug-ins scored the turns with. Raises SchedulerError: a score is no finite number."""
+    """Check what plug-ins scored the turns with.
+
+    Raises:
+        SchedulerError: a score is no finite number.
+    """
     for turn in turns:
         for name, score in turn.scores.items():
             if not isinstance(score, bool | int | float | np.number) or as_score(score) is None:

@@ -67,8 +67,11 @@ class MultiTurnScheduler:
             cls.stateless = False
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task that this scheduler cannot run; called for every task before a run, and never in an episode. Raises
-        DataError: something is missing in the row."""
+        """Refuse a task that this scheduler cannot run; called for every task before a run, and never in an episode.
+
+        Raises:
+            DataError: something is missing in the row.
+        """
         agent = task.extra.get("agent_name")
         if type(self) is MultiTurnScheduler and agent is not None and agent not in NATIVE_AGENTS:
             raise DataError(
@@ -77,8 +80,11 @@ class MultiTurnScheduler:
             )
 
     async def run(self, episode: Episode) -> StopReason:
-        """Drive `episode`, or a fork of one, to its end and return why it ended. Raises PolyturnError: the engine, a plug-in
-        or an invariant failed; the caller decides what that means."""
+        """Drive `episode`, or a fork of one, to its end and return why it ended.
+
+        Raises:
+            PolyturnError: the engine, a plug-in or an invariant failed; the caller decides what that means.
+        """
         while True:
             if (limit := await episode.prepare()) is not None:
                 return limit
@@ -88,7 +94,10 @@ class MultiTurnScheduler:
 
     async def settle(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
         """Let happen what follows a completion: the hooks, the answer, the record; return why the episode ends with it.
-        Raises PolyturnError: a plug-in failed."""
+
+        Raises:
+            PolyturnError: a plug-in failed.
+        """
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
         step = episode.guarded(self, self.step)

@@ -34,8 +34,11 @@ class Stopped(NamedTuple):
 
 
 async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Sequence[str], codec: Codec) -> Stopped:
-    """Sample one completion that ends where the model has written one of `stops`. Raises EngineError: the engine is lost or
-    refuses the request."""
+    """Sample one completion that ends where the model has written one of `stops`.
+
+    Raises:
+        EngineError: the engine is lost or refuses the request.
+    """
     whole: Completion | None = None
     limit, seed = request.sampling.max_tokens, request.sampling.seed
     while True:

@@ -27,8 +27,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, token: str | None) -> None:
-    """Refuse an address that others can reach without a token. Raises ConfigError: it is, or the token is none, or one that
-    is soon guessed."""
+    """Refuse an address that others can reach without a token.
+
+    Raises:
+        ConfigError: it is, or the token is none, or one that is soon guessed.
+    """
     check_token(token)
     if token is None and not is_loopback(host):
         raise ConfigError(
@@ -44,7 +47,10 @@ def check_exposure(host: str, token: str | None) -> None:
 
 def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
     """Return a socket that is bound to the port, or to the next free one unless the port is the only one that will do.
-    Raises ConfigError: the host is not an address of this machine, or no port is free."""
+
+    Raises:
+        ConfigError: the host is not an address of this machine, or no port is free.
+    """
     last = port if port == 0 or is_only else min(port + _NUM_PORTS, 65535)
     for candidate in range(port, last + 1):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -105,8 +105,11 @@ def _describe(app: FastAPI, shapes: Mapping[str, tuple[int, ...]], *, enable_mul
 
 
 def _asked(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, float | None]:
-    """Return the requests of a body, how they are sampled, and how long they may take. Raises HTTPException: one of them is
-    of another type."""
+    """Return the requests of a body, how they are sampled, and how long they may take.
+
+    Raises:
+        HTTPException: one of them is of another type.
+    """
     requests, config, timeout_s = body.get("infer_requests"), body.get("request_config"), body.get("timeout_s")
     if not isinstance(requests, list):
         raise HTTPException(422, "infer_requests is a list of requests, each an object with `messages`")
@@ -177,8 +180,11 @@ def _take_weights(
 
 
 def _loaded(body: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the tensors of a safetensors file, which are a model's of these shapes. Raises HTTPException: it is no such
-    file, or a tensor is none of the model's."""
+    """Return the tensors of a safetensors file, which are a model's of these shapes.
+
+    Raises:
+        HTTPException: it is no such file, or a tensor is none of the model's.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -70,7 +70,11 @@ class RolloutClient:
         self._timeout_s = timeout_s
 
     async def wait_ready_async(self, *, timeout_s: float = 240.0) -> None:
-        """Wait until every server answers. Raises EngineError: one does not in time."""
+        """Wait until every server answers.
+
+        Raises:
+            EngineError: one does not in time.
+        """
         end = time.monotonic() + timeout_s
         for url in self.urls:
             while True:
@@ -85,8 +89,12 @@ class RolloutClient:
     async def infer_async(
         self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None
     ) -> list[InferReply]:
-        """Run an episode for each request and return the replies in their order. Raises ConfigError: two requests have one
-        uuid; EngineError: a server cannot be reached, or refuses the whole batch."""
+        """Run an episode for each request and return the replies in their order.
+
+        Raises:
+            ConfigError: two requests have one uuid.
+            EngineError: a server cannot be reached, or refuses the whole batch.
+        """
         named = [{**request, "uuid": str(request.get("uuid") or f"q{i}")} for i, request in enumerate(requests)]
         if len({request["uuid"] for request in named}) < len(named):
             raise ConfigError("two requests have one uuid; give each its own, or none")
@@ -109,8 +117,11 @@ class RolloutClient:
         return replies
 
     async def push_weights_async(self, weights: Mapping[str, Any], *, version: int) -> list[WeightPush]:
-        """Send tensors to every server and ask each what it serves then. Raises EngineError: a server refuses them, or goes
-        on as another version, or two servers differ."""
+        """Send tensors to every server and ask each what it serves then.
+
+        Raises:
+            EngineError: a server refuses them, or goes on as another version, or two servers differ.
+        """
         from safetensors.torch import save
 
         body = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})

@@ -163,7 +163,11 @@ def guarded(app: Starlette, rules: ServerRules, *, say: Say = _detail) -> Reques
 
 
 async def json_object(request: Request) -> dict[str, Any]:
-    """Return a request's body, a JSON object. Raises HTTPException: 422, it is none."""
+    """Return a request's body, a JSON object.
+
+    Raises:
+        HTTPException: 422, it is none.
+    """
     try:
         return await read_object(await request.body())
     except BodyError as problem:

@@ -39,13 +39,15 @@ _ENVIRONMENTS = ("env", "env_config")
 
 
 def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
-    """Return the task that a request describes. Raises DataError: it is none, shows a file or an address, or names what
-    would have to be imported.
+    """Return the task that a request describes.
 
     Args:
         request: What was sent.
         id: The task's.
         max_messages: More are refused unread, because no context has room for them.
+
+    Raises:
+        DataError: it is none, shows a file or an address, or names what would have to be imported.
     """
     if not isinstance(request, Mapping):
         raise DataError(f"a request is an object with `messages`, not {request!r:.100}")

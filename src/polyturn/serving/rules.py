@@ -48,8 +48,10 @@ class ClientRateLimit:
     def parse(cls, text: str) -> ClientRateLimit:
         """Return the limit that a text means: "20", "20/s", "600/min", "600/min:50" (a burst of 50).
 
-        Without a burst, it is what two seconds bring, and at least one request. Raises ConfigError: the text is none of
-        these.
+        Without a burst, it is what two seconds bring, and at least one request.
+
+        Raises:
+            ConfigError: the text is none of these.
         """
         found = _RATE.fullmatch(text.strip())
         count = 0.0 if found is None else float(found["count"])
@@ -245,7 +247,11 @@ def query_token(query: str) -> str | None:
 
 
 def check_token(token: str | None) -> None:
-    """Refuse a token that no header can carry. Raises ConfigError: it is empty, or holds blanks or letters beyond ASCII."""
+    """Refuse a token that no header can carry.
+
+    Raises:
+        ConfigError: it is empty, or holds blanks or letters beyond ASCII.
+    """
     if token is None:
         return
     if not token.strip():

@@ -70,7 +70,11 @@ def create_app(searcher: Searcher, *, topk: int = 3, deadline_s: float = 30.0, r
 
 
 def read_queries(asked: dict[str, Any]) -> list[str]:
-    """Return the queries of a request. Raises HTTPException: they are no texts, too many or too long."""
+    """Return the queries of a request.
+
+    Raises:
+        HTTPException: they are no texts, too many or too long.
+    """
     queries = asked.get("queries")
     if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
         raise HTTPException(422, "queries is a list of texts, one at least")

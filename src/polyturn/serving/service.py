@@ -77,8 +77,11 @@ class RolloutService:
     async def infer(
         self, requests: Sequence[Any], config: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
-        """Run one episode for each request and return the outputs; a trajectory of several samples gives several. Raises
-        ConfigError: `config` asks for what the engine cannot do."""
+        """Run one episode for each request and return the outputs; a trajectory of several samples gives several.
+
+        Raises:
+            ConfigError: `config` asks for what the engine cannot do.
+        """
         asked = self._asked(config or {})
         limits = [t for t in (timeout_s, self._deadline_s) if t is not None]
         deadline = min(limits) if limits else None
@@ -104,8 +107,11 @@ class RolloutService:
         self.version = version
 
     async def drop_prefixes(self) -> None:
-        """Forget what the engine computed for the prompts so far. Raises EngineError: a served engine drops its prefixes
-        only together with its weights."""
+        """Forget what the engine computed for the prompts so far.
+
+        Raises:
+            EngineError: a served engine drops its prefixes only together with its weights.
+        """
         await self.context.engine.update_weights(self.version)
 
     async def probe(self) -> dict[str, Any]:

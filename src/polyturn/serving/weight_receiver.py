@@ -30,7 +30,11 @@ class TrainerGroup:
     """One side of the group; making it waits for the other."""
 
     def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float = 120.0) -> None:
-        """Meet the others at `host:port`, where rank 0 listens. Raises EngineError: they do not come in time."""
+        """Meet the others at `host:port`, where rank 0 listens.
+
+        Raises:
+            EngineError: they do not come in time.
+        """
         import torch.distributed as dist
 
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -43,8 +47,11 @@ class TrainerGroup:
         self._root = world_size - 1
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Send `tensor` if this is the last rank, the trainer's; else fill it. Blocks until it is through. Raises
-        EngineError: the other side is gone."""
+        """Send `tensor` if this is the last rank, the trainer's; else fill it. Blocks until it is through.
+
+        Raises:
+            EngineError: the other side is gone.
+        """
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
@@ -82,8 +89,11 @@ class WeightReceiver:
         self._came: dict[str, Tensor] = {}
 
     def open(self, host: Any, port: Any, world_size: Any) -> None:
-        """Begin to wait for the trainer, in the background: it joins once this request is answered. Raises ConfigError: the
-        group has not two members, or this machine would listen where the server does not."""
+        """Begin to wait for the trainer, in the background: it joins once this request is answered.
+
+        Raises:
+            ConfigError: the group has not two members, or this machine would listen where the server does not.
+        """
         if world_size != 2:
             raise ConfigError(f"world_size is {world_size!r:.50}; the group has two members, this server and the trainer")
         if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
@@ -100,8 +110,11 @@ class WeightReceiver:
         self._group.add_done_callback(self._waiting.discard)
 
     def expect(self, tensors: Any, *, is_flat: bool) -> None:
-        """Receive the announced tensors, in the background: each on its own, or all in one run of bytes. Raises ConfigError:
-        nobody was asked to join, or the model has no such parameter."""
+        """Receive the announced tensors, in the background: each on its own, or all in one run of bytes.
+
+        Raises:
+            ConfigError: nobody was asked to join, or the model has no such parameter.
+        """
         if self._group is None:
             raise ConfigError("there is no process group; POST /init_communicator/ first")
         if not isinstance(tensors, list) or not all(isinstance(one, dict) for one in tensors):
@@ -130,8 +143,11 @@ class WeightReceiver:
         return 8 * sum(math.prod(shape) for shape in self._shapes.values())
 
     async def settle(self) -> int:
-        """Wait for what was announced, serve it, and return how many tensors came. Raises EngineError: the trainer never
-        joined, or is gone."""
+        """Wait for what was announced, serve it, and return how many tensors came.
+
+        Raises:
+            EngineError: the trainer never joined, or is gone.
+        """
         receiving, self._receiving = self._receiving, None
         if receiving is not None:
             await receiving

@@ -31,8 +31,11 @@ class BodyError(ValueError):
 
 
 def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
-    """Return what a body says, which may hold `max_values` lists and objects. Raises BodyError: it is no JSON, nested too
-    deeply, or of too many parts."""
+    """Return what a body says, which may hold `max_values` lists and objects.
+
+    Raises:
+        BodyError: it is no JSON, nested too deeply, or of too many parts.
+    """
     try:
         found = _strict(body) if orjson is None else orjson.loads(body)
     except RecursionError as problem:
@@ -45,7 +48,11 @@ def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
 
 
 def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Return a body that is an object. Raises BodyError: it is another value, or no JSON."""
+    """Return a body that is an object.
+
+    Raises:
+        BodyError: it is another value, or no JSON.
+    """
     found = loads(body, max_values=max_values)
     if not isinstance(found, dict):
         raise BodyError(f"the body is {type(found).__name__}, not a JSON object")
@@ -53,8 +60,11 @@ def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]
 
 
 async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Return a body that is an object; a long one is read in a thread, so that nobody else waits for it. Raises BodyError:
-    it is another value, or no JSON."""
+    """Return a body that is an object; a long one is read in a thread, so that nobody else waits for it.
+
+    Raises:
+        BodyError: it is another value, or no JSON.
+    """
     if len(body) <= LONG_BODY:
         return loads_object(body, max_values=max_values)
     return await asyncio.to_thread(loads_object, body, max_values=max_values)

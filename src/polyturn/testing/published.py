@@ -87,14 +87,16 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{
 
 
 def tiny(name: str, folder: Path | str | None = None, *, turn_tokens: int = TURN_TOKENS, seed: int = 0) -> Path:
-    """Write a published model in small, with random weights, and return its folder. Raises ConfigError: there is no such
-    model.
+    """Write a published model in small, with random weights, and return its folder.
 
     Args:
         name: The model's name on the hub, one of `PUBLISHED`.
         folder: Where to write it; None keeps it in the cache of the Hugging Face libraries, made once.
         turn_tokens: About how many tokens it says before it ends a turn, so that conversations have several.
         seed: Of the weights.
+
+    Raises:
+        ConfigError: there is no such model.
     """
     from polyturn.training.hf import save_model
 

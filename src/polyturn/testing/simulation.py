@@ -172,7 +172,7 @@ def simulate(
     rounds: int = 1,
     on_round: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """Run `workload` and return what it took. Raises ConfigError: there is no such policy.
+    """Run `workload` and return what it took.
 
     Args:
         workload: What is run.
@@ -180,6 +180,9 @@ def simulate(
         replicas: Number of servers; the workload's own by default.
         rounds: How often all of it is run, by the same pool; what is returned is of the last round.
         on_round: Called after each round with its number.
+
+    Raises:
+        ConfigError: there is no such policy.
     """
     replicas = replicas or workload.replicas
     letter = int(tiny_codec().encode("a")[0])

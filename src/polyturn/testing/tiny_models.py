@@ -25,13 +25,15 @@ __all__ = ["CHAT_TEMPLATE", "TAG_TOKENS", "TURN_TOKENS", "tiny_model", "tiny_tok
 def tiny_tokenizer(
     vocab_size: int = 384, *, texts: Iterable[str] | None = None, chat_template: str = CHAT_TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with ChatML tokens; digits are never merged. Raises ConfigError: `vocab_size` has no
-    room for the bytes and the added tokens.
+    """Train a byte-level BPE tokenizer with ChatML tokens; digits are never merged.
 
     Args:
         vocab_size: Size of the vocabulary, added tokens included; at least 265, the bytes and the added tokens.
         texts: What to learn merges from; canned lines by default. Text that repeats little ends in a smaller vocabulary.
         chat_template: The Jinja template of the tokenizer.
+
+    Raises:
+        ConfigError: `vocab_size` has no room for the bytes and the added tokens.
     """
     return train_tokenizer(_canned_texts() if texts is None else texts, vocab_size=vocab_size, chat_template=chat_template)
 
@@ -49,8 +51,7 @@ def tiny_model(
     spread: float = 0.02,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """Build a randomly initialised causal language model in float32, in eval mode, on the CPU. Raises ConfigError: `kind` is
-    unknown, or `hidden` does not divide into heads.
+    """Build a randomly initialised causal language model in float32, in eval mode, on the CPU.
 
     Args:
         tokenizer: The tokenizer to fit, or the size of the vocabulary.
@@ -64,6 +65,9 @@ def tiny_model(
         max_positions: The longest context.
         spread: Standard deviation of the weights; at 0.2, distributions are far from uniform, so that wrong weights show.
         seed: Seed of the weights; the caller's random state is left as it was.
+
+    Raises:
+        ConfigError: `kind` is unknown, or `hidden` does not divide into heads.
     """
     import torch
 
@@ -98,8 +102,11 @@ def tiny_model(
 
 
 def _family(kind: str, *, hidden: int, heads: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the classes of a kind's configuration and model, and the fields that it has of its own. Raises ConfigError:
-    there is no such kind."""
+    """Return the classes of a kind's configuration and model, and the fields that it has of its own.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
     import transformers
 
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden}

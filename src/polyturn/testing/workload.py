@@ -62,8 +62,11 @@ class Workload:
 
     @classmethod
     def load(cls, name: str | Path) -> Workload:
-        """Read a shipped workload by name, or a YAML file. Raises ConfigError: there is no such workload, or it has keys
-        that no workload has."""
+        """Read a shipped workload by name, or a YAML file.
+
+        Raises:
+            ConfigError: there is no such workload, or it has keys that no workload has.
+        """
         path = Path(name)
         if path.suffix in (".yaml", ".yml"):
             if not path.is_file():

@@ -81,8 +81,11 @@ def bounded(source: str) -> Any:
 
 
 def render(source: str, context: Context) -> str:
-    """Render the template `source` with the variables of `context`, in an environment like its own. Raises
-    TemplateRuntimeError: the template takes more steps than it may."""
+    """Render the template `source` with the variables of `context`, in an environment like its own.
+
+    Raises:
+        TemplateRuntimeError: the template takes more steps than it may.
+    """
     template = _compiled(source, context.environment)
     given, own = context.environment.globals, template.environment.globals
     variables = {n: own[n] if n in own and value is given.get(n) else value for n, value in context.parent.items()}

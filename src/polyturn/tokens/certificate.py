@@ -156,8 +156,11 @@ def _try_all(
 
 
 def _try(trial: Trial, encoder: DeltaEncoder, tally: _Tally) -> None:
-    """Grow one dialogue, and compare each addition with a full render of what it was added to. Raises TemplateError: the
-    template cannot render the dialogue."""
+    """Grow one dialogue, and compare each addition with a full render of what it was added to.
+
+    Raises:
+        TemplateError: the template cannot render the dialogue.
+    """
     codec = encoder.codec
     for index, turn in enumerate(trial.turns):
         before = trial.before(index)

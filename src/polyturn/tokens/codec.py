@@ -53,12 +53,15 @@ class Codec:
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wrap a fast tokenizer. Raises ConfigError: the tokenizer has no fast backend.
+        """Wrap a fast tokenizer.
 
         Args:
             tokenizer: A transformers tokenizer with a `tokenizers` backend; its truncation and padding are switched off.
             chat_template: A Jinja template that replaces the tokenizer's own.
             template_kwargs: Passed to every render, for example {"enable_thinking": False}.
+
+        Raises:
+            ConfigError: the tokenizer has no fast backend.
         """
         if not tokenizer.is_fast:
             raise ConfigError(f"{type(tokenizer).__name__} has no fast backend; load the fast tokenizer")
@@ -321,14 +324,16 @@ def load_codec(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Codec:
-    """Load the tokenizer at `path` (a folder, or a name on the hub). Raises ConfigError: there is no tokenizer there, or no
-    such template file.
+    """Load the tokenizer at `path` (a folder, or a name on the hub).
 
     Args:
         path: A folder with tokenizer.json, or a hub name.
         revision: Branch, tag or commit on the hub.
         chat_template: A Jinja template, or the path of a `.jinja` file; replaces the tokenizer's own.
         template_kwargs: Passed to every render.
+
+    Raises:
+        ConfigError: there is no tokenizer there, or no such template file.
     """
     from pathlib import Path
 

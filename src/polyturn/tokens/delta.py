@@ -76,7 +76,7 @@ class DeltaEncoder:
         escape_observations: bool = True,
         media: MediaProcessor | None = None,
     ) -> None:
-        """Make an encoder. Raises ConfigError: `escape_prompts` is not one of `trust.ESCAPES`.
+        """Make an encoder.
 
         Args:
             codec: The tokenizer and template.
@@ -85,6 +85,9 @@ class DeltaEncoder:
             escape_prompts: See `TrustRule`.
             escape_observations: See `TrustRule`.
             media: The model's processor, which makes of each placeholder what stands for its medium; None for text.
+
+        Raises:
+            ConfigError: `escape_prompts` is not one of `trust.ESCAPES`.
         """
         self.codec = codec
         self.tools = tuple(tools)
@@ -138,9 +141,12 @@ class DeltaEncoder:
         return self._encode(lambda change: "".join(change(*w) for w in written), written, control=None, last_id=last_id)
 
     def assistant(self, message: Message) -> Ids:
-        """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up to
-        and with the token that ends the turn. For supervised training only; sampled ids are never re-made. Raises
-        TemplateError: the template does not open a turn of the history the way it asks for one."""
+        """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up
+        to and with the token that ends the turn. For supervised training only; sampled ids are never re-made.
+
+        Raises:
+            TemplateError: the template does not open a turn of the history the way it asks for one.
+        """
         opened = self._opening
 
         def render(change: Change) -> str:
@@ -163,14 +169,16 @@ class DeltaEncoder:
         return self.codec.template.render([_USER], tools=self.tools, add_generation_prompt=True)
 
     def extend(self, new: Sequence[Message], *, last_id: int | None, history: Sequence[Message] = ()) -> Ids:
-        """Return the ids that follow a completion: the rest of its turn, the new messages, the generation prompt. Raises
-        TemplateError, ConfigError, DataError: as `start`.
+        """Return the ids that follow a completion: the rest of its turn, the new messages, the generation prompt.
 
         Args:
             new: The messages that answer the completion, at least one.
             last_id: The completion's last token; None for an empty one. Unless it ends a turn, the completion was cut, and
                 the template's end token is written first.
             history: The messages before `new`. Only their roles are looked at; nothing they say is rendered.
+
+        Raises:
+            TemplateError, ConfigError, DataError: as `start`.
         """
         past = self._past(history)
         frame = None if self._is_read(new) else self._frame(new, past)
@@ -195,8 +203,11 @@ class DeltaEncoder:
         return ids[1:] if int(ids[0]) in ends.past else ids
 
     def delta_text(self, new: Sequence[Message], *, history: Sequence[Message] = ()) -> str:
-        """Return the text that `extend` encodes, from the end token of the completion's turn on. Raises TemplateError: the
-        template cannot render the messages."""
+        """Return the text that `extend` encodes, from the end token of the completion's turn on.
+
+        Raises:
+            TemplateError: the template cannot render the messages.
+        """
         return self._render_delta(new, self._past(history))
 
     def _encode(
@@ -207,14 +218,16 @@ class DeltaEncoder:
         control: tuple[int, ...] | None = None,
         last_id: int | None = None,
     ) -> Ids:
-        """Return the ids of what the template makes of texts, none of which becomes a control token that it must not. Raises
-        TemplateError: the template cannot render the texts.
+        """Return the ids of what the template makes of texts, none of which becomes a control token that it must not.
 
         Args:
             render: Returns what the template writes where each of the texts is changed first.
             written: The texts.
             control: The template's own control tokens around them, where they are known.
             last_id: The token before the rendered text; None where it begins what is encoded.
+
+        Raises:
+            TemplateError: the template cannot render the texts.
         """
         hiding, control_in = Hiding(self._rule, self.codec, written), self.codec.control_in
         ids = hiding.encode(render(hiding.control), last_id=last_id)

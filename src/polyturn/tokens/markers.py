@@ -31,8 +31,11 @@ _MAX_FRAME_WORDS = 4
 
 
 def template_markers(template: str) -> tuple[str, ...]:
-    """Return the control texts that `template` writes, in the order in which it first has them. Raises TemplateError: the
-    template is not valid Jinja."""
+    """Return the control texts that `template` writes, in the order in which it first has them.
+
+    Raises:
+        TemplateError: the template is not valid Jinja.
+    """
     found: dict[str, None] = {}
     spoken: set[str] = set()
     for literal in _literals(template):
@@ -54,12 +57,14 @@ def template_markers(template: str) -> tuple[str, ...]:
 def add_template_markers(
     tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> tuple[PreTrainedTokenizerBase, tuple[str, ...]]:
-    """Return a tokenizer that has a token for every marker of `template`, and the markers that it lacked. Raises
-    TemplateError: there is no template, or it is not valid Jinja.
+    """Return a tokenizer that has a token for every marker of `template`, and the markers that it lacked.
 
     Args:
         tokenizer: Stays as it is; the result is a copy if it lacks a marker.
         template: A Jinja template; None takes the tokenizer's own.
+
+    Raises:
+        TemplateError: there is no template, or it is not valid Jinja.
     """
     source = template if template is not None else tokenizer.chat_template
     if isinstance(source, dict):
@@ -81,14 +86,22 @@ def add_template_markers(
 
 
 def string_literals(template: str) -> Iterator[str]:
-    """Yield the strings that the template's code has in quotes. Raises TemplateError: the template is not valid Jinja."""
+    """Yield the strings that the template's code has in quotes.
+
+    Raises:
+        TemplateError: the template is not valid Jinja.
+    """
     for kind, value in _lexed(template):
         if kind == "string":
             yield value[1:-1].encode("raw_unicode_escape", "backslashreplace").decode("unicode_escape", "replace")
 
 
 def names_read(template: str) -> frozenset[str]:
-    """Return the names that the template's code has behind a dot. Raises TemplateError: the template is not valid Jinja."""
+    """Return the names that the template's code has behind a dot.
+
+    Raises:
+        TemplateError: the template is not valid Jinja.
+    """
     found, before = set[str](), ""
     for kind, value in _lexed(template):
         if kind == "name" and before == ".":

@@ -82,14 +82,16 @@ class MediaProcessor:
     """A transformers processor, asked one medium at a time. Safe to share between episodes and threads."""
 
     def __init__(self, processor: Any, codec: Codec, *, max_cached_bytes: int = 256 * 2**20) -> None:
-        """Wrap a processor. Raises ConfigError: the processor handles no kind of media, or its placeholder is not a token of
-        the tokenizer.
+        """Wrap a processor.
 
         Args:
             processor: A transformers processor with a tokenizer.
             codec: The run's tokenizer and template.
             max_cached_bytes: How much processed media are kept, so that a group's members, the engine and the trainer
                 process an image once.
+
+        Raises:
+            ConfigError: the processor handles no kind of media, or its placeholder is not a token of the tokenizer.
         """
         self.processor = processor
         self.codec = codec
@@ -121,12 +123,14 @@ class MediaProcessor:
         return tuple(sorted({i for p in self.placeholders.values() for i in (p.id, *p.feature_ids)}))
 
     def check(self, media: Sequence[Media], *, where: str) -> None:
-        """Refuse media that the processor cannot handle. Raises DataError: a kind that it has no part for, or a file that
-        does not exist.
+        """Refuse media that the processor cannot handle.
 
         Args:
             media: The media.
             where: What shows them, for the message.
+
+        Raises:
+            DataError: a kind that it has no part for, or a file that does not exist.
         """
         for medium in media:
             if medium.kind not in self.placeholders:
@@ -136,8 +140,11 @@ class MediaProcessor:
                     raise DataError(f"{where} shows {a_kind(medium.kind)}, but there is no file {source!r}")
 
     def expansion(self, medium: Media) -> Expansion:
-        """Return what the processor makes of one medium. Raises DataError: the processor has no part for it, cannot read it,
-        or fails on it."""
+        """Return what the processor makes of one medium.
+
+        Raises:
+            DataError: the processor has no part for it, cannot read it, or fails on it.
+        """
         with self._lock:
             found = self._cache.get(medium)
             if found is not None:
@@ -154,8 +161,11 @@ class MediaProcessor:
         return made
 
     async def prepare(self, messages: Sequence[Message]) -> None:
-        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded. Raises
-        DataError: as `expansion`."""
+        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded.
+
+        Raises:
+            DataError: as `expansion`.
+        """
         for medium in (medium for message in messages for medium in message.media):
             if medium not in self._cache:
                 await self._thread.submit(functools.partial(self.expansion, medium))
@@ -163,9 +173,11 @@ class MediaProcessor:
     def expand(self, ids: Ids, messages: Sequence[Message]) -> Ids:
         """Return `ids`, in which each medium of `messages` is one placeholder, with the expansions in their places.
 
-        Text at the edges of an expansion merges with the text beside it, as in one pass over the whole text. Raises
-        TemplateError: the template wrote another number of placeholders than the messages have media; DataError: a medium
-        cannot be processed.
+        Text at the edges of an expansion merges with the text beside it, as in one pass over the whole text.
+
+        Raises:
+            TemplateError: the template wrote another number of placeholders than the messages have media.
+            DataError: a medium cannot be processed.
         """
         media = [m for message in messages for m in message.media]
         positions = np.flatnonzero(np.isin(ids, [p.id for p in self.placeholders.values()]))
@@ -187,9 +199,12 @@ class MediaProcessor:
         return ids_array(np.concatenate(self._merge_edges(pieces)))
 
     def collapse(self, ids: Ids, media: Sequence[Media]) -> Ids:
-        """Return `ids` with one placeholder in the place of each medium's expansion: `expand` backwards. Raises
-        TemplateError: an expansion does not stand in `ids` as the processor made it; DataError: a medium cannot be
-        processed."""
+        """Return `ids` with one placeholder in the place of each medium's expansion: `expand` backwards.
+
+        Raises:
+            TemplateError: an expansion does not stand in `ids` as the processor made it.
+            DataError: a medium cannot be processed.
+        """
         pieces: list[Ids] = []
         start = 0
         for number, medium in enumerate(media, start=1):
@@ -205,8 +220,11 @@ class MediaProcessor:
         return ids_array(np.concatenate([*pieces, ids[start:]]))
 
     def inputs(self, media: Sequence[Media]) -> dict[str, Any]:
-        """Return the model's inputs for `media`, concatenated in their order: name -> tensor. Raises DataError: a medium
-        cannot be processed, or inputs of several media do not fit together."""
+        """Return the model's inputs for `media`, concatenated in their order: name -> tensor.
+
+        Raises:
+            DataError: a medium cannot be processed, or inputs of several media do not fit together.
+        """
         import torch
 
         columns: dict[str, list[Any]] = {}
@@ -226,8 +244,11 @@ class MediaProcessor:
         return self._type_of[ids]
 
     def shown(self, ids: Ids, media: Sequence[Media]) -> int:
-        """Return how many of `media` are shown by the prefix `ids`. Raises TemplateError: the prefix ends inside a
-        medium."""
+        """Return how many of `media` are shown by the prefix `ids`.
+
+        Raises:
+            TemplateError: the prefix ends inside a medium.
+        """
         types = self.types(ids)
         left = {kind: int((types == number).sum()) for number, kind in enumerate(KINDS, start=1)}
         count = 0
@@ -322,14 +343,20 @@ class MediaProcessor:
 
 
 def load_image(source: str) -> Any:
-    """Return the Pillow image in RGB that a source stands for. Raises DataError: it is no image, or Pillow is not
-    installed."""
+    """Return the Pillow image in RGB that a source stands for.
+
+    Raises:
+        DataError: it is no image, or Pillow is not installed.
+    """
     return decode_image(read_source(source), what=show(source))
 
 
 def decode_image(data: bytes, *, what: str) -> Any:
     """Return the Pillow image in RGB of a file, once its head says that it is of a format and a size that is decoded here.
-    Raises DataError: it is no such image, or Pillow is not installed."""
+
+    Raises:
+        DataError: it is no such image, or Pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as problem:
@@ -359,16 +386,22 @@ def _load_frames(sources: Sequence[str]) -> list[Any]:
 
 
 def check_size(size: tuple[int, int], *, what: str) -> None:
-    """Refuse an image by its header, before its pixels are decoded: a file of kilobytes may hold gigabytes of them. Raises
-    DataError: it has more than `MAX_PIXELS`."""
+    """Refuse an image by its header, before its pixels are decoded: a file of kilobytes may hold gigabytes of them.
+
+    Raises:
+        DataError: it has more than `MAX_PIXELS`.
+    """
     width, height = size
     if width * height > MAX_PIXELS:
         raise DataError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} are decoded, so show a smaller one")
 
 
 def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
-    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say. Raises
-    DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits."""
+    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say.
+
+    Raises:
+        DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits.
+    """
     data = read_source(source)
     if data.startswith(b"\x93NUMPY"):
         try:
@@ -389,8 +422,11 @@ def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
 
 
 def load_processor(path: str, *, revision: str | None = None) -> Any:
-    """Load the processor at `path` (a folder, or a name on the hub). Raises ConfigError: there is none, or a library that it
-    needs is not installed."""
+    """Load the processor at `path` (a folder, or a name on the hub).
+
+    Raises:
+        ConfigError: there is none, or a library that it needs is not installed.
+    """
     from transformers import AutoProcessor
 
     cached = only_cached(path, revision=revision)

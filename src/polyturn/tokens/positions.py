@@ -59,8 +59,12 @@ class MediaRows:
         """What stands for a kind's features in `RowInputs.types`."""
 
     def row(self, ids: Ids, media: Sequence[Media]) -> RowInputs:
-        """Return what the model reads beside `ids`, a prefix of a segment that shows `media`. Raises TemplateError: `ids`
-        hold other features than those of a prefix of `media`; DataError: a medium cannot be processed."""
+        """Return what the model reads beside `ids`, a prefix of a segment that shows `media`.
+
+        Raises:
+            TemplateError: `ids` hold other features than those of a prefix of `media`.
+            DataError: a medium cannot be processed.
+        """
         types = self.media.types(ids)
         shown = media[: self.media.shown(ids, media)]
         inputs = self.media.inputs(shown)
@@ -73,7 +77,10 @@ class MediaRows:
         """Return the arguments of a forward pass over several rows, padded on the right to `width`, beside their ids.
 
         Positions are [1, width] where no row shows media, [3, B, width] where the model has three a token; the media's
-        inputs are concatenated in the order of the rows. Raises TemplateError, DataError: see `row`.
+        inputs are concatenated in the order of the rows.
+
+        Raises:
+            TemplateError, DataError: see `row`.
         """
         import torch
 

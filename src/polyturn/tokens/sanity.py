@@ -62,7 +62,11 @@ class Difference:
 
 
 def check_mode(mode: str) -> str:
-    """Return `mode` if there is such a mode, with "off" as "disable". Raises ConfigError: there is no such mode."""
+    """Return `mode` if there is such a mode, with "off" as "disable".
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
     if mode not in MODES:
         raise ConfigError(f"there is no sanity-check mode {mode!r}.{did_you_mean(mode, MODES)}")
     return "disable" if mode == "off" else mode
@@ -87,7 +91,7 @@ def differences(
     """Compare the ids that an episode holds with a full render of its messages.
 
     What the template writes behind the last turn (its end token where the completion was cut, a newline) is no difference:
-    the episode had no reason to write it. Raises ConfigError: there is no such mode.
+    the episode had no reason to write it.
 
     Args:
         incremental_ids: [T] the held ids, ending with the last completion.
@@ -98,6 +102,9 @@ def differences(
 
     Returns:
         One difference for each turn that differs, without those that the mode ignores.
+
+    Raises:
+        ConfigError: there is no such mode.
     """
     mode = check_mode(mode)
     if mode == "disable":

@@ -61,13 +61,16 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
     ) -> str:
-        """Return `messages` as the template writes them. Raises TemplateError: there is no template, it is not valid Jinja,
-        or it fails; the message names the kind of message that it fails on.
+        """Return `messages` as the template writes them.
 
         Args:
             messages: The conversation. A call that could not be parsed is shown as the text the model wrote.
             tools: Tool schemas in OpenAI's function form.
             add_generation_prompt: End with the text that opens an assistant's turn.
+
+        Raises:
+            TemplateError: there is no template, it is not valid Jinja, or it fails; the message names the kind of message
+                that it fails on.
         """
         if self.source is None:
             raise TemplateError(

@@ -55,9 +55,11 @@ def text_codec() -> Codec:
 def read_chat(ids: Ids) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the messages and the tools, in the form of the chat API, that a prompt of `text_codec` shows.
 
-    Calls get ids here, and the tool messages behind them take those in order. A call that no tool answered, or whose
-    arguments are not JSON, is shown as the text that the model wrote. Reasoning is not shown again. Raises EngineError: the
-    prompt goes on with an assistant's message, which a chat API cannot do.
+    Calls get ids here, and the tool messages behind them take those in order. A call that no tool answered,
+    or whose arguments are not JSON, is shown as the text that the model wrote. Reasoning is not shown again.
+
+    Raises:
+        EngineError: the prompt goes on with an assistant's message, which a chat API cannot do.
     """
     codec = text_codec()
     start, end = (int(codec.encode(text)[0]) for text in ("<|im_start|>", "<|im_end|>"))

@@ -60,13 +60,15 @@ _SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; digits are never merged. Raises ConfigError: `vocab_size` has no room for the bytes
-    and the added tokens.
+    """Train a byte-level BPE tokenizer; digits are never merged.
 
     Args:
         texts: What to learn merges from. Text that repeats little ends in a smaller vocabulary.
         vocab_size: Size of the vocabulary, added tokens included; at least 265, the bytes and the added tokens.
         chat_template: The Jinja template of the tokenizer; None takes `CHAT_TEMPLATE`.
+
+    Raises:
+        ConfigError: `vocab_size` has no room for the bytes and the added tokens.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

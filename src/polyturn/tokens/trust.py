@@ -56,12 +56,15 @@ class TrustRule:
     """Decides which texts may become control tokens."""
 
     def __init__(self, codec: Codec, *, escape_prompts: str = "delimiters", escape_observations: bool = True) -> None:
-        """Make a rule. Raises ConfigError: `escape_prompts` is not one of `ESCAPES`.
+        """Make a rule.
 
         Args:
             codec: The tokenizer and template.
             escape_prompts: One of `ESCAPES`: which control texts of an owner are ordinary text.
             escape_observations: All control texts of anybody else are.
+
+        Raises:
+            ConfigError: `escape_prompts` is not one of `ESCAPES`.
         """
         if escape_prompts not in ESCAPES:
             raise ConfigError(f"escape_prompts cannot be {escape_prompts!r}.{did_you_mean(escape_prompts, ESCAPES)}")

@@ -58,8 +58,12 @@ class A2ATool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Send the model's message, or its arguments, and return the agent's answer. Raises ToolError: the agent refused or
-        failed; ToolTimeoutError, ToolConnectionError: it was late, or cannot be reached."""
+        """Send the model's message, or its arguments, and return the agent's answer.
+
+        Raises:
+            ToolError: the agent refused or failed.
+            ToolTimeoutError, ToolConnectionError: it was late, or cannot be reached.
+        """
         said: dict[str, Any] = {"text": parameters["message"]} if self._takes_text else {"data": parameters}
         conversation = self._conversations[instance_id]
         answer = await self.agent.ask(conversation, **said, skill=self.skill, timeout_s=self.timeout)
@@ -79,15 +83,22 @@ class A2ATool(BaseTool):
 
 
 def agent_of(config: dict[str, Any]) -> A2AAgent:
-    """Return the agent that a config names. Raises ConfigError: it names none."""
+    """Return the agent that a config names.
+
+    Raises:
+        ConfigError: it names none.
+    """
     if "url" not in config:
         raise ConfigError("an A2A agent needs a `url`: its address, or that of its card")
     return A2AAgent(config["url"], token=token_from(config, where="the A2A agent"), headers=config.get("headers"))
 
 
 def choose_skill(card: Any, name: str, *, url: str) -> Any:
-    """Return the skill of a card by its id; the only one where no name is given. Raises ConfigError: there is no such skill,
-    or there are several to choose from."""
+    """Return the skill of a card by its id; the only one where no name is given.
+
+    Raises:
+        ConfigError: there is no such skill, or there are several to choose from.
+    """
     known = {skill.id: skill for skill in card.skills}
     if not name and len(known) == 1:
         return next(iter(known.values()))
@@ -98,8 +109,11 @@ def choose_skill(card: Any, name: str, *, url: str) -> Any:
 
 
 def build_a2a_tools(found: type[A2ATool], config: dict[str, Any], tool_schema: Any) -> list[A2ATool]:
-    """Return the tool of the config's skill, or one for each skill of the agent's card; they share the agent. Raises
-    ConfigError: the card cannot be had, or has no skill."""
+    """Return the tool of the config's skill, or one for each skill of the agent's card; they share the agent.
+
+    Raises:
+        ConfigError: the card cannot be had, or has no skill.
+    """
     if config.get("skill") or tool_schema is not None:
         return [found(config, tool_schema)]
     agent = agent_of(config)

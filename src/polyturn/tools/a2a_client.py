@@ -82,7 +82,11 @@ class A2AAgent:
             await (await client).close()
 
     def read_card(self, *, timeout_s: float = 30.0) -> Any:
-        """Return the agent's card, also from where no event loop runs. Raises ConfigError: it cannot be had."""
+        """Return the agent's card, also from where no event loop runs.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
 
         async def fetch() -> Any:
             async with asyncio.timeout(timeout_s), _http_client(self.url, self._headers) as http:

@@ -112,8 +112,11 @@ class BaseTool:
 
 
 def read_schema(value: OpenAIFunctionToolSchema | Mapping[str, Any] | None) -> OpenAIFunctionToolSchema | None:
-    """Return a schema from its plain form; a schema and None are returned as they are. Raises ConfigError: it is not a tool
-    schema."""
+    """Return a schema from its plain form; a schema and None are returned as they are.
+
+    Raises:
+        ConfigError: it is not a tool schema.
+    """
     if value is None or isinstance(value, OpenAIFunctionToolSchema):
         return value
     try:
@@ -127,7 +130,11 @@ def read_schema(value: OpenAIFunctionToolSchema | Mapping[str, Any] | None) -> O
 
 
 def check_names(tools: Iterable[Tool]) -> None:
-    """Check that no two tools share a name. Raises ConfigError: two do."""
+    """Check that no two tools share a name.
+
+    Raises:
+        ConfigError: two do.
+    """
     seen: set[str] = set()
     for tool in tools:
         if tool.name in seen:

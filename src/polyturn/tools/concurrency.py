@@ -72,12 +72,15 @@ class ConcurrencyLimits:
     def __init__(
         self, *, of_tools: Mapping[str, int], hosts: Mapping[str, str | None], max_per_host: int | None = None
     ) -> None:
-        """Make the limits. Raises ConfigError: a limit is below 1.
+        """Make the limits.
 
         Args:
             of_tools: Tool -> calls at once; a tool that is left out has no limit.
             hosts: Tool -> whom it asks, or None.
             max_per_host: Calls at once to one host, of all tools that ask it.
+
+        Raises:
+            ConfigError: a limit is below 1.
         """
         for what, value in [*of_tools.items(), ("each host", max_per_host)]:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -77,8 +77,11 @@ class FunctionTool(BaseTool):
         return f"FunctionTool({self.name!r})"
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode with what the row says about the hidden parameters. Raises DataError: a hidden parameter without
-        a default is not in the row's create_kwargs."""
+        """Begin one episode with what the row says about the hidden parameters.
+
+        Raises:
+            DataError: a hidden parameter without a default is not in the row's create_kwargs.
+        """
         for parameter, is_required in self._hidden.items():
             if is_required and parameter not in kwargs:
                 raise DataError(
@@ -131,8 +134,7 @@ def tool(
     schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
     stateless: bool = True,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of an annotated async or plain function: `@tool`, `@tool("name")` or `@tool(name=..., schema=...)`. Raises
-    ConfigError: the schema cannot be read off the function; the sentence says what is missing.
+    """Make a tool of an annotated async or plain function: `@tool`, `@tool("name")` or `@tool(name=..., schema=...)`.
 
     Args:
         function: Its parameters need annotations and a line each under `Args:` in the docstring. A text is the name.
@@ -140,6 +142,9 @@ def tool(
         schema: The whole schema, instead of the one from signature and docstring.
         stateless: Whether no call leaves anything in this process that a later one needs; False restarts conversations that
             a resumed run finds in flight.
+
+    Raises:
+        ConfigError: the schema cannot be read off the function; the sentence says what is missing.
     """
     if function is None or isinstance(function, str):
         return functools.partial(FunctionTool, name=name or function, schema=schema, stateless=stateless)
@@ -147,8 +152,11 @@ def tool(
 
 
 def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> OpenAIFunctionToolSchema:
-    """Return the schema of a function from its signature and its Google-style docstring. Raises ConfigError: a parameter has
-    no annotation or no description, or cannot be given by name."""
+    """Return the schema of a function from its signature and its Google-style docstring.
+
+    Raises:
+        ConfigError: a parameter has no annotation or no description, or cannot be given by name.
+    """
     label = f"tool {name or function.__name__!r}"
     doc = read_docstring(inspect.getdoc(function) or "")
     if not doc.description:

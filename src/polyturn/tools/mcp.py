@@ -72,7 +72,11 @@ class MCPBaseTool(BaseTool):
 
     @property
     def server(self) -> McpServer:
-        """The server that calls are passed on to. Raises LifecycleError: it was never given one."""
+        """The server that calls are passed on to.
+
+        Raises:
+            LifecycleError: it was never given one.
+        """
         if self._server is None:
             raise LifecycleError(f"tool {self.name!r} has no MCP server; build it from a tool file with `mcp` settings")
         return self._server
@@ -92,8 +96,11 @@ class MCPBaseTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Call the server's tool. Raises ToolError: the tool refused, the server cannot be reached, or the deadline passed;
-        the text says which."""
+        """Call the server's tool.
+
+        Raises:
+            ToolError: the tool refused, the server cannot be reached, or the deadline passed; the text says which.
+        """
         await self._pace.wait()
         try:
             result = await self.server.call(instance_id, self._remote_name, parameters, timeout_s=self.timeout)

@@ -45,8 +45,7 @@ def make_client(
     is_stateful: bool = False,
     on_message: Any = None,
 ) -> Any:
-    """Return an SDK client of one server that is not connected yet; `async with` connects it. Raises ConfigError: the SDK is
-    not installed.
+    """Return an SDK client of one server that is not connected yet; `async with` connects it.
 
     Args:
         settings: The server's command or URL.
@@ -54,6 +53,9 @@ def make_client(
         max_answer_bytes: The largest answer.
         is_stateful: Whether the server must keep a session for this client alone; the newest protocol has none over HTTP.
         on_message: Awaited with each notification.
+
+    Raises:
+        ConfigError: the SDK is not installed.
     """
     try:
         from mcp import Client
@@ -82,8 +84,11 @@ def make_client(
 
 
 def token_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the token that a server is sent: `auth_token`, or the environment's variable `token_env`. Raises ConfigError:
-    the variable is not set, or both are given."""
+    """Return the token that a server is sent: `auth_token`, or the environment's variable `token_env`.
+
+    Raises:
+        ConfigError: the variable is not set, or both are given.
+    """
     given = {"token": settings.get("auth_token"), "token_env": settings.get("token_env")}
     return token_from(given, where="the MCP server")
 
@@ -138,8 +143,10 @@ def _http_client(headers: Mapping[str, str], words: StderrTail, max_answer_bytes
 def read_servers(source: Path | Mapping[str, Any], *, where: str = "mcp.servers") -> dict[str, Mapping[str, Any]]:
     """Return name -> settings of the servers in a file with `mcpServers`, or in a mapping name -> settings.
 
-    Commands of a file run in the file's folder. Raises ConfigError: the file is missing, or a server in it cannot work. No
-    value is shown, for it may be a secret.
+    Commands of a file run in the file's folder.
+
+    Raises:
+        ConfigError: the file is missing, or a server in it cannot work. No value is shown, for it may be a secret.
     """
     if isinstance(source, Path):
         where, servers, folder = str(source), _read_file(source), str(source.resolve().parent)
@@ -205,8 +212,11 @@ def _check_server(settings: Any, *, where: str) -> None:
 
 
 def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-    """Return the schema of every tool of a server, in OpenAI's form and otherwise as the server declared it. Raises
-    ConfigError: the server could not be reached in a few tries or in `timeout_s` seconds."""
+    """Return the schema of every tool of a server, in OpenAI's form and otherwise as the server declared it.
+
+    Raises:
+        ConfigError: the server could not be reached in a few tries or in `timeout_s` seconds.
+    """
     words = StderrTail(secrets_of(settings))
 
     async def fetch() -> list[dict[str, Any]]:

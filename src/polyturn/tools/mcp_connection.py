@@ -195,7 +195,11 @@ class McpConnection:
     # ---- the client -------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> Any:
-        """Return the SDK's client, connected. Raises ConnectionError: the server cannot be reached."""
+        """Return the SDK's client, connected.
+
+        Raises:
+            ConnectionError: the server cannot be reached.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._holder, self._ready = loop, None, None  # what an event loop before this one held is gone

@@ -37,7 +37,11 @@ class McpItem:
 
 
 def read_item(settings: Any, *, where: str) -> McpItem:
-    """Return the `mcp` settings of an item, checked. Raises ConfigError: they are missing or wrong."""
+    """Return the `mcp` settings of an item, checked.
+
+    Raises:
+        ConfigError: they are missing or wrong.
+    """
     known = settings if isinstance(settings, Mapping) else {}
     path, servers = known.get("mcp_servers_config_path"), known.get("servers")
     if isinstance(path, str) == isinstance(servers, Mapping):
@@ -58,13 +62,15 @@ def read_item(settings: Any, *, where: str) -> McpItem:
 
 
 def build_mcp_tools(entry: PluginEntry, found: Any, *, base: Path | None) -> list[MCPBaseTool]:
-    """Make a tool for every selected tool of the item's MCP servers; the tools of a server share it. Raises ConfigError: the
-    item cannot work, a server cannot be reached, or two tools have one name.
+    """Make a tool for every selected tool of the item's MCP servers; the tools of a server share it.
 
     Args:
         entry: The item.
         found: What its `class_name` names.
         base: The folder that paths start from.
+
+    Raises:
+        ConfigError: the item cannot work, a server cannot be reached, or two tools have one name.
     """
     item = read_item(entry.fields.get("mcp"), where=entry.where)
     if not isinstance(found, type) or not issubclass(found, MCPBaseTool):

@@ -84,8 +84,11 @@ class StderrTail:
 
 @asynccontextmanager
 async def stdio_transport(command: StdioCommand, words: StderrTail, *, max_answer_bytes: int) -> AsyncIterator[Any]:
-    """Start a server and yield the SDK's two streams; the process is gone afterwards. Raises OSError: it cannot be
-    started."""
+    """Start a server and yield the SDK's two streams; the process is gone afterwards.
+
+    Raises:
+        OSError: it cannot be started.
+    """
     import anyio
     from mcp.client.stdio import get_default_environment
 

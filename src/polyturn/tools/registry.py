@@ -46,8 +46,11 @@ TOOL = Shape(
 
 
 def check_tools(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
-    """Check the class of every tool of a file, or of a mapping with the same content, and make none. Raises ConfigError: an
-    item cannot be read, or its class is no tool."""
+    """Check the class of every tool of a file, or of a mapping with the same content, and make none.
+
+    Raises:
+        ConfigError: an item cannot be read, or its class is no tool.
+    """
     file = _read(source, base=base)
     for entry in file.entries:
         _checked_class(entry, base=file.base)
@@ -65,8 +68,12 @@ def _checked_class(entry: PluginEntry, *, base: Path | None) -> Any:
 
 
 def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
-    """Return the tool class, or the decorated function, that `pkg.module.Name` or `file.py:Name` names. Raises
-    MissingModuleError, MissingAttributeError: the path leads nowhere; ConfigError: it leads to something else."""
+    """Return the tool class, or the decorated function, that `pkg.module.Name` or `file.py:Name` names.
+
+    Raises:
+        MissingModuleError, MissingAttributeError: the path leads nowhere.
+        ConfigError: it leads to something else.
+    """
     found = import_attr(cls_name, base=base)
     if not isinstance(found, type | FunctionTool):
         raise ConfigError(
@@ -79,12 +86,14 @@ def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
 def initialize_tools_from_config(
     tools_config_file: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None
 ) -> list[BaseTool]:
-    """Build every tool of a YAML or JSON file, or of a mapping with the same content. Raises ConfigError: an item cannot
-    work, or two have one name.
+    """Build every tool of a YAML or JSON file, or of a mapping with the same content.
 
     Args:
         tools_config_file: The file, {"tools": [{"class_name": ..., "config": {...}, "tool_schema": {...}}]}, or that list.
         base: The folder that relative paths start from; the file's own folder by default.
+
+    Raises:
+        ConfigError: an item cannot work, or two have one name.
     """
     file = _read(tools_config_file, base=base)
     tools = [tool for entry in file.entries for tool in _build(entry, base=file.base)]
@@ -95,8 +104,11 @@ def initialize_tools_from_config(
 def load_all_tools(
     tool_config_path: str | Path | Mapping[str, Any] | None = None, function_tool_path: str | Path | None = None
 ) -> list[BaseTool]:
-    """Build the tools of a tool file and collect the decorated functions of a Python file. Raises ConfigError: one of them
-    cannot work, or two tools have one name."""
+    """Build the tools of a tool file and collect the decorated functions of a Python file.
+
+    Raises:
+        ConfigError: one of them cannot work, or two tools have one name.
+    """
     tools = [] if tool_config_path is None else initialize_tools_from_config(tool_config_path)
     functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
     if both := sorted({tool.name for tool in tools} & {tool.name for tool in functions}):
@@ -109,8 +121,11 @@ def load_all_tools(
 
 
 def load_function_tools(path: str | Path) -> list[FunctionTool]:
-    """Return the functions of a Python file that are decorated as tools, in the file's order. Raises ConfigError: there is
-    no such file, it cannot be imported, or it has no such function."""
+    """Return the functions of a Python file that are decorated as tools, in the file's order.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be imported, or it has no such function.
+    """
     module = import_file(Path(path))
     found = [v for v in vars(module).values() if isinstance(v, FunctionTool) and v.function.__module__ == module.__name__]
     if not found:

@@ -35,8 +35,12 @@ class ToolOutcome(NamedTuple):
 
 
 def normalize(returned: Any) -> ToolOutcome:
-    """Return what `execute` or a function returned, in one shape. Raises TypeError: a tuple that is empty or longer than
-    three, or metrics that are no mapping; RewardError: a step reward that is not a finite number."""
+    """Return what `execute` or a function returned, in one shape.
+
+    Raises:
+        TypeError: a tuple that is empty or longer than three, or metrics that are no mapping.
+        RewardError: a step reward that is not a finite number.
+    """
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
         raise TypeError(
@@ -50,8 +54,11 @@ def normalize(returned: Any) -> ToolOutcome:
 
 
 def to_response(value: Any) -> ToolResponse:
-    """Return an answer of any type as a `ToolResponse`; dicts and lists become JSON. Raises TooLargeError: it would take too
-    long to write out."""
+    """Return an answer of any type as a `ToolResponse`; dicts and lists become JSON.
+
+    Raises:
+        TooLargeError: it would take too long to write out.
+    """
     if isinstance(value, ToolResponse):
         for item in (*(value.image or ()), *(value.video or ())):
             if isinstance(item, str | bytes | bytearray) and len(item) > MAX_MEDIUM:
@@ -72,8 +79,11 @@ def to_response(value: Any) -> ToolResponse:
 
 
 def _check_size(value: Any) -> None:
-    """Refuse data that has too many characters as JSON, or is nested too deep; no more is looked at than may be read. Raises
-    TooLargeError: it does, or is."""
+    """Refuse data that has too many characters as JSON, or is nested too deep; no more is looked at than may be read.
+
+    Raises:
+        TooLargeError: it does, or is.
+    """
     total, level = 0, [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -99,7 +109,11 @@ def _check_size(value: Any) -> None:
 
 
 def finite(value: Any, *, what: str) -> float:
-    """Return a reward as a float. Raises RewardError: it is not a finite number, or larger than any reward."""
+    """Return a reward as a float.
+
+    Raises:
+        RewardError: it is not a finite number, or larger than any reward.
+    """
     number = as_score(value)
     if number is None:
         none = "" if what == "outcome" else ", or None for none"

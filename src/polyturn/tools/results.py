@@ -79,8 +79,11 @@ def call_metrics(result: ToolResult) -> Metrics:
 
 
 def content_of(response: ToolResponse, *, limit: ResultLimit = WHOLE) -> str | tuple[Mapping[str, Any], ...]:
-    """Return a response as the content of a tool message: text, or images, videos and then text as parts. Raises DataError:
-    an image or video cannot be read."""
+    """Return a response as the content of a tool message: text, or images, videos and then text as parts.
+
+    Raises:
+        DataError: an image or video cannot be read.
+    """
     text = limit.cut(response.text or "")
     parts: list[Mapping[str, Any]] = [{"type": "image", "image": _shown("image", item)} for item in response.image or ()]
     parts += [{"type": "video", "video": _shown("video", item)} for item in response.video or ()]

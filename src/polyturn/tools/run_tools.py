@@ -41,12 +41,15 @@ class RunTools:
     """Every tool of a run, with what each call needs to know of it. Shared by all episodes."""
 
     def __init__(self, tools: Sequence[Tool], options: ToolOptions | None = None, *, codec: Codec | None = None) -> None:
-        """Collect the tools. Raises ConfigError: two tools have one name, or a value cannot work.
+        """Collect the tools.
 
         Args:
             tools: Objects with `name`, `schema`, `create`, `execute`, `calc_reward` and `release`.
             options: The limits of each call.
             codec: Counts tokens, and knows the texts that no cut may tear.
+
+        Raises:
+            ConfigError: two tools have one name, or a value cannot work.
         """
         check_names(tools)
         self.max_abandoned = MAX_ABANDONED
@@ -91,8 +94,11 @@ class RunTools:
         return frozenset(name for name, tool in self.tools.items() if not isinstance(tool, FunctionTool) or tool.may_score)
 
     def select(self, task: Task) -> tuple[str, ...]:
-        """Return the names of the tools that a task may call; a name that it skips is warned of once in a run. Raises
-        DataError: it names a tool that is not there and that it does not skip, or it needs tools and has none."""
+        """Return the names of the tools that a task may call; a name that it skips is warned of once in a run.
+
+        Raises:
+            DataError: it names a tool that is not there and that it does not skip, or it needs tools and has none.
+        """
         try:
             chosen = select_tools(task, self.tools)
         except DataError as problem:
@@ -105,8 +111,11 @@ class RunTools:
         return chosen.names
 
     def schemas_of(self, task: Task) -> tuple[Mapping[str, Any], ...]:
-        """Return the schemas of the tools that a task may call, for rendering. Raises DataError: it names a tool that is not
-        there."""
+        """Return the schemas of the tools that a task may call, for rendering.
+
+        Raises:
+            DataError: it names a tool that is not there.
+        """
         return tuple(self.schemas[name] for name in self.select(task))
 
     @property
@@ -115,8 +124,11 @@ class RunTools:
         return sum(map(self._abandoned, self.tools))
 
     def number_or_none(self, name: str, value: Any) -> float | None:
-        """Return what `calc_reward` returned as a reward; a list of texts, as some tools return, is no opinion. Raises
-        RewardError: it is neither that nor a finite number nor None."""
+        """Return what `calc_reward` returned as a reward; a list of texts, as some tools return, is no opinion.
+
+        Raises:
+            RewardError: it is neither that nor a finite number nor None.
+        """
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
@@ -135,7 +147,11 @@ class RunTools:
         return dataclasses.replace(result, metrics={**result.metrics, RAISED_AT: where.strip(" ()")}) if where else result
 
     def check_abandoned(self) -> None:
-        """Check that the tools keep their deadlines on the whole. Raises RolloutError: too many calls were left behind."""
+        """Check that the tools keep their deadlines on the whole.
+
+        Raises:
+            RolloutError: too many calls were left behind.
+        """
         if self.num_abandoned > self.max_abandoned:
             worst = max(self.tools, key=self._abandoned)
             raise RolloutError(

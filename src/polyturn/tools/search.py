@@ -196,7 +196,11 @@ def _said(text: str) -> ToolResponse:
 
 
 def result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
-    """Return the passages of each query in a service's answer. Raises KeyError, ValueError: it has another form."""
+    """Return the passages of each query in a service's answer.
+
+    Raises:
+        KeyError, ValueError: it has another form.
+    """
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be a mapping with 'result', not {data!r:.100}")
     found = data["result"] or []

@@ -69,7 +69,7 @@ class HttpService:
         retry_delay_s: float = 1.0,
         token: str | None = None,
     ) -> None:
-        """Describe the service; nothing is opened yet. Raises ConfigError: a value cannot work.
+        """Describe the service; nothing is opened yet.
 
         Args:
             url: Where to post to.
@@ -78,6 +78,9 @@ class HttpService:
             max_tries: How often a call is tried while the service is unreachable or answers one of `RETRIED`.
             retry_delay_s: Pause after the first try; after the n-th it is n times as long.
             token: What the service demands, sent as `Authorization: Bearer`; no error shows it.
+
+        Raises:
+            ConfigError: a value cannot work.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the URL of a service is {url!r}; it must start with http:// or https://")

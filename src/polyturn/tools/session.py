@@ -81,11 +81,14 @@ class ToolSession:
         return self._names
 
     async def start(self, task: Task) -> tuple[ToolResult, ...]:
-        """Create every tool that the task selects, all at once. Raises DataError: the task names a tool that is not there;
-        ToolStartError: a `create` raised, was late, or returned an id that another live episode uses.
+        """Create every tool that the task selects, all at once.
 
         Returns:
             What the tools say at the start, of those that say something; `call_id` is empty.
+
+        Raises:
+            DataError: the task names a tool that is not there.
+            ToolStartError: a `create` raised, was late, or returned an id that another live episode uses.
         """
         if self._is_started or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: its tools were started already")
@@ -107,11 +110,14 @@ class ToolSession:
         return other
 
     async def start_branch(self, states: Mapping[str, Any]) -> None:
-        """Create the tools that have a state, and let them take it up; the others are shared. Raises ToolStartError: a
-        `create` failed; SnapshotError: a `restore` failed.
+        """Create the tools that have a state, and let them take it up; the others are shared.
 
         Args:
             states: What `snapshot` returned where the branch goes on.
+
+        Raises:
+            ToolStartError: a `create` failed.
+            SnapshotError: a `restore` failed.
         """
         self._is_started = True
         await self._create(states["states"])
@@ -152,8 +158,11 @@ class ToolSession:
         return tuple(answers)
 
     async def finish(self) -> dict[str, float | None]:
-        """Ask every tool for its reward for the episode. Raises RewardError: one raised, was late, or returned something
-        that is neither a finite number nor None."""
+        """Ask every tool for its reward for the episode.
+
+        Raises:
+            RewardError: one raised, was late, or returned something that is neither a finite number nor None.
+        """
         if self._is_finished or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: the rewards of its tools were asked for already")
         self._is_finished = True
@@ -169,16 +178,22 @@ class ToolSession:
         return rewards
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what the tools keep of the episode, behind a complete turn. Raises SnapshotError: a tool's `snapshot`
-        raised or was late."""
+        """Return what the tools keep of the episode, behind a complete turn.
+
+        Raises:
+            SnapshotError: a tool's `snapshot` raised or was late.
+        """
         offered = [(name, id) for name, id in self._instances.ids.items() if self._box.seams[name].snapshot is not None]
         states = {name: await self._instances.seam(name, "snapshot", id) for name, id in offered}
         data = self._agent_data
         return {"states": states, "rewards": data.tool_rewards, "extra": data.extra_fields} if data else {"states": states}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """Let the tools, created again, take up what `snapshot` returned. Raises SnapshotError: a tool's `restore` raised or
-        was late."""
+        """Let the tools, created again, take up what `snapshot` returned.
+
+        Raises:
+            SnapshotError: a tool's `restore` raised or was late.
+        """
         for name, held in state["states"].items():
             await self._instances.seam(name, "restore", self._instances.ids[name], held)
         if "extra" in state:
@@ -306,8 +321,11 @@ class ToolSession:
 
 
 def copied(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `ToolSession.snapshot` returned, of which nothing is a live object of a tool any more. Raises
-    SnapshotError: something of it cannot be copied."""
+    """Return what `ToolSession.snapshot` returned, of which nothing is a live object of a tool any more.
+
+    Raises:
+        SnapshotError: something of it cannot be copied.
+    """
     found: dict[str, Any] = {"states": {}}
     what = ""
     try:

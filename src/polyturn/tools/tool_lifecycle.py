@@ -58,8 +58,11 @@ class EpisodeTools:
         return self.kwargs.get(name, _NO_KWARGS)
 
     async def create(self, name: str) -> ToolResult | None:
-        """Create a tool; return what it says at the start, None if nothing. Raises ToolStartError: its `create` raised, was
-        late, or returned an id that another live episode uses."""
+        """Create a tool; return what it says at the start, None if nothing.
+
+        Raises:
+            ToolStartError: its `create` raised, was late, or returned an id that another live episode uses.
+        """
         methods, kwargs = self._box.methods[name], self.kwargs_of(name).create_kwargs
         bounded, loop = self._box.bounded[name], asyncio.get_running_loop()
 
@@ -94,7 +97,11 @@ class EpisodeTools:
         return None if response.is_empty() else ToolResult(call_id="", name=name, content=content)
 
     async def seam(self, name: str, which: str, *args: Any) -> Any:
-        """Call a tool's `snapshot` or `restore`. Raises SnapshotError: it raised or was late."""
+        """Call a tool's `snapshot` or `restore`.
+
+        Raises:
+            SnapshotError: it raised or was late.
+        """
         seam = self._box.seams[name]
         method: Any = seam.snapshot if which == "snapshot" else seam.restore
         try:

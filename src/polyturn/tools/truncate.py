@@ -29,7 +29,11 @@ _ZERO_WIDTH_JOINER = "\u200d"
 
 
 def check_side(side: str) -> None:
-    """Check the name of a side. Raises ConfigError: it is none."""
+    """Check the name of a side.
+
+    Raises:
+        ConfigError: it is none.
+    """
     if side not in _SIDES:
         raise ConfigError(f"truncate_side is {side!r}; use 'left' (keeps the tail), 'right' (keeps the head) or 'middle'")
 

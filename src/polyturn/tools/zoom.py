@@ -80,8 +80,11 @@ class ImageZoomInTool(BaseTool):
         )
 
     async def create(self, instance_id: str | None = None, image: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode with its image, which may also be under that key of `create_kwargs`. Raises DataError: there is
-        no image, or it cannot be read."""
+        """Begin one episode with its image, which may also be under that key of `create_kwargs`.
+
+        Raises:
+            DataError: there is no image, or it cannot be read.
+        """
         instance_id = str(uuid4()) if instance_id is None else instance_id
         source = kwargs.get("create_kwargs", {}).get("image") if image is None else image
         if source is None:
@@ -147,13 +150,17 @@ def _widen(low: float, high: float, *, limit: int) -> tuple[float, float]:
 
 
 async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -> Image:
-    """Return an image in RGB. Raises DataError: it cannot be read; ConfigError: Pillow is not installed.
+    """Return an image in RGB.
 
     Args:
         source: A PIL image, its bytes, a path, a data URI, an http(s) URL, or a mapping with one of these under "bytes",
             "path", "url" or "image".
         timeout_s: Deadline of fetching a URL.
         threads: Where files are read and images are decoded.
+
+    Raises:
+        DataError: it cannot be read.
+        ConfigError: Pillow is not installed.
     """
     try:
         from PIL import Image

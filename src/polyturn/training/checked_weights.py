@@ -31,8 +31,11 @@ class WeightChecksums:
         """Of the weights of that version."""
 
     async def learn(self, engines: Mapping[str, Engine], weights: Mapping[str, Tensor]) -> None:
-        """Find out what the tensors of each engine are made of, while all serve `weights`, no two of which are equal. Raises
-        EngineLostError: one did not answer."""
+        """Find out what the tensors of each engine are made of, while all serve `weights`, no two of which are equal.
+
+        Raises:
+            EngineLostError: one did not answer.
+        """
         for name, engine in engines.items():
             held = await engine.checksums() if isinstance(engine, Checked) else None
             if held is None:

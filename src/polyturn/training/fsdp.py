@@ -53,8 +53,11 @@ _FILLER = TrainSample(
 
 
 def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
-    """Return the mesh over all ranks of the process group: rows that hold the same samples along "tp". Raises ConfigError:
-    the ranks do not divide into rows."""
+    """Return the mesh over all ranks of the process group: rows that hold the same samples along "tp".
+
+    Raises:
+        ConfigError: the ranks do not divide into rows.
+    """
     ranks = dist.get_world_size()
     if ranks % tensor_parallel:
         raise ConfigError(
@@ -83,7 +86,11 @@ class Sharded:
 
     @staticmethod
     def check(config: PreTrainedConfig, degrees: Degrees) -> None:
-        """Refuse what FSDP2 does not split. Raises ConfigError: layers or experts are to be split."""
+        """Refuse what FSDP2 does not split.
+
+        Raises:
+            ConfigError: layers or experts are to be split.
+        """
         for name, size in (("pipeline", degrees.pipeline_parallel), ("expert", degrees.expert_parallel)):
             if size > 1:
                 raise ConfigError(
@@ -98,8 +105,11 @@ class Sharded:
         return PolicyNetwork(model, routers=routers, replays=replays)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> ShardedOptimizer:
-        """Split the layers over a row, shard everything over the rows, and return what updates this rank's shards. Raises
-        ConfigError: the model cannot be split as the mesh asks."""
+        """Split the layers over a row, shard everything over the rows, and return what updates this rank's shards.
+
+        Raises:
+            ConfigError: the model cannot be split as the mesh asks.
+        """
         tp = self._mesh["tp"]
         partial = split_layers(network.backbone, tp) if tp.size() > 1 else []
         prefix = next(name for name, module in network.saved.named_modules() if module is network.backbone)
@@ -110,7 +120,10 @@ class Sharded:
 
     def freeze(self, network: Network, *, is_copy: bool) -> None:
         """Shard `network` over the rows, layer by layer, sum gradients instead of averaging them, and fill its shards.
-        Raises ConfigError: its files do not hold its weights."""
+
+        Raises:
+            ConfigError: its files do not hold its weights.
+        """
         network.encoders = encoders = tuple(towers_of(network.backbone))
         mesh = self._mesh["dp"]
         for module in (*layers_of(network.backbone, encoders), *network.heads, network):
@@ -158,7 +171,10 @@ def in_step(
     device: torch.device,
 ) -> list[MicroBatch]:
     """Cut the samples of this rank by `lay_out`, and add passes without weight until it has as many as the longest rank.
-    Raises PolyturnError: on every rank, with the reason of the one whose samples cannot be laid out."""
+
+    Raises:
+        PolyturnError: on every rank, with the reason of the one whose samples cannot be laid out.
+    """
     batches: list[MicroBatch] = []
     problem: PolyturnError | None = None
     try:

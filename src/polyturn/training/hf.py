@@ -48,12 +48,14 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a randomly initialised causal language model, which may also see; the global random state is left as it was.
-    Raises ConfigError: an unknown `model_type`, or fields that this architecture cannot be built from.
 
     Args:
         config: The fields of the transformers config; `model_type` names the architecture.
         seed: Of the initialisation.
         dtype: Of the parameters.
+
+    Raises:
+        ConfigError: an unknown `model_type`, or fields that this architecture cannot be built from.
     """
     fields = dict(config)
     model_type = fields.pop("model_type", None)
@@ -79,14 +81,20 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the causal language model in folder `source`, or of that name and revision on the hub. Raises ConfigError:
-    there is none, or it cannot be loaded."""
+    """Return the causal language model in folder `source`, or of that name and revision on the hub.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
     return _opened(source, dtype, revision, plan_above=None)
 
 
 def load_plan(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the same; above a billion parameters without its weights, on the meta device, for a plan of memory. Raises
-    ConfigError: as `load_model` does."""
+    """Return the same; above a billion parameters without its weights, on the meta device, for a plan of memory.
+
+    Raises:
+        ConfigError: as `load_model` does.
+    """
     return _opened(source, dtype, revision, plan_above=1_000_000_000)
 
 
@@ -111,15 +119,21 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
 
 
 def load_outline(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the same without its weights, whatever its size: its config and shapes, which occupy no memory. Raises
-    ConfigError: as `load_model` does."""
+    """Return the same without its weights, whatever its size: its config and shapes, which occupy no memory.
+
+    Raises:
+        ConfigError: as `load_model` does.
+    """
     return _opened(source, dtype, revision, plan_above=0)
 
 
 def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
     """Return the same without its weights, for shards that are filled by `part_loading`; its `name_or_path` is a folder of
-    this machine. Weights that are not in safetensors cannot be read in parts and are loaded. Raises ConfigError: as
-    `load_model` does."""
+    this machine. Weights that are not in safetensors cannot be read in parts and are loaded.
+
+    Raises:
+        ConfigError: as `load_model` does.
+    """
     folder = Path(source)
     if not folder.is_dir():
         cached = only_cached(str(source), revision=revision)
@@ -152,7 +166,11 @@ def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write weights into `model`, in place. Raises CheckpointError: they are those of another model."""
+    """Write weights into `model`, in place.
+
+    Raises:
+        CheckpointError: they are those of another model.
+    """
     own, tied = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)).keys()
     again = tied - dict(model.named_parameters()).keys()
     if odd := sorted((own.keys() ^ weights.keys()) - again):
@@ -166,13 +184,15 @@ def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
 
 
 def choose_kernels(model: PreTrainedModel, *, attention: str | None = None, liger: bool = False) -> PreTrainedModel:
-    """Let a model compute by other kernels, and return it. Raises ConfigError: they are not installed, or the model cannot
-    use them.
+    """Let a model compute by other kernels, and return it.
 
     Args:
         model: Changed in place; its parameters are not.
         attention: As transformers names it; None leaves it.
         liger: Whether Liger's kernels replace norms, rotations and feed-forward layers, where it knows the architecture.
+
+    Raises:
+        ConfigError: they are not installed, or the model cannot use them.
     """
     if attention is not None:
         try:
@@ -194,9 +214,12 @@ def choose_kernels(model: PreTrainedModel, *, attention: str | None = None, lige
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep the input of every layer only, and compute the layer again in the backward pass: a third more time for much less
-    memory. It counts in train mode alone; an engine over the same parameters does not notice. Raises ConfigError: the
-    architecture has no such layers."""
+    """Keep the input of every layer only, and compute the layer again in the backward pass: a third more time for much
+    less memory. It counts in train mode alone; an engine over the same parameters does not notice.
+
+    Raises:
+        ConfigError: the architecture has no such layers.
+    """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} cannot compute layers again; set model.gradient_checkpointing to false")
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})

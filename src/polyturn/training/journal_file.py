@@ -226,7 +226,11 @@ class JournalFile:
         return found.held
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        """Append a line, made in the thread. Raises SnapshotError: the line cannot be made."""
+        """Append a line, made in the thread.
+
+        Raises:
+            SnapshotError: the line cannot be made.
+        """
         await self._thread.submit(lambda: self._append(episode, to_line(episode, line)))
 
     async def append(self, episode: str, line: Line) -> None:
@@ -311,7 +315,11 @@ class JournalFile:
 
 
 def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
-    """Make what an episode says and encode it, wherever the episode runs. Raises SnapshotError: the line cannot be made."""
+    """Make what an episode says and encode it, wherever the episode runs.
+
+    Raises:
+        SnapshotError: the line cannot be made.
+    """
     made = line()
     try:
         data = _TO_JSON.encode({"s": episode, **made}).encode() + b"\n"

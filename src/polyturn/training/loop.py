@@ -84,8 +84,11 @@ class Trainer:
         return self._saving.checkpoints
 
     async def run(self) -> LoopState:
-        """Evaluate, train, evaluate again; leave a checkpoint, also when cancelled. Raises TrainingError, RolloutError:
-        training cannot go on."""
+        """Evaluate, train, evaluate again; leave a checkpoint, also when cancelled.
+
+        Raises:
+            TrainingError, RolloutError: training cannot go on.
+        """
         try:
             await self._engine.channel.start(self.state.step)
             await self._engine.snapshots.start(self.state.step)
@@ -112,8 +115,11 @@ class Trainer:
         return self.state
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of this run. Raises CheckpointError: it is missing, damaged, of another model, or of
-        another order of tasks."""
+        """Go on from a checkpoint of this run.
+
+        Raises:
+            CheckpointError: it is missing, damaged, of another model, or of another order of tasks.
+        """
         saved = self.checkpoints.load(path)
         if missing := [name for name in ("fingerprint", "sampler", "policy", "loop") if name not in saved]:
             raise CheckpointError(f"the checkpoint {path} has no {missing[0]!r}; it was not written by a training run")

@@ -86,7 +86,10 @@ class Objective(Protocol):
 
     def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
         """Return what runs the network on a micro-batch of `samples` and gives its terms; `kl_coef` weighs a KL term now.
-        Raises TrainingError: the samples lack what it needs."""
+
+        Raises:
+            TrainingError: the samples lack what it needs.
+        """
         ...
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
@@ -100,13 +103,16 @@ class PolicyTerms:
     def __init__(
         self, settings: LossSettings, *, has_reference: bool = False, teacher: Callable[[MicroBatch], Tensor] | None = None
     ) -> None:
-        """Bind `settings`. Raises ConfigError: a KL term without a reference, a distillation term without a teacher, or an
-        option that the policy loss does not take.
+        """Bind `settings`.
 
         Args:
             settings: The loss.
             has_reference: Whether something can give the reference's log-probabilities, which samples bring to a KL term.
             teacher: Gives [S] the teacher's log-probabilities.
+
+        Raises:
+            ConfigError: a KL term without a reference, a distillation term without a teacher, or an option that the policy
+                loss does not take.
         """
         if settings.kl.coef and not has_reference:
             raise ConfigError(f"kl.coef is {settings.kl.coef} and there is no reference policy; pass reference=True")

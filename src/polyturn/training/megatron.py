@@ -55,14 +55,21 @@ class Megatron:
 
     @staticmethod
     def check(config: PreTrainedConfig, degrees: Degrees) -> None:
-        """Refuse what megatron-core does not split so. Raises ConfigError: the model's family has no mapping, or a size does
-        not divide what it splits."""
+        """Refuse what megatron-core does not split so.
+
+        Raises:
+            ConfigError: the model's family has no mapping, or a size does not divide what it splits.
+        """
         require_split(config, degrees)
 
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
     ) -> Network:
-        """Return megatron-core's form of `model`, with its weights. Raises ConfigError: it cannot be split so."""
+        """Return megatron-core's form of `model`, with its weights.
+
+        Raises:
+            ConfigError: it cannot be split so.
+        """
         if model.is_activation_checkpointing and self._device.type == "cpu":
             raise ConfigError(
                 "model.gradient_checkpointing is on and there is no GPU: megatron-core computes activations again with the "

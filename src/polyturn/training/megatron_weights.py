@@ -51,8 +51,11 @@ def is_sparse(config: PreTrainedConfig, layer: int) -> bool:
 
 
 def require_family(config: PreTrainedConfig) -> None:
-    """Refuse a model whose weights have no place in megatron-core's. Raises ConfigError: its family has none, or its config
-    asks for what that family does otherwise."""
+    """Refuse a model whose weights have no place in megatron-core's.
+
+    Raises:
+        ConfigError: its family has none, or its config asks for what that family does otherwise.
+    """
     kind = config.model_type
     if kind not in FAMILIES:
         raise ConfigError(
@@ -77,8 +80,11 @@ def require_family(config: PreTrainedConfig) -> None:
 
 
 def require_split(config: PreTrainedConfig, degrees: Degrees) -> None:
-    """Refuse a model that cannot be split so. Raises ConfigError: its family has no mapping, or a size does not divide what
-    it splits."""
+    """Refuse a model that cannot be split so.
+
+    Raises:
+        ConfigError: its family has no mapping, or a size does not divide what it splits.
+    """
     require_family(config)
     experts = config.num_experts if config.model_type == "qwen3_moe" else 0
     where, wide = "train.distributed", degrees.tensor_parallel

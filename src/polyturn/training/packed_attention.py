@@ -132,8 +132,11 @@ def packed_attention(
     packed_view: PackedView | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it: [1, H, N, D] in, [1, N, H, D] out. Raises ConfigError: the layer wants another
-    attention than a causal one over everything before."""
+    """Attend as transformers asks for it: [1, H, N, D] in, [1, N, H, D] out.
+
+    Raises:
+        ConfigError: the layer wants another attention than a causal one over everything before.
+    """
     if packed_view is None:  # another part of the model, such as its vision tower
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -46,12 +46,14 @@ def is_unread(model: PreTrainedModel) -> bool:
 
 
 def read_weights(model: PreTrainedModel, device: torch.device) -> int:
-    """Fill the shards of an unread model from the folder that it is of, and return how many bytes were read. Raises
-    ConfigError: the folder's weights are not those of this model.
+    """Fill the shards of an unread model from the folder that it is of, and return how many bytes were read.
 
     Args:
         model: An outline, sharded; an adapter in it has values already.
         device: Where its values go.
+
+    Raises:
+        ConfigError: the folder's weights are not those of this model.
     """
     mapping: list[Any] = get_model_conversion_mapping(model)
     folder, read = Path(str(model.name_or_path)), list[int]()

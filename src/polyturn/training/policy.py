@@ -69,22 +69,27 @@ class ModelPolicy(OverBackend):
         return self.backend.step_count
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
-        """Return for each sample [T] the log-probability of each weighted token, 0 elsewhere. Raises ConfigError:
-        `reference` is asked of a policy that was built without one."""
+        """Return for each sample [T] the log-probability of each weighted token, 0 elsewhere.
+
+        Raises:
+            ConfigError: `reference` is asked of a policy that was built without one.
+        """
         start = time.perf_counter()
         scores = self.backend.score(samples, REFERENCE if reference else OWN)
         self.train_seconds += time.perf_counter() - start
         return scores
 
     def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> PassResult:
-        """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on. Raises
-        TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
-        step one that `optim_step` skips, or ends the run at.
+        """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on.
 
         Args:
             samples: With `advantages`; with old_logprobs, unless they are on-policy. Missing
                 ref_logprobs are computed here when the loss has a KL term.
             coefs: For each sample [T]; None computes them over `samples` by `AlgorithmOptions.aggregate`.
+
+        Raises:
+            TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
+                step one that `optim_step` skips, or ends the run at.
         """
         loss = self.loss_settings
         lacking = next((s.id for s in samples if s.advantages is None), None)
@@ -108,8 +113,11 @@ class ModelPolicy(OverBackend):
         return self._pass(samples, coefs, "supervised").metrics
 
     def optim_step(self) -> Metrics:
-        """Take one optimizer step from the summed gradient, on all ranks or on none, and clear it. Raises TrainingError:
-        loss or gradient is not finite, once more in a row than such steps are skipped."""
+        """Take one optimizer step from the summed gradient, on all ranks or on none, and clear it.
+
+        Raises:
+            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
+        """
         start = time.perf_counter()
         metrics = self.backend.optim_step()
         seconds = time.perf_counter() - start
@@ -172,9 +180,7 @@ def policy_backend(
     media: MediaProcessor | None = None,
     placement: Placement | None = None,
 ) -> ModelBackend:
-    """Return what trains `model`, which is used as it is, not copied, and only ever written in place. Raises ConfigError: a
-    balance term without experts, a KL term without a reference, a distillation term without a teacher, one of another
-    vocabulary, or a model that cannot be split as `placement` asks.
+    """Return what trains `model`, which is used as it is, not copied, and only ever written in place.
 
     Args:
         model: On its device, in its dtype; whole, or unread and filled by `placement`, on every rank of many.
@@ -186,6 +192,10 @@ def policy_backend(
         teacher: The model to distil from.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
         placement: Where the parameters go; None leaves them where they are.
+
+    Raises:
+        ConfigError: a balance term without experts, a KL term without a reference, a distillation term without a teacher,
+            one of another vocabulary, or a model that cannot be split as `placement` asks.
     """
     placement, loss = placement or OneDevice(), loss or LossSettings()
     for other, name in ((reference, "reference"), (teacher, "teacher")):

@@ -80,8 +80,11 @@ class PolicySnapshots:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the copies that `state_dict` returned; those that the run has no more are left out. Raises
-        CheckpointError: one is of another model."""
+        """Take up the copies that `state_dict` returned; those that the run has no more are left out.
+
+        Raises:
+            CheckpointError: one is of another model.
+        """
         for one in self._followers:
             if (saved := state.get(one.name)) is None:
                 continue

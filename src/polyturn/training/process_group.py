@@ -54,8 +54,12 @@ class GroupTeam:
         """What the followers are told when they may end."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return what each returned. Raises RankLostError: a rank is gone;
-        PolyturnError: what a rank raised."""
+        """Let every rank run `command` on its share, and return what each returned.
+
+        Raises:
+            RankLostError: a rank is gone.
+            PolyturnError: what a rank raised.
+        """
         if self._lost is not None:
             raise RankLostError(self._lost)
         try:
@@ -80,7 +84,11 @@ class GroupTeam:
 
 
 def follow(rank: RankWorker) -> Any:
-    """Run what the leader says until it closes, and return its last word. Raises RankLostError: the leader is gone."""
+    """Run what the leader says until it closes, and return its last word.
+
+    Raises:
+        RankLostError: the leader is gone.
+    """
     control = dist.new_group(backend="gloo", timeout=_FOREVER)
     while True:
         try:

@@ -32,8 +32,12 @@ class RankGroup(Protocol):
     tensor_parallel: int
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return what each returned. Raises RankLostError: a rank is gone;
-        PolyturnError: what a rank raised."""
+        """Let every rank run `command` on its share, and return what each returned.
+
+        Raises:
+            RankLostError: a rank is gone.
+            PolyturnError: what a rank raised.
+        """
         ...
 
     def close(self) -> None:

@@ -83,8 +83,11 @@ class AdapterReference:
 
 
 def require_same_vocabulary(model: PreTrainedModel, other: PreTrainedModel, *, name: str) -> None:
-    """Refuse a model that cannot read the trained model's ids. Raises ConfigError: it has a smaller vocabulary, or another
-    one by its size."""
+    """Refuse a model that cannot read the trained model's ids.
+
+    Raises:
+        ConfigError: it has a smaller vocabulary, or another one by its size.
+    """
     own, its = (m.config.get_text_config().vocab_size for m in (model, other))
     if own != its:
         raise ConfigError(

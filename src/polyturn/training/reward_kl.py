@@ -34,8 +34,11 @@ class RewardKl:
         return self._controller.coef
 
     def apply(self, samples: Sequence[TrainSample]) -> tuple[list[TrainSample], Metrics]:
-        """Return the samples with the penalty in their `rewards`, and its figures; then adapt the weight. Raises
-        TrainingError: samples lack log-probabilities."""
+        """Return the samples with the penalty in their `rewards`, and its figures; then adapt the weight.
+
+        Raises:
+            TrainingError: samples lack log-probabilities.
+        """
         coef, kl_sum, num_tokens = self.coef, 0.0, 0
         out = []
         for sample in samples:

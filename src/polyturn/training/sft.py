@@ -62,8 +62,11 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
 
 
 def trajectory_samples(trajectories: Iterable[Trajectory], *, min_reward: float) -> list[TrainSample]:
-    """Return the samples of the trajectories whose reward is at least `min_reward`, token for token as sampled. Raises
-    DataError: none is good enough."""
+    """Return the samples of the trajectories whose reward is at least `min_reward`, token for token as sampled.
+
+    Raises:
+        DataError: none is good enough.
+    """
     all_of_them = list(trajectories)
     good = [t for t in all_of_them if t.reward is not None and t.reward.total >= min_reward]
     if not good:

@@ -84,7 +84,11 @@ class WeightChannel(Protocol):
         """Bring the first weights there, as `version`."""
 
     async def publish(self, version: int) -> object:
-        """Bring the weights as they are now, as `version`. Raises EngineError: they did not arrive."""
+        """Bring the weights as they are now, as `version`.
+
+        Raises:
+            EngineError: they did not arrive.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

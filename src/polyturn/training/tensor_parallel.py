@@ -24,8 +24,11 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
-    """Split the layers of `model` over `mesh` in place, and name the whole parameters with partial gradients. Raises
-    ConfigError: transformers has no plan for this model, or its heads do not divide."""
+    """Split the layers of `model` over `mesh` in place, and name the whole parameters with partial gradients.
+
+    Raises:
+        ConfigError: transformers has no plan for this model, or its heads do not divide.
+    """
     plan = {name: style for name, style in (model.tp_plan or {}).items() if ".layers." in f".{name}"}
     if not plan:
         raise ConfigError(

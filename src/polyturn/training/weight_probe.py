@@ -66,8 +66,11 @@ class WeightProbe:
         self._num_asked = 0
 
     async def sample(self, engine: Engine, version: int, *, temperature: float = 1.0) -> list[TrainSample]:
-        """Let the engine speak, and return what it said with its logprobs. Raises EngineError: it cannot, or says that other
-        weights spoke."""
+        """Let the engine speak, and return what it said with its logprobs.
+
+        Raises:
+            EngineError: it cannot, or says that other weights spoke.
+        """
         prompts = [self._prompt() for _ in range(self._num_prompts)]
         with first_error():
             async with asyncio.TaskGroup() as group:
@@ -88,8 +91,11 @@ class WeightProbe:
         )
 
     async def check(self, engine: Engine, record: ProbeRecord, *, limit: float) -> None:
-        """Hold an engine to `record`: where it says the same tokens, logprobs differ by at most `limit`. Raises EngineError:
-        it does not serve those weights."""
+        """Hold an engine to `record`: where it says the same tokens, logprobs differ by at most `limit`.
+
+        Raises:
+            EngineError: it does not serve those weights.
+        """
         with first_error():
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._ask(engine, p, record.version, temperature=0.0)) for p in record.prompts]

@@ -130,8 +130,11 @@ class WeightSync:
         self.noise: float | None = None
 
     async def start(self, version: int) -> SyncReport:
-        """Prove that weights arrive at every engine, and leave all with the true ones as `version`. Raises EngineError: some
-        group of parameters does not arrive; the message names it."""
+        """Prove that weights arrive at every engine, and leave all with the true ones as `version`.
+
+        Raises:
+            EngineError: some group of parameters does not arrive; the message names it.
+        """
         await self._push(version)
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():
@@ -166,8 +169,11 @@ class WeightSync:
         return report
 
     async def publish(self, version: int) -> float:
-        """Push the weights as `version` and return how far engine and trainer then differ. Raises EngineError: no engine
-        serves them; with several, those that do not are left out and brought up to date."""
+        """Push the weights as `version` and return how far engine and trainer then differ.
+
+        Raises:
+            EngineError: no engine serves them; with several, those that do not are left out and brought up to date.
+        """
         sent = await self._push(version)
         if self.noise is None:
             raise EngineError("nothing is known yet about this engine's noise; call `start` before `publish`")
@@ -197,7 +203,11 @@ class WeightSync:
 
     async def verify(self, engine: Engine, version: int) -> None:
         """Hold an engine that came back to what the right weights of `version` say, or, in the middle of a sync, to the
-        trainer's own. Raises EngineError: it serves others, or nothing is known of that version."""
+        trainer's own.
+
+        Raises:
+            EngineError: it serves others, or nothing is known of that version.
+        """
         await self._held.check(engine, version)
         if self._record is not None and self._record.version == version:
             await self._probe.check(engine, self._record, limit=self._limit)
@@ -246,7 +256,10 @@ class WeightSync:
 
     async def _sample(self, version: int) -> dict[str, list[TrainSample]]:
         """Return what each engine says; of a pool those that are lost are left out, and at a later sync the wrong ones.
-        Raises EngineError: none can, or one says that other weights spoke."""
+
+        Raises:
+            EngineError: none can, or one says that other weights spoke.
+        """
         if self._pool is None:
             return {"the engine": await self._probe.sample(self._engine, version)}
         said: dict[str, list[TrainSample]] = {}

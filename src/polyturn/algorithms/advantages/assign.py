@@ -34,9 +34,7 @@ def assign_advantages(
     min_members: int = 1,
     has_scored: bool = False,
 ) -> list[TrainSample]:
-    """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic. Raises
-    AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward; TrainingError: the
-    estimator needs what no trajectory of the step brings.
+    """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic.
 
     Args:
         groups: The groups the samples come from. Failed trajectories are left out of the statistics.
@@ -46,6 +44,10 @@ def assign_advantages(
             also of an agent that few of them have, get 0 and are in no statistics. At least what the estimator declares.
         has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which nobody
             happened to earn one is no mistake, and its turns are taken as not scored.
+
+    Raises:
+        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
+        TrainingError: the estimator needs what no trajectory of the step brings.
     """
     traits = traits_of(estimator)
     batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
@@ -80,8 +82,11 @@ class _Views(NamedTuple):
 
 
 def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, least: int) -> _Views:
-    """Return the groups of a step with their samples, of each agent those that `least` members or more have. Raises
-    AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward."""
+    """Return the groups of a step with their samples, of each agent those that `least` members or more have.
+
+    Raises:
+        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
+    """
     places: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
         places.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
@@ -111,12 +116,15 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
 
 
 def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Estimator:
-    """Return `estimator` with its options. Raises ConfigError: it takes no such option.
+    """Return `estimator` with its options.
 
     Args:
         estimator: The function.
         offered: What every estimator may use; it gets those that it has a parameter for.
         kwargs: Options of its own, which win.
+
+    Raises:
+        ConfigError: it takes no such option.
     """
     inputs = ("rewards_G", "samples_G", "batch")
     for name in kwargs:
@@ -135,8 +143,11 @@ def check_estimator(
     kwargs: Mapping[str, Any] | None = None,
     has_penalties: bool = False,
 ) -> None:
-    """Refuse an estimator that cannot work in a run, before anything is sampled. Raises ConfigError: groups are too small
-    for it and its options, or it has no use for rewards on single tokens."""
+    """Refuse an estimator that cannot work in a run, before anything is sampled.
+
+    Raises:
+        ConfigError: groups are too small for it and its options, or it has no use for rewards on single tokens.
+    """
     traits = traits_of(estimator)
     drawn = None if traits.draws is None else (kwargs or {}).get(traits.draws)
     if drawn is not None and not (isinstance(drawn, int) and 1 <= drawn < group_size):

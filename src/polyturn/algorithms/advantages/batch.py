@@ -141,6 +141,10 @@ def gdpo(
 
 
 def check_outcome(outcome: str) -> None:
-    """Refuse an unknown way of combining reward and turn scores. Raises ConfigError: it is none of `OUTCOMES`."""
+    """Refuse an unknown way of combining reward and turn scores.
+
+    Raises:
+        ConfigError: it is none of `OUTCOMES`.
+    """
     if outcome not in OUTCOMES:
         raise ConfigError(f"algorithm.advantage.outcome is {outcome!r}.{did_you_mean(outcome, OUTCOMES)}")

@@ -74,13 +74,15 @@ def selection_of(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> Selection | 
 
 
 def mark(samples: Sequence[TrainSample], selection: Selection, *, seed: int) -> list[Floats]:
-    """Return for each sample [T] 1 at the trained tokens that `selection` chose among those of all samples. Raises
-    TrainingError: a sample lacks them.
+    """Return for each sample [T] 1 at the trained tokens that `selection` chose among those of all samples.
 
     Args:
         samples: Everything that one optimizer step trains on, with advantages and old_logprobs.
         selection: What `selection_of` returned.
         seed: Of what is drawn; the step.
+
+    Raises:
+        TrainingError: a sample lacks them.
     """
     places = [np.flatnonzero(s.loss_weights) for s in samples]
     for sample in samples:
@@ -130,11 +132,13 @@ def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
     """Return `loss` with its options, to be called as (logprobs_T, old_logprobs_T, advantages_T, sequence_T, marks_T).
-    Raises ConfigError: neither it nor its selection has a parameter for one of `kwargs`.
 
     Args:
         loss: The policy loss.
         kwargs: Its options. A bound that it asks for and has no default of is one of `USUAL_CLIPS` where it is left out.
+
+    Raises:
+        ConfigError: neither it nor its selection has a parameter for one of `kwargs`.
     """
     selection = _selections.get(loss)
     for name in kwargs:

@@ -101,11 +101,14 @@ def sapo(
     """Return -(4 / tau) sigmoid(tau (r - 1)) A: a gate that closes softly around r = 1 takes the place of the clip.
 
     Source: Gao et al. 2025 (Soft Adaptive Policy Optimization), equations 5 and 6; tau is tau_pos where A > 0 and tau_neg
-    elsewhere. The gradient at r = 1 is that of r A. Raises ConfigError: a temperature is not positive.
+    elsewhere. The gradient at r = 1 is that of r A.
 
     Args:
         tau_pos: How fast the gate closes for tokens to be made likelier.
         tau_neg: The same for tokens to be made less likely; above tau_pos for stability.
+
+    Raises:
+        ConfigError: a temperature is not positive.
     """
     if not (tau_pos > 0 and tau_neg > 0):
         raise ConfigError(f"sapo has tau_pos {tau_pos} and tau_neg {tau_neg}; both must be above 0")

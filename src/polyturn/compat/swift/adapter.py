@@ -221,8 +221,11 @@ class SwiftScheduler(MultiTurnScheduler):
 
 
 async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferRequest, config: RequestConfig) -> Any:
-    """Await a user's `run`; what it raises becomes an error that names it and the trajectory. Raises SchedulerError: it
-    raised."""
+    """Await a user's `run`; what it raises becomes an error that names it and the trajectory.
+
+    Raises:
+        SchedulerError: it raised.
+    """
     try:
         return await scheduler.run(request, config)
     except (PolyturnError, EngineOver, asyncio.CancelledError):

@@ -37,13 +37,16 @@ def estimate(
 
     b is K / (K - 1) for rloo, else 1. `std` is that of the group or of the batch; of A for reinforce_plus_plus, of r else.
     gdpo normalises each reward function in its group and the weighted sum over the batch, whatever the estimator; a function
-    that scored nothing of a trajectory adds nothing to it. Raises ConfigError: a name is unknown.
+    that scored nothing of a trajectory adds nothing to it.
 
     Args:
         batch: The groups of a step.
         estimator: One of `ESTIMATORS`.
         scale_rewards: One of `SCALES`.
         reward_weights: The weight of each reward function, for gdpo.
+
+    Raises:
+        ConfigError: a name is unknown.
     """
     for name, known, key in ((estimator, ESTIMATORS, "estimator"), (scale_rewards, SCALES, "scale_rewards")):
         if name not in known:

@@ -54,7 +54,11 @@ class SchedulerEngine(ABC):
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> ChatCompletionResponse:
-        """Let the model speak. Raises EngineOver: a limit of the trajectory forbids it."""
+        """Let the model speak.
+
+        Raises:
+            EngineOver: a limit of the trajectory forbids it.
+        """
 
     @abstractmethod
     async def call_author(self, method: Any, *args: Any) -> Any:

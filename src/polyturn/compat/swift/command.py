@@ -92,8 +92,11 @@ def train(
 
 
 def check_plugins(config: RunConfig, *, base: Path) -> None:
-    """Load the plug-ins and look up the names that the run needs of them. Raises ConfigError: a plug-in cannot be loaded, or
-    a name is not registered."""
+    """Load the plug-ins and look up the names that the run needs of them.
+
+    Raises:
+        ConfigError: a plug-in cannot be loaded, or a name is not registered.
+    """
     from polyturn.compat.swift import loss_scale
     from polyturn.compat.swift.orm import orms
     from polyturn.compat.swift.reward_adapter import make
@@ -123,8 +126,11 @@ def rollout(arguments: Sequence[str]) -> None:
 
 
 def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOptions]:
-    """Return ms-swift's arguments as a configuration and server options; what is ignored is logged with the reason. Raises
-    ConfigError: an argument is unknown, or asks for what there is not."""
+    """Return ms-swift's arguments as a configuration and server options; what is ignored is logged with the reason.
+
+    Raises:
+        ConfigError: an argument is unknown, or asks for what there is not.
+    """
     translation = rollout_to_native(arguments)
     for notice in translation.notices():
         logger.info("%s", notice)
@@ -139,8 +145,11 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
 
 
 def _num_processes() -> int:
-    """Return how many processes ms-swift would start: its batch sizes are those of one. Raises ConfigError: NPROC_PER_NODE
-    is no number."""
+    """Return how many processes ms-swift would start: its batch sizes are those of one.
+
+    Raises:
+        ConfigError: NPROC_PER_NODE is no number.
+    """
     given = os.environ.get("NPROC_PER_NODE") or "1"
     if not given.isdigit() or int(given) < 1:
         raise ConfigError(f"NPROC_PER_NODE is {given!r}; it must be a number of processes")
@@ -166,7 +175,11 @@ def main() -> None:
 
 
 def dispatch(arguments: Sequence[str]) -> None:
-    """Run a command of ms-swift's command line. Raises ConfigError: it is not available here."""
+    """Run a command of ms-swift's command line.
+
+    Raises:
+        ConfigError: it is not available here.
+    """
     name = arguments[0] if arguments else ""
     if name == "megatron":
         raise ConfigError(

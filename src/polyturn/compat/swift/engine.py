@@ -162,8 +162,12 @@ class EpisodeEngine(SchedulerEngine):
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
     ) -> ChatCompletionResponse:
-        """Let the model continue the request's conversation by one turn of the episode. Raises EngineOver: a limit forbids
-        it; SchedulerError: the request asks for another way of sampling, or shows what cannot be shown."""
+        """Let the model continue the request's conversation by one turn of the episode.
+
+        Raises:
+            EngineOver: a limit forbids it.
+            SchedulerError: the request asks for another way of sampling, or shows what cannot be shown.
+        """
         request = as_request(infer_request)
         config = request_config or self._config
         self._check(config)

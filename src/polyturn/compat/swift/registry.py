@@ -42,8 +42,12 @@ class PluginDict(dict[str, Any]):
         super().__setitem__(name, entry)
 
     def find(self, name: str) -> Any:
-        """Return what a name stands for. Raises UnknownNameError: nothing is registered under it; ConfigError: what is
-        registered lacks a method, or misspells one."""
+        """Return what a name stands for.
+
+        Raises:
+            UnknownNameError: nothing is registered under it.
+            ConfigError: what is registered lacks a method, or misspells one.
+        """
         if name not in self:
             raise UnknownNameError(
                 f"{self.kind}: there is no {name!r}.{did_you_mean(name, self)} A plug-in file registers its own with "

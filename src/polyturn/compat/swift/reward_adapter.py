@@ -38,9 +38,7 @@ async def score(
     use_gym_env: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the weighted sum of the named functions' scores, and each of them. Raises ConfigError: a name is unknown, or
-    there are more or fewer weights; RewardError: a function returned too few scores, none has anything to say, or the
-    outputs come to different rewards.
+    """Return the weighted sum of the named functions' scores, and each of them.
 
     Args:
         trajectory: A finished trajectory.
@@ -48,6 +46,10 @@ async def score(
         weights: One for each name, then one for the environment's reward; None is 1 each.
         use_gym_env: Add the `total_reward` that the scheduler's infos hold.
         options: What the functions' constructors read off their `args`, such as cosine_max_len.
+
+    Raises:
+        ConfigError: a name is unknown, or there are more or fewer weights.
+        RewardError: a function returned too few scores, none has anything to say, or the outputs come to different rewards.
     """
     functions = make(tuple(names), json.dumps(dict(options or {}), sort_keys=True, default=str))
     of = check_weights(names, weights, use_gym_env=use_gym_env)
@@ -73,13 +75,21 @@ async def score(
 
 @functools.cache
 def make(names: tuple[str, ...], options: str) -> tuple[Any, ...]:
-    """Make the named reward functions. Raises ConfigError: one is unknown or cannot be made."""
+    """Make the named reward functions.
+
+    Raises:
+        ConfigError: one is unknown or cannot be made.
+    """
     args = SimpleNamespace(**json.loads(options))
     return tuple(_made(orms.find(name), name=name, args=args) for name in names)
 
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None, *, use_gym_env: bool) -> list[float]:
-    """Return one weight for each function, and for the environment. Raises ConfigError: there are more or fewer."""
+    """Return one weight for each function, and for the environment.
+
+    Raises:
+        ConfigError: there are more or fewer.
+    """
     num = len(names) + use_gym_env
     if num == 0:
         raise ConfigError("there is no reward: name a function in reward_funcs, or use an environment (use_gym_env)")

@@ -17,6 +17,9 @@ MULTI_TURN = Shape(what="a multi-turn scheduler of ms-swift", needs=(("step", "r
 
 
 def check_scheduler(cls: type, *, where: str) -> None:
-    """Refuse a scheduler's class that leaves its turns to the base class, or misspells a method. Raises ConfigError: the
-    first problem found."""
+    """Refuse a scheduler's class that leaves its turns to the base class, or misspells a method.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
     check_class(cls, MULTI_TURN if issubclass(cls, MultiTurnScheduler) else SINGLE_TURN, where=where)

@@ -269,8 +269,11 @@ def register(agent_name: str) -> Callable[[_Class], _Class]:
 
 
 def get_agent_loop_class(agent_name: str, *, also: Collection[str] = ()) -> type[AgentLoopBase]:
-    """Return a registered class; `also` are names that are known besides, for the message. Raises UnknownNameError: there is
-    none of that name; import the module that registers it."""
+    """Return a registered class; `also` are names that are known besides, for the message.
+
+    Raises:
+        UnknownNameError: there is none of that name; import the module that registers it.
+    """
     if agent_name not in _REGISTERED:
         known = sorted({*_REGISTERED, *also, *NATIVE_AGENTS})
         raise UnknownNameError(

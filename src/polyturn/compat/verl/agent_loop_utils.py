@@ -6,8 +6,11 @@ from pathlib import Path
 
 
 def resolve_config_path(config_path: str) -> str:
-    """Return the absolute path of a file; a relative one starts from the working directory. Raises FileNotFoundError: a
-    relative path leads to no file."""
+    """Return the absolute path of a file; a relative one starts from the working directory.
+
+    Raises:
+        FileNotFoundError: a relative path leads to no file.
+    """
     path = Path(config_path)
     if path.is_absolute():
         return config_path

@@ -95,7 +95,9 @@ class EpisodeServer(AsyncLLMServerManager):
         """Let the model continue `prompt_ids` by one turn of the episode; return a `TokenOutput`, or a `TokenList`.
 
         Temperature, top_p and top_k are the run's, because the trainer's logprobs depend on them; see `sampling_params`.
-        Raises EpisodeOver: a limit forbids it.
+
+        Raises:
+            EpisodeOver: a limit forbids it.
         """
         if image_data or video_data:
             raise SchedulerError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
@@ -153,7 +155,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         config: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Choose the loop. Raises ConfigError: an import path leads to no agent loop.
+        """Choose the loop.
 
         Args:
             loop: The class, its registered name, or None: the row's `agent_name`.
@@ -162,6 +164,9 @@ class AgentLoopScheduler(MultiTurnScheduler):
             default: The loop of rows without an `agent_name`.
             config: A config tree in verl's shape, for what a loop reads beside the lengths, which are the episode's.
             kwargs: Further arguments of the class `loop`.
+
+        Raises:
+            ConfigError: an import path leads to no agent loop.
         """
         chosen = get_agent_loop_class(loop) if isinstance(loop, str) else loop
         self._only = None if chosen is None else _Loop(chosen, dict(kwargs or {}))

@@ -20,7 +20,10 @@ def mini_batches(
     num_rows: int, size: int, epochs: int, seed: int | None, dataloader_kwargs: Mapping[str, Any] | None
 ) -> Iterator[list[int]]:
     """Yield the rows of the mini-batches of so many epochs; `dataloader_kwargs` go to a torch DataLoader over the rows.
-    Raises BatchError: the rows cannot be parted equally."""
+
+    Raises:
+        BatchError: the rows cannot be parted equally.
+    """
     import torch
     from torch.utils.data import DataLoader
 

@@ -14,16 +14,22 @@ from polyturn.compat.verl.batch_errors import check
 
 
 def union_tensor_dict(tensor_dict1: Any, tensor_dict2: Any) -> Any:
-    """Take the tensors of the second tensordict into the first, and return it. Raises BatchError: the batch sizes differ, or
-    a tensor is in both and differs."""
+    """Take the tensors of the second tensordict into the first, and return it.
+
+    Raises:
+        BatchError: the batch sizes differ, or a tensor is in both and differs.
+    """
     from polyturn.compat.verl import tensordict_utils
 
     return tensordict_utils.union_tensor_dict(tensor_dict1, tensor_dict2)
 
 
 def union_numpy_dict(tensor_dict1: dict[str, Any], tensor_dict2: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the arrays of the second mapping into the first, and return it. Two NaN are the same. Raises BatchError: an array
-    is in both and differs."""
+    """Take the arrays of the second mapping into the first, and return it. Two NaN are the same.
+
+    Raises:
+        BatchError: an array is in both and differs.
+    """
     for key, column in tensor_dict2.items():
         is_same = key not in tensor_dict1 or same(tensor_dict1[key], column)
         check(is_same, f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object.")

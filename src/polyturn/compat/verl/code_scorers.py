@@ -22,8 +22,11 @@ def compute_score(
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[Any]]:
-    """Return the share of the tests that the last code block passes (`continuous`), or whether it passes all, and []. Raises
-    RewardError: the sandbox cannot be asked."""
+    """Return the share of the tests that the last code block passes (`continuous`), or whether it passes all, and [].
+
+    Raises:
+        RewardError: the sandbox cannot be asked.
+    """
     slots = contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore
     limit = 1024 if memory_limit_mb is None else memory_limit_mb
     sandbox = code.Sandbox(url=sandbox_fusion_url, memory_limit_mb=limit, timeout_s=timeout, slots=slots)

@@ -25,7 +25,11 @@ class BaseConfig(Mapping[str, Any]):
     """Whether there are fields without a default here."""
 
     def __init__(self, **given: Any) -> None:
-        """Take the fields. Raises UnknownNameError: there is no such field."""
+        """Take the fields.
+
+        Raises:
+            UnknownNameError: there is no such field.
+        """
         for name in () if self.takes_others else given.keys() - self.defaults.keys():
             raise UnknownNameError(f"{type(self).__name__} has no field {name!r}.{did_you_mean(name, self.defaults)}")
         vars(self).update({**self.defaults, **given})
@@ -41,8 +45,11 @@ class BaseConfig(Mapping[str, Any]):
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:
-    """Return a config as an object of a dataclass, by default of the class that its `_target_` names. Raises ConfigError: it
-    names none, or the type is no dataclass."""
+    """Return a config as an object of a dataclass, by default of the class that its `_target_` names.
+
+    Raises:
+        ConfigError: it names none, or the type is no dataclass.
+    """
     if not config:
         return None if dataclass_type is None else dataclass_type()
     if not isinstance(config, Mapping | Container):

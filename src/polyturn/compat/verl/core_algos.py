@@ -66,8 +66,11 @@ POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
-    """Return a decorator that registers an estimator, here and natively. Raises ConfigError: the name is taken by another
-    function."""
+    """Return a decorator that registers an estimator, here and natively.
+
+    Raises:
+        ConfigError: the name is taken by another function.
+    """
     name = _name(name_or_enum)
 
     def add(fn: AdvFn) -> AdvFn:
@@ -81,7 +84,11 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvFn:
-    """Return a registered estimator. Raises UnknownNameError: there is none of that name."""
+    """Return a registered estimator.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
     name = _name(name_or_enum)
     if name not in ADV_ESTIMATOR_REGISTRY:
         raise UnknownNameError(f"Unknown advantage estimator simply: {name}.{did_you_mean(name, ADV_ESTIMATOR_REGISTRY)}")
@@ -100,7 +107,11 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """Return a registered policy loss. Raises UnknownNameError: there is none of that name."""
+    """Return a registered policy loss.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
     if name not in POLICY_LOSS_REGISTRY:
         raise UnknownNameError(f"Unsupported loss mode: {name}.{did_you_mean(name, POLICY_LOSS_REGISTRY)}")
     return POLICY_LOSS_REGISTRY[name]
@@ -173,7 +184,10 @@ def compute_policy_loss_dro(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, given: Callable[[str, Any], Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of direct reward optimisation (Richemond et al. 2024), -(log p A - beta / 2 (log p - log p_old)^2).
-    Raises ConfigError: `policy_loss.dro_beta` is not positive."""
+
+    Raises:
+        ConfigError: `policy_loss.dro_beta` is not positive.
+    """
     beta = given("policy_loss", {}).get("dro_beta") or 0.0
     if not beta > 0:
         raise ConfigError(f"the loss dro needs a positive policy_loss.dro_beta; it is {beta}")
@@ -209,8 +223,10 @@ def compute_value_loss(
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Return [B, R] estimates of KL(policy || reference): kl or k1, abs, mse or k2, low_var_kl or k3.
 
-    A trailing "+" keeps the value and takes the gradient of k2, which is that of the KL itself. Raises NotImplementedError:
-    another kind.
+    A trailing "+" keeps the value and takes the gradient of k2, which is that of the KL itself.
+
+    Raises:
+        NotImplementedError: another kind.
     """
     if kl_penalty.endswith("+"):
         value, through = _kl(logprob, ref_logprob, kl_penalty[:-1]), kl.k2(logprob, ref_logprob)

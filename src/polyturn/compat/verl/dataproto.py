@@ -43,8 +43,7 @@ def to_dataproto(
     response_length: int | None = None,
     positions: Positions | None = None,
 ) -> TensorDict:
-    """Return the rows of all trajectories that did not fail, groups one after another. Raises DataError: there is no row, or
-    one is longer than it may be; ConfigError: tensordict is not installed.
+    """Return the rows of all trajectories that did not fail, groups one after another.
 
     Args:
         groups: Finished groups.
@@ -59,6 +58,10 @@ def to_dataproto(
         __num_turns__, segment [B]. Anything else is not a tensor: uid, request_id, data_source, ability, reward_model,
         extra_info, index, raw_prompt, messages, reward_scores, turn_scores, tool_rewards, turn_spans, multi_modal_data,
         and every key that a reward function returned, None where it did not.
+
+    Raises:
+        DataError: there is no row, or one is longer than it may be.
+        ConfigError: tensordict is not installed.
     """
     rows = [
         _row(group, trajectory, index)

@@ -45,7 +45,11 @@ def compute_grpo_passk_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Give the best of each group its lead over the second best, and the others 0. Raises ValueError: a group of one."""
+    """Give the best of each group its lead over the second best, and the others 0.
+
+    Raises:
+        ValueError: a group of one.
+    """
     scores_B = token_level_rewards.sum(-1)
     out_B = torch.zeros_like(scores_B)
     for rows in _groups(index):

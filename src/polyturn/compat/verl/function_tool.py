@@ -55,12 +55,14 @@ FunctionTool = VerlFunctionTool  # the name that its users import
 
 
 def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema = None) -> Any:
-    """Register a function as a tool. Raises ConfigError: the schema cannot be read off the function, or the name is
-    registered already.
+    """Register a function as a tool.
 
     Args:
         name: The tool's name, the function's by default; the function itself where the decorator has no arguments.
         schema: The whole schema, instead of the one from signature and docstring.
+
+    Raises:
+        ConfigError: the schema cannot be read off the function, or the name is registered already.
     """
     if callable(name):
         return _register(name, None, schema)
@@ -76,7 +78,11 @@ def _register(fn: Callable[..., Any], name: str | None, schema: Schema) -> Funct
 
 
 def get_function_tool(name: str) -> FunctionTool:
-    """Return a registered tool. Raises UnknownNameError: there is none of that name."""
+    """Return a registered tool.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
     if name not in FUNCTION_TOOL_REGISTRY:
         raise UnknownNameError(f"there is no function tool {name!r}.{did_you_mean(name, FUNCTION_TOOL_REGISTRY)}")
     return FUNCTION_TOOL_REGISTRY[name]
@@ -93,8 +99,11 @@ def _load(path: Path) -> list[native.FunctionTool]:
 
 
 def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
-    """Return the tools that a Python file registers; a file is read once. Raises FileNotFoundError: there is no such
-    file."""
+    """Return the tools that a Python file registers; a file is read once.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"function_tool_path does not exist: {path}")
     file = str(Path(path).resolve())
@@ -106,8 +115,11 @@ def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
 
 
 def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Return what a function returned as (response, reward, metrics); no reward is 0.0 here. Raises TypeError: a tuple that
-    is empty or longer than three."""
+    """Return what a function returned as (response, reward, metrics); no reward is 0.0 here.
+
+    Raises:
+        TypeError: a tuple that is empty or longer than three.
+    """
     response, reward, metrics = normalize(ret)
     return response, 0.0 if reward is None else reward, dict(metrics)
 

@@ -12,12 +12,15 @@ from typing import Any
 
 
 def load_module(module_path: str | None, module_name: str | None = None) -> ModuleType | None:
-    """Import `pkg://a.b`, or the file of a path or of `file://…`; None for no path. Raises FileNotFoundError: there is no
-    such file; RuntimeError: it cannot be imported, or another module has that name.
+    """Import `pkg://a.b`, or the file of a path or of `file://…`; None for no path.
 
     Args:
         module_path: The module.
         module_name: The name under which a file's module is kept; without one it is not kept.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RuntimeError: it cannot be imported, or another module has that name.
     """
     if not module_path:
         return None
@@ -40,7 +43,11 @@ def load_module(module_path: str | None, module_name: str | None = None) -> Modu
 
 
 def load_extern_object(module_path: str | None, object_name: str) -> Any:
-    """Return an object of a module, as `load_module` finds it. Raises AttributeError: the module has none of that name."""
+    """Return an object of a module, as `load_module` finds it.
+
+    Raises:
+        AttributeError: the module has none of that name.
+    """
     module = load_module(module_path)
     if not hasattr(module, object_name):
         raise AttributeError(f"{module_path!r} has no {object_name!r}")
@@ -48,13 +55,21 @@ def load_extern_object(module_path: str | None, object_name: str) -> Any:
 
 
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
-    """Return an object of a Python file; None for no path. Raises AttributeError: the file has none of that name."""
+    """Return an object of a Python file; None for no path.
+
+    Raises:
+        AttributeError: the file has none of that name.
+    """
     return load_extern_object(file_path, str(type_name)) if file_path else None
 
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
-    """Return what `package.module.Name` names. Raises ValueError: it is not written so; AttributeError: the module has none
-    of that name."""
+    """Return what `package.module.Name` names.
+
+    Raises:
+        ValueError: it is not written so.
+        AttributeError: the module has none of that name.
+    """
     module, _, name = fqn.rpartition(".")
     if not module:
         raise ValueError(f"the {description} {fqn!r} must be written package.module.Name")

@@ -59,7 +59,11 @@ class MCPClientManager:
             await server.close("verl")
 
     def get_client_with_tool_name(self, tool_name: str) -> McpServer:
-        """Return the server of a tool. Raises UnknownNameError: `fetch_tool_schemas` has met none of that name."""
+        """Return the server of a tool.
+
+        Raises:
+            UnknownNameError: `fetch_tool_schemas` has met none of that name.
+        """
         if tool_name not in self.tool_client_mapping:
             known = self.tool_client_mapping
             raise UnknownNameError(f"no MCP server has a tool {tool_name!r}.{did_you_mean(tool_name, known)}")

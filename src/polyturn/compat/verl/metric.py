@@ -41,7 +41,11 @@ class Metric:
             self.append(value)
 
     def append(self, value: Any) -> None:
-        """Add a number, a tensor that holds one, or those of another metric. Raises ValueError: it is something else."""
+        """Add a number, a tensor that holds one, or those of another metric.
+
+        Raises:
+            ValueError: it is something else.
+        """
         if isinstance(value, Metric):
             self.extend(value)
             return
@@ -54,8 +58,11 @@ class Metric:
         self.values.append(value)
 
     def extend(self, values: Metric | Iterable[Any]) -> None:
-        """Add numbers, or those of another metric. Raises ValueError: the other metric makes something else of its
-        numbers."""
+        """Add numbers, or those of another metric.
+
+        Raises:
+            ValueError: the other metric makes something else of its numbers.
+        """
         if isinstance(values, Metric):
             if values.aggregation is not self.aggregation:
                 raise ValueError(f"a metric of {self.aggregation.value} cannot take one of {values.aggregation.value}")
@@ -69,8 +76,11 @@ class Metric:
 
     @classmethod
     def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> float:
-        """Return the one number of several processes: of a sum or a mean, that of their mean at each place. Raises
-        ValueError: there is none, or they have not as many numbers."""
+        """Return the one number of several processes: of a sum or a mean, that of their mean at each place.
+
+        Raises:
+            ValueError: there is none, or they have not as many numbers.
+        """
         if len({len(metric.values) for metric in metric_lists}) != 1:
             lengths = [len(metric.values) for metric in metric_lists]
             raise ValueError(f"processes must have as many numbers of a metric; these have {lengths}")

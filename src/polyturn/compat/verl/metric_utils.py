@@ -32,7 +32,10 @@ def _compute_response_info(batch: Any) -> dict[str, Tensor]:
 def compute_data_metrics(batch: Any, use_critic: bool = True) -> dict[str, Any]:
     """Return scores, rewards, advantages, returns, lengths and turns of a batch; values too where there is a critic.
 
-    Scores and rewards are those of rows that have a response. Raises ValueError: no row has one.
+    Scores and rewards are those of rows that have a response.
+
+    Raises:
+        ValueError: no row has one.
     """
     tensors = batch.batch
     width = tensors["responses"].shape[-1]
@@ -103,8 +106,11 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Return mean and deviation of each function over samples of `data`, drawn with replacement. Raises ValueError: there is
-    nothing to draw from."""
+    """Return mean and deviation of each function over samples of `data`, drawn with replacement.
+
+    Raises:
+        ValueError: there is nothing to draw from.
+    """
     draws = np.random.RandomState(seed)
     values: list[list[float]] = [[] for _ in reduce_fns]
     for _ in range(n_bootstrap):

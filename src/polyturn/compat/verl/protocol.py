@@ -63,8 +63,11 @@ class DataProto:
         self.check_consistency()
 
     def check_consistency(self) -> None:
-        """Check that the tensors have one axis of rows, and every column is an array with as many. Raises BatchError: one is
-        not."""
+        """Check that the tensors have one axis of rows, and every column is an array with as many.
+
+        Raises:
+            BatchError: one is not.
+        """
         self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
         check(
             self.batch is None or len(self.batch.batch_size) == 1, "a batch has one axis of rows; num_batch_dims must be 1"
@@ -83,7 +86,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Make a batch of tensors [B, …] and of sequences of B objects. Raises BatchError: they have not as many rows.
+        """Make a batch of tensors [B, …] and of sequences of B objects.
 
         Args:
             tensors: Column -> tensor.
@@ -91,6 +94,9 @@ class DataProto:
             meta_info: What holds for all rows.
             num_batch_dims: How many leading axes number the rows; more than one for tensors alone.
             auto_padding: Of no effect, because no worker needs equal parts.
+
+        Raises:
+            BatchError: they have not as many rows.
         """
         from tensordict import TensorDict
 
@@ -143,8 +149,11 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """Return a batch of a file that `save_to_disk` wrote. Read none of a stranger: reading one can run code. Raises
-        BatchError: the file holds something else."""
+        """Return a batch of a file that `save_to_disk` wrote. Read none of a stranger: reading one can run code.
+
+        Raises:
+            BatchError: the file holds something else.
+        """
         with Path(filepath).open("rb") as file:
             found = pickle.load(file)
         check(isinstance(found, DataProto), f"{str(filepath)!r} holds a {type(found).__name__}, not a DataProto")
@@ -187,8 +196,11 @@ class DataProto:
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Give tensors other names, and return this batch. Raises BatchError: there are not as many new names as old
-        ones."""
+        """Give tensors other names, and return this batch.
+
+        Raises:
+            BatchError: there are not as many new names as old ones.
+        """
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         check(len(old) == len(new), f"{len(old)} tensors are to have {len(new)} new names")
@@ -225,8 +237,11 @@ class DataProto:
         )
 
     def union(self, other: DataProto) -> Self:
-        """Take the columns of a batch of the same rows in, and return this one. Raises BatchError: a column or a fact is in
-        both and differs."""
+        """Take the columns of a batch of the same rows in, and return this one.
+
+        Raises:
+            BatchError: a column or a fact is in both and differs.
+        """
         if other.batch is not None:
             self.batch = other.batch if self.batch is None else union_tensor_dict(self.batch, other.batch)
         union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
@@ -238,13 +253,20 @@ class DataProto:
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Any = None
     ) -> Iterator[DataProto]:
-        """Return mini-batches of so many epochs; `dataloader_kwargs` go to a torch DataLoader over the rows. Raises
-        BatchError: the rows cannot be parted equally."""
+        """Return mini-batches of so many epochs; `dataloader_kwargs` go to a torch DataLoader over the rows.
+
+        Raises:
+            BatchError: the rows cannot be parted equally.
+        """
         batches = mini_batches(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
         return (self[which] for which in batches)
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Return as many batches of equal size. Raises BatchError: the rows cannot be parted equally."""
+        """Return as many batches of equal size.
+
+        Raises:
+            BatchError: the rows cannot be parted equally.
+        """
         parts = len(self) % chunks == 0
         check(parts, f"only support equal chunk. Got size of DataProto {len(self)} and chunk {chunks}.")
         return self.split(len(self) // chunks)
@@ -260,8 +282,11 @@ class DataProto:
         return repeated
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Return each row as often as its number in `repeat_times` [B] says. Raises BatchError: there is not a number for
-        each row."""
+        """Return each row as often as its number in `repeat_times` [B] says.
+
+        Raises:
+            BatchError: there is not a number for each row.
+        """
         times = np.asarray(repeat_times)
         check(times.shape == (len(self),), f"give a number for each of the {len(self)} rows; there are {times.shape}")
         return self[np.repeat(np.arange(len(self)), times)]  # type: ignore[no-any-return]
@@ -285,8 +310,10 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Return the rows of several batches with the same columns, one batch behind the other.
 
-        The fact `metrics`, a mapping or a list of them in each, becomes a mapping of lists. Raises BatchError: a fact of two
-        batches differs.
+        The fact `metrics`, a mapping or a list of them in each, becomes a mapping of lists.
+
+        Raises:
+            BatchError: a fact of two batches differs.
         """
         import torch
 
@@ -326,8 +353,11 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Return [B, …] columns as [new_batch_size, B // new_batch_size, …]. Raises BatchError: the rows cannot be parted
-    equally."""
+    """Return [B, …] columns as [new_batch_size, B // new_batch_size, …].
+
+    Raises:
+        BatchError: the rows cannot be parted equally.
+    """
     check(len(data) % new_batch_size == 0, f"{len(data)} rows cannot be parted into {new_batch_size}")
     batch = data.batch.view(new_batch_size, -1)
     batch.auto_batch_size_(batch_dims=1)

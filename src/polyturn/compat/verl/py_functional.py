@@ -102,8 +102,11 @@ def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any], prefix: st
 
 
 def union_two_dict(dict1: dict[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the values of the second into the first, and return it. Raises AssertionError: a key is in both and its values
-    differ."""
+    """Take the values of the second into the first, and return it.
+
+    Raises:
+        AssertionError: a key is in both and its values differ.
+    """
     for key, value in dict2.items():
         if key in dict1 and dict1[key] != value:
             raise AssertionError(f"{key} in meta_dict1 and meta_dict2 are not the same object")

@@ -46,7 +46,10 @@ class AbstractRewardManager(ABC):
 
 def register(name: str) -> Callable[[_Class], _Class]:
     """Return a decorator that registers a class; one from a file that is imported anew takes the place of its former self.
-    Raises ConfigError: the name is taken by another class."""
+
+    Raises:
+        ConfigError: the name is taken by another class.
+    """
 
     def add(cls: _Class) -> _Class:
         held = REWARD_MANAGER_REGISTRY.get(name, cls)
@@ -59,7 +62,11 @@ def register(name: str) -> Callable[[_Class], _Class]:
 
 
 def get_reward_manager_cls(name: str) -> type[Any]:
-    """Return a registered class. Raises UnknownNameError: there is none of that name."""
+    """Return a registered class.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
     if name not in REWARD_MANAGER_REGISTRY:
         raise UnknownNameError(f"Unknown reward manager: {name}.{did_you_mean(name, REWARD_MANAGER_REGISTRY)}")
     return REWARD_MANAGER_REGISTRY[name]
@@ -201,8 +208,11 @@ async def parallel_compute_score_async(
     extra_info: Sequence[Any] | None = None,
     num_processes: int = 64,
 ) -> list[float]:
-    """Return the score of each answer, computed in processes. Raises Exception: what the function raised, of the first
-    answer that has none."""
+    """Return the score of each answer, computed in processes.
+
+    Raises:
+        Exception: what the function raised, of the first answer that has none.
+    """
     loop = asyncio.get_running_loop()
     rows = list(zip(tasks, completions, references, extra_info or [None] * len(tasks), strict=True))
     with ProcessPoolExecutor(max(1, min(num_processes, len(rows))), get_context("spawn")) as processes:

@@ -188,8 +188,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
 
 def get_dataset_class(data_config: Any) -> type[Dataset[Any]]:
-    """Return the class that `custom_cls` of the section `data` names; `RLHFDataset` where it names none. Raises TypeError:
-    it names no class of datasets."""
+    """Return the class that `custom_cls` of the section `data` names; `RLHFDataset` where it names none.
+
+    Raises:
+        TypeError: it names no class of datasets.
+    """
     custom = data_config.get("custom_cls") or {}
     if custom.get("path") is None:
         return RLHFDataset
@@ -213,8 +216,7 @@ def custom_tasks(
     template: str | None = None,
     max_samples: int = -1,
 ) -> Sequence[Task]:
-    """Return the tasks of a dataset class of a user's own, made of its rows. Raises ConfigError: the name leads to no
-    dataset, or the class cannot be made.
+    """Return the tasks of a dataset class of a user's own, made of its rows.
 
     Args:
         cls: `file.py:Class` or `package.module:Class`, called as verl does it.
@@ -224,6 +226,9 @@ def custom_tasks(
         model: Names the tokenizer, and the processor where the model has one.
         template: The chat template, in place of the tokenizer's own.
         max_samples: How many rows the class keeps; -1 is all.
+
+    Raises:
+        ConfigError: the name leads to no dataset, or the class cannot be made.
     """
     tokenizer: Any = None
     processor: Any = None

@@ -51,7 +51,10 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_token_veto_threshold: float | None = None,
 ) -> tuple[DataProto | None, Tensor, Figures]:
     """Return the weights (None without `rollout_is`), the mask without what is rejected, and figures under rollout_corr/.
-    Raises ConfigError: shapes differ, no token is unmasked, or a threshold is missing or cannot be."""
+
+    Raises:
+        ConfigError: shapes differ, no token is unmasked, or a threshold is missing or cannot be.
+    """
     if not response_mask.any():
         raise ConfigError("response_mask must contain at least one valid token (1)")
     if not old_log_prob.shape == rollout_log_prob.shape == response_mask.shape:
@@ -106,8 +109,12 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: Threshold = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, Figures]:
-    """Return [B, R] weights: rho of each token, or of its sequence, up to the threshold; 0 where it is masked. Raises
-    ConfigError: an unknown level, or a threshold that cannot be; TypeError: the threshold is a boolean."""
+    """Return [B, R] weights: rho of each token, or of its sequence, up to the threshold; 0 where it is masked.
+
+    Raises:
+        ConfigError: an unknown level, or a threshold that cannot be.
+        TypeError: the threshold is a boolean.
+    """
     if rollout_is not in ("token", "sequence"):
         raise UnknownNameError(f"Invalid rollout_is: {rollout_is}. Must be one of token, sequence.")
     low, high = _weight_bounds(rollout_is_threshold)

@@ -43,7 +43,11 @@ class FinishReasonTypeEnum(str, Enum):  # noqa: UP042  (users see the text of a 
 
     @classmethod
     def from_str(cls, value: str) -> FinishReasonTypeEnum:
-        """Return the member of that text. Raises ValueError: there is none."""
+        """Return the member of that text.
+
+        Raises:
+            ValueError: there is none.
+        """
         for member in cls:
             if member.value == value:
                 return member
@@ -124,8 +128,11 @@ class AsyncRolloutRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def initialize_request(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Render the prompt and take its tokens. Raises ValueError: messages, the tokenizer or max_prompt_len are
-        missing."""
+        """Render the prompt and take its tokens.
+
+        Raises:
+            ValueError: messages, the tokenizer or max_prompt_len are missing.
+        """
         processing_class = values.pop("processing_class", None)
         for name, value in (
             ("messages", values.get("messages")),
@@ -191,8 +198,11 @@ class AsyncRolloutRequest(BaseModel):
         self._append(content_ids.reshape(1, -1), is_trained=True)
 
     def add_tool_response_messages(self, processing_class: Any, contents: list[ToolResponse]) -> None:
-        """Append a tool message for each response; nothing if all are empty. Their tokens are not trained. Raises
-        ValueError: a response has images or videos."""
+        """Append a tool message for each response; nothing if all are empty. Their tokens are not trained.
+
+        Raises:
+            ValueError: a response has images or videos.
+        """
         if not contents or all(c.is_empty() for c in contents):
             return
         if any(c.image or c.video for c in contents):
@@ -212,8 +222,11 @@ class AsyncRolloutRequest(BaseModel):
         reward_scores: dict[str, Any],
         finish_reason_type: FinishReasonTypeEnum = FinishReasonTypeEnum.STOP,
     ) -> None:
-        """End the request: check its tokens against a full render, split off the response and cut it to its limits. Raises
-        ValueError: the finish reason is neither STOP nor LENGTH."""
+        """End the request: check its tokens against a full render, split off the response and cut it to its limits.
+
+        Raises:
+            ValueError: the finish reason is neither STOP nor LENGTH.
+        """
         if finish_reason_type not in (FinishReasonTypeEnum.STOP, FinishReasonTypeEnum.LENGTH):
             raise ValueError(f"Unsupported finalize finish reason type: {finish_reason_type}")
         self.state = AsyncRolloutRequestStateEnum.COMPLETED

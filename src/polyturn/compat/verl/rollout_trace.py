@@ -73,7 +73,11 @@ class RolloutTraceConfig:
         token2text: bool = False,
         max_samples_per_step_per_worker: int | None = None,
     ) -> None:
-        """Set tracing up. Raises ConfigError: there is no such backend."""
+        """Set tracing up.
+
+        Raises:
+            ConfigError: there is no such backend.
+        """
         config = cls.get_instance()
         if isinstance(backend, str):
             if backend != "log":

@@ -134,8 +134,7 @@ class SamplerOrder(Curriculum):
         config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Callable[[], TaskSampler]:
-        """Return what makes the order anew, from the start; all of them share the one sampler. Raises ConfigError: the name
-        leads to neither, or the class cannot be made.
+        """Return what makes the order anew, from the start; all of them share the one sampler.
 
         Args:
             tasks: The tasks.
@@ -145,6 +144,9 @@ class SamplerOrder(Curriculum):
             sampler: `file.py:Class` or `package.module:Class` of an `AbstractSampler`, or of a `Curriculum`.
             config: The section `data`.
             kwargs: Further arguments of a native `Curriculum`.
+
+        Raises:
+            ConfigError: the name leads to neither, or the class cannot be made.
         """
         found: Any = import_attr(sampler, base=base)
         if isinstance(found, type) and issubclass(found, Curriculum):
@@ -188,7 +190,11 @@ class SamplerOrder(Curriculum):
         return {**state, "own": own()} if callable(own) else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called. Raises CheckpointError: the state is of another dataset."""
+        """Go on from where `state_dict` was called.
+
+        Raises:
+            CheckpointError: the state is of another dataset.
+        """
         if state.get("size") != self.size:
             raise CheckpointError(
                 f"the checkpoint's task order has size {state.get('size')!r} and this run has {self.size}; resume with the "

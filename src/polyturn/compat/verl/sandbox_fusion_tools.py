@@ -48,7 +48,11 @@ class ExecutionPool:
 def init_execution_pool(
     num_workers: int, enable_global_rate_limit: bool = True, rate_limit: int = 10, mode: PoolMode = PoolMode.ThreadMode
 ) -> ExecutionPool:
-    """Return a pool of as many threads as may run at once. Raises NotImplementedError: the mode is not that of threads."""
+    """Return a pool of as many threads as may run at once.
+
+    Raises:
+        NotImplementedError: the mode is not that of threads.
+    """
     if mode is not PoolMode.ThreadMode:
         raise NotImplementedError(f"a pool runs its functions in threads; {mode} is not offered")
     limit = {"rate_limit": rate_limit} if enable_global_rate_limit else {"enable_global_rate_limit": False}

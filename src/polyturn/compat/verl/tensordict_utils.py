@@ -61,8 +61,11 @@ def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
 def get_tensordict(
     tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str, Any] | None = None, batch_size: Any = None
 ) -> TensorDict:
-    """Make a tensordict of tensors [B, …] and lists of B objects, and of facts of all. Raises BatchError: they have not as
-    many rows, a ragged tensor is not contiguous and jagged, or a list holds tensors."""
+    """Make a tensordict of tensors [B, …] and lists of B objects, and of facts of all.
+
+    Raises:
+        BatchError: they have not as many rows, a ragged tensor is not contiguous and jagged, or a list holds tensors.
+    """
     columns: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for key, value in tensor_dict.items():
@@ -91,13 +94,20 @@ def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 
 
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Return a tensordict of some of the columns. Raises KeyError: one is not there."""
+    """Return a tensordict of some of the columns.
+
+    Raises:
+        KeyError: one is not there.
+    """
     return _of(tensordict, keys, tensordict.get)
 
 
 def pop(tensordict: TensorDict, key: str = "", default: Any = None, *, keys: Iterable[str] | None = None) -> Any:
-    """Take a column out and return it as `get` does; or several, as `pop_keys` does. Raises KeyError: one is not there, and
-    no default is given."""
+    """Take a column out and return it as `get` does; or several, as `pop_keys` does.
+
+    Raises:
+        KeyError: one is not there, and no default is given.
+    """
     if keys is not None:
         return pop_keys(tensordict, keys)
     if key not in tensordict and default is not None:
@@ -106,7 +116,11 @@ def pop(tensordict: TensorDict, key: str = "", default: Any = None, *, keys: Ite
 
 
 def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Take columns out and return them as a tensordict of their own. Raises KeyError: one is not there."""
+    """Take columns out and return them as a tensordict of their own.
+
+    Raises:
+        KeyError: one is not there.
+    """
     return _of(tensordict, keys, tensordict.pop)
 
 
@@ -124,8 +138,11 @@ def index_select_tensor_dict(batch: TensorDict, indices: Any) -> TensorDict:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Take the columns of the second into the first, and return it. Raises BatchError: the batch sizes differ, or a column
-    is in both and differs."""
+    """Take the columns of the second into the first, and return it.
+
+    Raises:
+        BatchError: the batch sizes differ, or a column is in both and differs.
+    """
     check(tensor_dict1.batch_size == tensor_dict2.batch_size, "Two tensor dict must have identical batch size")
     for key in list(tensor_dict2.keys()):
         if key in tensor_dict1:
@@ -136,7 +153,11 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """Check that two tensordicts hold the same. Raises BatchError: a column is in one alone, or differs."""
+    """Check that two tensordicts hold the same.
+
+    Raises:
+        BatchError: a column is in one alone, or differs.
+    """
     keys = set(tensordict1.keys()), set(tensordict2.keys())
     check(keys[0] == keys[1], f"these columns are in one alone: {sorted(keys[0] ^ keys[1])}")
     for key in list(tensordict1.keys()):
@@ -144,15 +165,22 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
-    """Return as many tensordicts of equal size. Raises BatchError: the rows cannot be parted equally."""
+    """Return as many tensordicts of equal size.
+
+    Raises:
+        BatchError: the rows cannot be parted equally.
+    """
     check(isinstance(td, TensorDict) and len(td) % chunks == 0, f"expecting td with length divisible by chunks {chunks}")
     rows = torch.arange(len(td)).chunk(chunks)
     return [index_select_tensor_dict(td, part) for part in rows]
 
 
 def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the rows of several ragged tensors, one behind the other. Raises BatchError: one is not ragged and
-    contiguous."""
+    """Return the rows of several ragged tensors, one behind the other.
+
+    Raises:
+        BatchError: one is not ragged and contiguous.
+    """
     check(all(t.is_nested and t.is_contiguous() and t.dim() > 1 for t in tensors), "give nested, contiguous tensors")
     rows = [row for tensor in tensors for row in tensor.unbind()]
     return nested_tensor_from_tensor_list(rows, _ragged_axis(tensors[0]))
@@ -175,8 +203,11 @@ def nested_tensor_from_tensor_list(tensors: Sequence[Tensor], ragged_idx: int | 
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
-    """Return the rows of several tensordicts with the same columns, and the facts of the first. Raises BatchError: there is
-    none, or a column is ragged in some alone."""
+    """Return the rows of several tensordicts with the same columns, and the facts of the first.
+
+    Raises:
+        BatchError: there is none, or a column is ragged in some alone.
+    """
     check(len(data) > 0, "there is no tensordict to concatenate")
     parts = [_parts(td) for td in data]
     names = parts[0][0].keys()
@@ -195,8 +226,11 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
 def make_iterator(
     tensordict: TensorDict, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Any = None
 ) -> Iterator[TensorDict]:
-    """Return mini-batches of so many epochs; `dataloader_kwargs` go to a torch DataLoader over the rows. Raises BatchError:
-    the rows cannot be parted equally."""
+    """Return mini-batches of so many epochs; `dataloader_kwargs` go to a torch DataLoader over the rows.
+
+    Raises:
+        BatchError: the rows cannot be parted equally.
+    """
     batches = mini_batches(len(tensordict), mini_batch_size, epochs, seed, dataloader_kwargs)
     return (index_select_tensor_dict(tensordict, torch.as_tensor(which)) for which in batches)
 

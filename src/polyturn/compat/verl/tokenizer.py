@@ -58,7 +58,10 @@ def set_pad_token_id(tokenizer: Any) -> None:
 
 def normalize_token_ids(tokenized_output: Any) -> list[int]:
     """Return the ids of what `apply_chat_template` returned: a list, a mapping with `input_ids`, or a tensor of one row.
-    Raises TypeError: it holds no ids."""
+
+    Raises:
+        TypeError: it holds no ids.
+    """
     found = tokenized_output["input_ids"] if isinstance(tokenized_output, Mapping) else tokenized_output
     ids = found.tolist() if not isinstance(found, list | tuple) and hasattr(found, "tolist") else found
     if isinstance(ids, list | tuple) and len(ids) == 1 and isinstance(ids[0], list | tuple):

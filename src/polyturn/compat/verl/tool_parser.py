@@ -45,8 +45,11 @@ class ToolParser(ABC):
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
-        """Return a parser by name: a registered one, or a native one. Raises UnknownNameError: there is none of that
-        name."""
+        """Return a parser by name: a registered one, or a native one.
+
+        Raises:
+            UnknownNameError: there is none of that name.
+        """
         if name in cls._registry:
             return cls._registry[name](tokenizer)
         if name in parsers:

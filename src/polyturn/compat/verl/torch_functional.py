@@ -20,7 +20,11 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the variance of the unmasked values. Raises ValueError: fewer values are unmasked than it needs."""
+    """Return the variance of the unmasked values.
+
+    Raises:
+        ValueError: fewer values are unmasked than it needs.
+    """
     count = mask.sum()
     if count < 1 + unbiased:
         raise ValueError(f"the variance of {int(count)} unmasked values is not defined; check the mask")
@@ -74,8 +78,11 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [B, max_length], padded, or cut on the side that `truncation` names. Raises NotImplementedError: a
-    row is too long and `truncation` is "error"."""
+    """Return ids and mask [B, max_length], padded, or cut on the side that `truncation` names.
+
+    Raises:
+        NotImplementedError: a row is too long and `truncation` is "error".
+    """
     length = input_ids.shape[-1]
     if length < max_length:
         ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)

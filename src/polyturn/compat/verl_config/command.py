@@ -80,8 +80,11 @@ class HydraArguments(NamedTuple):
 
 
 def parse_arguments(arguments: Sequence[str]) -> HydraArguments:
-    """Read a Hydra program's command line. Raises ConfigError: an option that means something else than where the config
-    is."""
+    """Read a Hydra program's command line.
+
+    Raises:
+        ConfigError: an option that means something else than where the config is.
+    """
     folder: Path | None = None
     name = "ppo_trainer"
     overrides: list[str] = []
@@ -125,7 +128,10 @@ _OPTIONS = {
 
 def config_path(path: Path) -> Path:
     """Return the folder that `--config-path` means: Hydra starts from that of the program, verl/trainer, then from here.
-    Raises ConfigError: there is no such folder."""
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     own = base_folder()
     for folder in (own.parent / path, Path.cwd() / path) if not path.is_absolute() else (path,):
         if folder.is_dir():

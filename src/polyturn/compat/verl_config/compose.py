@@ -72,8 +72,11 @@ class Composed:
 
 
 def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the config in the file `path`. Raises ConfigError: a file is missing or damaged, or an override cannot be
-    read."""
+    """Compose the config in the file `path`.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or an override cannot be read.
+    """
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
@@ -85,13 +88,16 @@ def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
 
 
 def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (), more: Sequence[Path] = ()) -> Composed:
-    """Compose the config that `--config-name` names. Raises ConfigError: there is no such config, or it cannot be read.
+    """Compose the config that `--config-name` names.
 
     Args:
         name: Its name, with or without `.yaml`.
         folder: The folder of `--config-path`; None is verl's own.
         overrides: The overrides of the command line.
         more: Folders of `--config-dir`.
+
+    Raises:
+        ConfigError: there is no such config, or it cannot be read.
     """
     refuse_backend(name, what="the config")
     file = f"{name.removesuffix('.yaml')}.yaml"
@@ -234,7 +240,11 @@ class _Hydra:
 
 
 def _require_hydra() -> None:
-    """Raise unless Hydra is installed. Raises ConfigError: it is not."""
+    """Raise unless Hydra is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if importlib.util.find_spec("hydra") is None:
         raise ConfigError(
             "configs in verl's keys are composed by Hydra, which is not installed: pip install 'polyturn[verl]'"

@@ -65,7 +65,11 @@ class Override:
         return cls(text=text, key=key, value=value, removes=removes)
 
     def find_group(self, folders: Sequence[Path]) -> None:
-        """Find out whether it chooses a file of a group. Raises ConfigError: it sets a section to nothing."""
+        """Find out whether it chooses a file of a group.
+
+        Raises:
+            ConfigError: it sets a section to nothing.
+        """
         is_folder = not isinstance(self.value, Mapping) and any(os.path.isdir(f / self.key) for f in folders)
         self.is_group = "@" in self.key or "/" in self.key or is_folder
         is_section = self.is_group or (table().find(self.key) is None and table().goes_deeper(self.key))

@@ -14,11 +14,14 @@ from polyturn.core.errors import ConfigError
 
 
 def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]:
-    """Return the native configuration with absolute paths. Raises ConfigError: a path leads nowhere.
+    """Return the native configuration with absolute paths.
 
     Args:
         translation: The translation, whose paths start from the working directory.
         folder: The config's folder, tried where a path is not in the working directory.
+
+    Raises:
+        ConfigError: a path leads nowhere.
     """
 
     def place(path: str, key: str) -> str:

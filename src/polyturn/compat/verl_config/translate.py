@@ -70,13 +70,15 @@ class Translation:
 def translate(
     tree: Composed, *, keys: Table | None = None, converters: Mapping[str, Callable[[Source], None]] = CONVERTERS
 ) -> Translation:
-    """Translate a composed tree. Raises ConfigError: a key is unknown, asks for something that does not exist here, or
-    contradicts another; one line each.
+    """Translate a composed tree.
 
     Args:
         tree: The tree.
         keys: What becomes of each key; None is the table of verl's.
         converters: The functions that the table names.
+
+    Raises:
+        ConfigError: a key is unknown, asks for something that does not exist here, or contradicts another; one line each.
     """
     known = table() if keys is None else keys
     source = Source()

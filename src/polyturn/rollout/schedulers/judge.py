@@ -43,8 +43,11 @@ JUDGES: dict[str, Judge] = {"math": judge_math, "gsm8k": judge_gsm8k, "exact_mat
 
 
 def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
-    """Return what a name of `JUDGES`, `file.py:function` or a function stands for. Raises ConfigError: it leads to no
-    function, or needs a library that is not installed."""
+    """Return what a name of `JUDGES`, `file.py:function` or a function stands for.
+
+    Raises:
+        ConfigError: it leads to no function, or needs a library that is not installed.
+    """
     if isinstance(judge, str):
         if judge not in JUDGES and ":" not in judge:
             raise UnknownNameError(f"judge: there is no {judge!r}.{did_you_mean(judge, JUDGES)}")
@@ -57,13 +60,21 @@ def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
 
 
 def require_truth(task: Task, *, who: str) -> None:
-    """Refuse a task that has nothing to be judged by. Raises DataError: it has no ground truth."""
+    """Refuse a task that has nothing to be judged by.
+
+    Raises:
+        DataError: it has no ground truth.
+    """
     if task.ground_truth is None:
         raise DataError(f"task {task.id!r} has no ground_truth, which the scheduler {who!r} compares answers with; add it")
 
 
 def is_right(score: Any) -> bool:
-    """Return whether a judge's answer means right. Raises SchedulerError: it means nothing."""
+    """Return whether a judge's answer means right.
+
+    Raises:
+        SchedulerError: it means nothing.
+    """
     if not isinstance(score, bool | int | float):
         raise SchedulerError(f"the judge returned {score!r:.100}; return True, False or a number")
     return score > 0

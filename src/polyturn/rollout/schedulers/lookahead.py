@@ -66,7 +66,7 @@ class Lookahead(MultiTurnScheduler):
         base: Path | None = None,
         policies: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the judge. Raises ConfigError: an argument cannot work.
+        """Make the judge.
 
         Args:
             judge: The arguments of the reward `judge`: base_url and model, or policy; rubric, …
@@ -77,6 +77,9 @@ class Lookahead(MultiTurnScheduler):
                 functions, as far as the continuations are not trained.
             base: The folder that relative paths start from.
             policies: The run's further policies, one of which may judge.
+
+        Raises:
+            ConfigError: an argument cannot work.
         """
         for name, value, least in (("num_repeat_rollouts", num_repeat_rollouts, 1), ("window", window, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

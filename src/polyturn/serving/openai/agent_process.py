@@ -45,8 +45,11 @@ async def run_command(
     id: str,
     posts_reward: bool = False,
 ) -> None:
-    """Run an agent's process to its end; it is ended if the call is cancelled. Raises SchedulerError: it cannot be started,
-    or fails; with the last of what it said."""
+    """Run an agent's process to its end; it is ended if the call is cancelled.
+
+    Raises:
+        SchedulerError: it cannot be started, or fails; with the last of what it said.
+    """
     variables = {
         "OPENAI_BASE_URL": address.base_url,
         "OPENAI_API_KEY": address.api_key,

@@ -57,7 +57,11 @@ LEAST_LOGPROB = -9999.0
 
 
 def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> ChatRequest:
-    """Return what a request asks for. Raises BadRequest: it cannot be understood, or not be done."""
+    """Return what a request asks for.
+
+    Raises:
+        BadRequest: it cannot be understood, or not be done.
+    """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     messages = normal_messages(body.get("messages"))
     if (whole(body, "top_logprobs", low=0, high=20) or 0) > 0 and "top_logprobs" not in ignored:
@@ -86,7 +90,11 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Cha
 
 
 def may_call(choice: Any, ignored: frozenset[str]) -> bool:
-    """Return whether calls are read. Raises BadRequest: a call is demanded, which needs guided decoding."""
+    """Return whether calls are read.
+
+    Raises:
+        BadRequest: a call is demanded, which needs guided decoding.
+    """
     if choice in (None, "auto", "none"):
         return choice != "none"
     if "tool_choice" in ignored:

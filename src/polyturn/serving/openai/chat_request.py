@@ -96,8 +96,11 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 
 
 def normal_messages(given: Any) -> list[dict[str, Any]]:
-    """Return checked messages: roles that templates know, text as a string, media as data URIs. Raises BadRequest: something
-    is not as the chat API has it, or a medium is no data URI."""
+    """Return checked messages: roles that templates know, text as a string, media as data URIs.
+
+    Raises:
+        BadRequest: something is not as the chat API has it, or a medium is no data URI.
+    """
     if not isinstance(given, list) or not given:
         raise BadRequest(f"messages is {_short(given)}; give a list of at least one message", param="messages")
     return [_normal_message(message, f"messages[{index}]") for index, message in enumerate(given)]
@@ -183,8 +186,11 @@ def _normal_call(given: Any, where: str) -> dict[str, Any]:
 
 
 def normal_tools(given: Any) -> list[dict[str, Any]]:
-    """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API. Raises
-    BadRequest: one is no function, or two have one name."""
+    """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API.
+
+    Raises:
+        BadRequest: one is no function, or two have one name.
+    """
     if given is None:
         return []
     tools: list[dict[str, Any]] = []
@@ -229,7 +235,11 @@ def _canonical(arguments: str) -> str:
 
 
 def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above: bool = False) -> float | None:
-    """Return a number of a request, None where it is not given. Raises BadRequest: it is no number, or outside the range."""
+    """Return a number of a request, None where it is not given.
+
+    Raises:
+        BadRequest: it is no number, or outside the range.
+    """
     value = body.get(name)
     if value is None:
         return None
@@ -239,8 +249,11 @@ def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above
 
 
 def temperature(body: Mapping[str, Any]) -> float | None:
-    """Return the temperature of a request, None where it is not given. Raises BadRequest: it is none that an engine samples
-    at."""
+    """Return the temperature of a request, None where it is not given.
+
+    Raises:
+        BadRequest: it is none that an engine samples at.
+    """
     value = number(body, "temperature", low=0, high=100)
     if value and value < MIN_TEMPERATURE:
         raise BadRequest(f"temperature is {value}; use 0 for greedy decoding", param="temperature")
@@ -248,8 +261,11 @@ def temperature(body: Mapping[str, Any]) -> float | None:
 
 
 def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 31) -> int | None:
-    """Return the first of some whole numbers of a request that is given, None where none is. Raises BadRequest: it is no
-    whole number, or outside the range."""
+    """Return the first of some whole numbers of a request that is given, None where none is.
+
+    Raises:
+        BadRequest: it is no whole number, or outside the range.
+    """
     for name in names:
         value = body.get(name)
         if value is None:
@@ -261,7 +277,11 @@ def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 3
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return one text or a list of them. Raises BadRequest: it is neither, or one is empty."""
+    """Return one text or a list of them.
+
+    Raises:
+        BadRequest: it is neither, or one is empty.
+    """
     value = body.get(name)
     found = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(t, str) and t for t in found) or len(found) > 16:
@@ -272,14 +292,16 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def check_parameters(
     body: Mapping[str, Any], *, known: frozenset[str], neutral: Mapping[str, tuple[Any, ...]], ignored: frozenset[str]
 ) -> None:
-    """Refuse what would change the answer and is not done here, and names that the API does not have. Raises BadRequest: the
-    first of them.
+    """Refuse what would change the answer and is not done here, and names that the API does not have.
 
     Args:
         body: The request.
         known: Names that are read, or that change nothing here.
         neutral: Names that are not done, with the values that ask for nothing.
         ignored: Names that the run's author lets be ignored.
+
+    Raises:
+        BadRequest: the first of them.
     """
     for name, value in body.items():
         if name in known or name in ignored or value is None:
@@ -296,7 +318,11 @@ def check_parameters(
 
 
 def listed(given: Any, where: str) -> list[Any]:
-    """Return a list of a request. Raises BadRequest: it is none."""
+    """Return a list of a request.
+
+    Raises:
+        BadRequest: it is none.
+    """
     if not isinstance(given, list):
         raise BadRequest(f"{where} is {_short(given)}; it is a list", param=where)
     return given

@@ -147,12 +147,14 @@ class ModelEndpoint:
 
     @asynccontextmanager
     async def serving(self, bound: socket.socket | None = None, *, more: Sequence[Route] = ()) -> AsyncIterator[str]:
-        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT. Raises
-        ConfigError: the address cannot be listened on.
+        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT.
 
         Args:
             bound: The socket to listen on; None takes a free port.
             more: Further routes.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
         """
         self._num_holders += 1
         try:
@@ -198,12 +200,19 @@ class ModelEndpoint:
                 self._ended.popitem(last=False)
 
     def check_token(self, request: Request) -> None:
-        """Refuse a request without the server's token. Raises BadRequest: it has none, or another."""
+        """Refuse a request without the server's token.
+
+        Raises:
+            BadRequest: it has none, or another.
+        """
         check_key(request, self._token(), wants=SERVER_TOKEN)
 
     def check_reward_key(self, request: Request, key: str) -> None:
-        """Refuse a request with neither an episode's reward key nor the server's token. Raises BadRequest: it has
-        another."""
+        """Refuse a request with neither an episode's reward key nor the server's token.
+
+        Raises:
+            BadRequest: it has another.
+        """
         check_key(request, (key.encode(), *self._token()), wants=REWARD_KEY)
 
     def _app(self, more: Sequence[Route]) -> Starlette:

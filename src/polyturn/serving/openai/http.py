@@ -57,8 +57,11 @@ def guarded(handler: Handler, error: Callable[[BadRequest], dict[str, Any]]) -> 
 
 
 async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; it is cancelled where the client leaves. The body is read before. Raises ClientDisconnect:
-    it left."""
+    """Return what `work` returns; it is cancelled where the client leaves. The body is read before.
+
+    Raises:
+        ClientDisconnect: it left.
+    """
     asking, has_left = asyncio.current_task(), False
     assert asking is not None
 
@@ -80,7 +83,11 @@ async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
-    """Return a request's body, a JSON object. Raises BadRequest: it is none."""
+    """Return a request's body, a JSON object.
+
+    Raises:
+        BadRequest: it is none.
+    """
     body = await request.body()
     if not body and may_be_empty:
         return {}
@@ -92,8 +99,11 @@ async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[s
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Refuse a request that has a value of another type somewhere, where no check has a sentence of its own for it. Raises
-    BadRequest: it has."""
+    """Refuse a request that has a value of another type somewhere, where no check has a sentence of its own for it.
+
+    Raises:
+        BadRequest: it has.
+    """
     try:
         yield
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as problem:
@@ -103,8 +113,11 @@ def readable() -> Iterator[None]:
 
 
 def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
-    """Return a reward and what is recorded beside it, from a number or a mapping with "reward" or "score". Raises
-    BadRequest: there is no finite number."""
+    """Return a reward and what is recorded beside it, from a number or a mapping with "reward" or "score".
+
+    Raises:
+        BadRequest: there is no finite number.
+    """
     values = dict(given) if isinstance(given, Mapping) else {"reward": given}
     score = values.pop("reward", values.pop("score", None))
     number = as_score(score) if isinstance(score, bool | int | float) else None
@@ -118,8 +131,11 @@ def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
 
 
 def check_key(request: Request, keys: Sequence[bytes], *, wants: str) -> None:
-    """Refuse a request that has none of `keys`; without keys, everyone may ask. Raises BadRequest: it has none of them;
-    `wants` is what it is told."""
+    """Refuse a request that has none of `keys`; without keys, everyone may ask.
+
+    Raises:
+        BadRequest: it has none of them; `wants` is what it is told.
+    """
     if not keys:
         return
     headers = {name: request.headers.get(name, "") for name in ("authorization", "x-api-key")}

@@ -40,7 +40,11 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, needs_max_tokens: bool = True) -> ChatRequest:
-    """Return what a request asks for. Raises BadRequest: it cannot be understood, or not be done."""
+    """Return what a request asks for.
+
+    Raises:
+        BadRequest: it cannot be understood, or not be done.
+    """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     given = body.get("messages")
     if not isinstance(given, list) or not given:

@@ -63,7 +63,11 @@ class ResponseCache:
             self._messages.popitem(last=False)
 
     def before(self, id: Any) -> list[Mapping[str, Any]]:
-        """Return the history that ends with a response. Raises BadRequest: it is not known (any more)."""
+        """Return the history that ends with a response.
+
+        Raises:
+            BadRequest: it is not known (any more).
+        """
         if id is None:
             return []
         if id not in self._messages:
@@ -77,7 +81,11 @@ class ResponseCache:
 
 
 def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] = frozenset()) -> ChatRequest:
-    """Return what a request asks for. Raises BadRequest: it cannot be understood, or not be done."""
+    """Return what a request asks for.
+
+    Raises:
+        BadRequest: it cannot be understood, or not be done.
+    """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     before = kept.before(body.get("previous_response_id"))
     given = body.get("input")
@@ -100,8 +108,11 @@ def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] 
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return items as chat messages; what one turn wrote becomes one message. Raises BadRequest: an item has an unknown
-    type."""
+    """Return items as chat messages; what one turn wrote becomes one message.
+
+    Raises:
+        BadRequest: an item has an unknown type.
+    """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
     for index, item in enumerate(items):

@@ -52,8 +52,11 @@ class SessionScheduler(MultiTurnScheduler):
     session: AgentSession
 
     async def run(self, episode: Episode) -> StopReason:
-        """Open a session on the episode and let its agent use it. Raises SchedulerError: the agent failed, or never
-        asked."""
+        """Open a session on the episode and let its agent use it.
+
+        Raises:
+            SchedulerError: the agent failed, or never asked.
+        """
         self.session = session = AgentSession(self, episode, self.rules)
         reason = await session.run(lambda: self.let_ask(episode, session))
         if session.num_calls == 0:
@@ -164,8 +167,11 @@ class BlackBox(SessionScheduler):
         self._endpoint = ModelEndpoint(options)
 
     async def let_ask(self, episode: Episode, session: AgentSession) -> None:
-        """Call the agent, and keep the reward that it returns. Raises SchedulerError: the agent raised, or returned no
-        reward."""
+        """Call the agent, and keep the reward that it returns.
+
+        Raises:
+            SchedulerError: the agent raised, or returned no reward.
+        """
         async with self._endpoint.serving() as origin:
             name, address = self._endpoint.admit(session, origin=origin)
             try:
@@ -214,8 +220,11 @@ class BlackBox(SessionScheduler):
 
 
 def _wanted(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return which of `TOLD` a function has parameters for. Raises ConfigError: it is no function, or has a parameter that
-    nothing fills."""
+    """Return which of `TOLD` a function has parameters for.
+
+    Raises:
+        ConfigError: it is no function, or has a parameter that nothing fills.
+    """
     if not inspect.isroutine(function):
         raise ConfigError(f"black_box: the agent {name!r} is a {type(function).__name__}; name a function")
     parameters = inspect.signature(function).parameters

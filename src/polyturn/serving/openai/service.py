@@ -271,7 +271,11 @@ class OpenAIService:
         return json_answer(to_json(self._ended[request.path_params["name"]]))
 
     def _of(self, request: Request) -> _CreatedEpisode | None:
-        """Return a live episode, None for one that ended. Raises BadRequest: there is none, or the key is another."""
+        """Return a live episode, None for one that ended.
+
+        Raises:
+            BadRequest: there is none, or the key is another.
+        """
         name = request.path_params["name"]
         if name not in self._keys:
             raise BadRequest("there is no such episode, or it ended long ago", status=404, code="not_found")

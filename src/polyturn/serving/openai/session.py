@@ -116,8 +116,12 @@ class AgentSession:
         self._is_aborted = False
 
     async def run(self, agent: Callable[[], Awaitable[None]]) -> StopReason:
-        """Let an agent make its requests and return why the episode ended. Raises PolyturnError: the agent, the engine or a
-        plug-in failed. An agent that fails because a limit refused it is truncated."""
+        """Let an agent make its requests and return why the episode ended.
+
+        Raises:
+            PolyturnError: the agent, the engine or a plug-in failed. An agent that fails because a limit refused it is
+                truncated.
+        """
         try:
             with first_error():
                 async with asyncio.TaskGroup() as self._group:
@@ -141,12 +145,20 @@ class AgentSession:
             logger.debug("%s: its agent ended at a limit: %s", self.id, one_line(problem))
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
-        """Say what the episode is worth; the last word counts. Raises BadRequest: the episode has ended."""
+        """Say what the episode is worth; the last word counts.
+
+        Raises:
+            BadRequest: the episode has ended.
+        """
         self._check_live()
         self._episode.given_reward = GivenReward(score=score, info=info)
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return how many tokens the prompt of a request has. Raises BadRequest: the messages cannot be rendered."""
+        """Return how many tokens the prompt of a request has.
+
+        Raises:
+            BadRequest: the messages cannot be rendered.
+        """
         self._check_live()
         try:
             return self._episode.count_tokens(typed_messages(ask.messages), tools=ask.tools)
@@ -156,8 +168,11 @@ class AgentSession:
     # Asking.
 
     async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
-        """Answer one request, with `ask.n` completions. Raises BadRequest: a limit forbids it, the messages cannot be
-        rendered, or the episode has ended."""
+        """Answer one request, with `ask.n` completions.
+
+        Raises:
+            BadRequest: a limit forbids it, the messages cannot be rendered, or the episode has ended.
+        """
         self._check_live()
         self.last_used = time.monotonic()
         await refuse_too_long(ask, self._episode)

@@ -24,8 +24,11 @@ from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatRe
 
 
 def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
-    """Return messages as values; a tool's answer gets the name of the call that it answers. Raises BadRequest: one cannot be
-    read."""
+    """Return messages as values; a tool's answer gets the name of the call that it answers.
+
+    Raises:
+        BadRequest: one cannot be read.
+    """
     names = dict(calls or {})
     found = []
     for message in messages:
@@ -41,7 +44,10 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
 
 async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
     """Refuse a request that the context has no room for, before its messages are rendered; look at its media in a thread.
-    Raises BadRequest: it is too long, or a message or a medium cannot be read."""
+
+    Raises:
+        BadRequest: it is too long, or a message or a medium cannot be read.
+    """
     if _is_short(ask, episode.limits):
         return
     messages = typed_messages(ask.messages)

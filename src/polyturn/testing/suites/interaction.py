@@ -39,8 +39,7 @@ async def check_interaction(
     """Check that an interaction keeps what the framework relies on, and name everything that it does not keep.
 
     Checked are the ids, the four values of a reply and the score, whatever the model writes; that episodes side by side do
-    not disturb each other; that nothing is left of them; that the event loop is not blocked; and a whole episode. Raises
-    ContractError: it breaks its contract; the message lists how.
+    not disturb each other; that nothing is left of them; that the event loop is not blocked; and a whole episode.
 
     Args:
         interaction: The one to check; its class's `__init__` has run.
@@ -48,6 +47,9 @@ async def check_interaction(
         prompt: The task.
         is_deterministic: Whether equal conversations get equal replies; False for a model or a service behind it.
         row: The row's interaction kwargs, which are passed on to it.
+
+    Raises:
+        ContractError: it breaks its contract; the message lists how.
     """
     usual, kwargs = in_usual_form(interaction), {"name": interaction.name, **row}
     async with Findings(f"interaction {type(interaction).__name__}") as found:

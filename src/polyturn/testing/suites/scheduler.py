@@ -41,8 +41,7 @@ async def check_scheduler(
 
     Checked are whole episodes: that they end, also at a limit of one turn, where a completion was cut, and where the engine
     fails; that what is trained is what was sampled; that episodes side by side do not disturb each other; that nothing is
-    left of them; and that the event loop is not blocked. Raises ContractError: it breaks its contract; the message lists
-    how.
+    left of them; and that the event loop is not blocked.
 
     Args:
         scheduler: The one to check.
@@ -51,6 +50,9 @@ async def check_scheduler(
         interactions: Interactions of the run, by name.
         is_deterministic: Whether equal episodes go equally.
         fields: Further arguments of `polyturn.testing.episodes.task`: prompt, ground_truth, interaction, ….
+
+    Raises:
+        ContractError: it breaks its contract; the message lists how.
     """
     row = task(**{"data_source": "check", **fields})
     common: dict[str, Any] = {

@@ -35,14 +35,16 @@ async def check_tool(
     """Check that a tool keeps what the framework relies on, and name everything that it does not keep.
 
     Checked are the schema, the calls that are given, its rewards, episodes side by side, episodes that end without a call,
-    that nothing is left of them, that the event loop is not blocked; and a whole episode in which a model calls it. Raises
-    ContractError: it breaks its contract; the message lists how.
+    that nothing is left of them, that the event loop is not blocked; and a whole episode in which a model calls it.
 
     Args:
         tool: The one to check; a function decorated with `polyturn.tool` is one.
         calls: Arguments of calls that fit its schema, in the order of an episode; at least one.
         is_deterministic: Whether equal calls get equal answers; False for a service that changes.
         row: What the row tells it: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs.
+
+    Raises:
+        ContractError: it breaks its contract; the message lists how.
     """
     told = ToolKwargs(**row)
     async with Findings(f"tool {tool.name}") as found:

@@ -66,13 +66,16 @@ class TurnParser(ABC):
     def __init__(
         self, *, reasoning: str | None = None, reasoning_is_open: bool = False, calls_in_reasoning: bool = False
     ) -> None:
-        """Make a parser. Raises UnknownNameError: no reasoning format has that name.
+        """Make a parser.
 
         Args:
             reasoning: Name of a reasoning format; None for the family's own.
             reasoning_is_open: The generation prompt opens the reasoning, so that all text before its end, or all text of a
                 turn that was cut before it ended, is reasoning.
             calls_in_reasoning: Take calls inside reasoning for calls. They are thoughts otherwise.
+
+        Raises:
+            UnknownNameError: no reasoning format has that name.
         """
         self.reasoning_name = reasoning or self.default_reasoning
         self._reasoning = reasoning_formats.resolve(self.reasoning_name)

@@ -27,7 +27,11 @@ class BadJsonError(Exception):
 
 
 def loads(text: str) -> Any:
-    """Decode one JSON value. Raises BadJsonError: it is not one, or nested too deeply."""
+    """Decode one JSON value.
+
+    Raises:
+        BadJsonError: it is not one, or nested too deeply.
+    """
     depth = 0
     for mark in _MARK.finditer(text):
         if mark[0] in "{[":

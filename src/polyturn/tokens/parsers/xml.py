@@ -30,14 +30,16 @@ class BadArgumentsError(Exception):
 
 
 def read_values(text: str, head: re.Pattern[str], end: re.Pattern[str], form: str) -> dict[str, str]:
-    """Return the texts of named values in a text that holds nothing else. Raises BadArgumentsError: something else stands
-    there, or a value is not closed.
+    """Return the texts of named values in a text that holds nothing else.
 
     Args:
         text: The values.
         head: Matches what opens a value; its first group is the name.
         end: Matches what closes a value, where another one or the end follows.
         form: How a value is written, for the error.
+
+    Raises:
+        BadArgumentsError: something else stands there, or a value is not closed.
     """
     values: dict[str, str] = {}
     position = _skip_space(text, 0)

@@ -60,7 +60,11 @@ def find_walls() -> tuple[Isolation, str]:
 
 
 def require_walls(*, allow_unsafe: bool) -> Isolation:
-    """Return the walls of this machine. Raises ConfigError: there are none, and running without is not allowed."""
+    """Return the walls of this machine.
+
+    Raises:
+        ConfigError: there are none, and running without is not allowed.
+    """
     walls, why = find_walls()
     if walls is Isolation.NONE and not allow_unsafe:
         raise ConfigError(
@@ -102,8 +106,11 @@ def bwrap(walls: Isolation, limits: SandboxLimits, *, python: str, filter_fd: in
 
 @functools.cache
 def interpreter_folders(python: str) -> Sequence[str]:
-    """Return the folders an interpreter needs beside /usr: its own, and its virtual environment's where it is in one. Raises
-    ConfigError: it is no interpreter that starts."""
+    """Return the folders an interpreter needs beside /usr: its own, and its virtual environment's where it is in one.
+
+    Raises:
+        ConfigError: it is no interpreter that starts.
+    """
     code = "import sys; print(sys.base_prefix, sys.prefix, sep='\\n')"
     try:
         said = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=20, check=True)

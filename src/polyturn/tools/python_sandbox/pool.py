@@ -69,8 +69,11 @@ class WarmPool:
         return len(self._ready)
 
     def open(self) -> None:
-        """Count a user; the first one starts the pool. Raises SandboxStartError: the machine has no thread left; nobody is
-        counted."""
+        """Count a user; the first one starts the pool.
+
+        Raises:
+            SandboxStartError: the machine has no thread left; nobody is counted.
+        """
         with self._changed:
             self._num_users += 1
             self._is_broken = False
@@ -88,8 +91,11 @@ class WarmPool:
             self._changed.notify_all()
 
     def take(self, *, within_s: float = START_S) -> Interpreter:
-        """Return a sandbox that nobody has used; the caller closes it. One that does not start is tried again. Raises
-        SandboxStartError: none could be started, or none in time."""
+        """Return a sandbox that nobody has used; the caller closes it. One that does not start is tried again.
+
+        Raises:
+            SandboxStartError: none could be started, or none in time.
+        """
         until = time.monotonic() + within_s
         for pause_s in PAUSES_S:
             try:

@@ -113,7 +113,12 @@ class PythonSandbox(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, None, dict[str, Any]]:
-        """Run `code`. Raises ToolError: there is none; ToolUnavailableError: no sandbox can be started."""
+        """Run `code`.
+
+        Raises:
+            ToolError: there is none.
+            ToolUnavailableError: no sandbox can be started.
+        """
         if "code" not in parameters:
             raise ToolError(f"the argument 'code' is missing; there are {sorted(parameters)}")
         code = parameters["code"]

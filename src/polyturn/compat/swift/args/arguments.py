@@ -65,8 +65,11 @@ def table() -> Table:
 
 
 def parse(arguments: Sequence[str]) -> Composed:
-    """Read flags; one without a value is true, one with several is a list. Raises ConfigError: something stands before the
-    first flag, or a flag comes twice."""
+    """Read flags; one without a value is true, one with several is a list.
+
+    Raises:
+        ConfigError: something stands before the first flag, or a flag comes twice.
+    """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     rest = list(arguments)
@@ -88,8 +91,11 @@ def parse(arguments: Sequence[str]) -> Composed:
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Composed:
-    """Read a YAML file of arguments, and `name=value` over it. Raises ConfigError: there is no such file, or it holds no
-    arguments."""
+    """Read a YAML file of arguments, and `name=value` over it.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no arguments.
+    """
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"the file {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ''}")
@@ -136,8 +142,11 @@ def read_value(text: str) -> Any:
 
 
 def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str]) -> Composed:
-    """Return arguments with ms-swift's defaults below them; native keys that are written with dots become a tree. Raises
-    ConfigError: a native key is a value and a section at once."""
+    """Return arguments with ms-swift's defaults below them; native keys that are written with dots become a tree.
+
+    Raises:
+        ConfigError: a native key is a value and a section at once.
+    """
     found = {**DEFAULTS, **{k: v for k, v in values.items() if not k.startswith("polyturn.")}}
     for key in (k for k in values if k.startswith("polyturn.")):
         *above, last = key.split(".")
@@ -159,7 +168,10 @@ def rollout_table() -> Table:
 
 def rollout_to_native(arguments: Sequence[str]) -> Translation:
     """Translate the flags of `swift rollout`; the native keys are those of a run, and `serve.host`, `port` and `token`.
-    Raises ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each."""
+
+    Raises:
+        ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
+    """
     is_file = len(arguments) == 1 and not arguments[0].startswith("-")
     tree = read(Path(arguments[0])) if is_file else parse(arguments)
     names = dict.fromkeys(name.partition(".")[0] if name.startswith("polyturn.") else name for name in tree.origin)
@@ -171,12 +183,14 @@ def rollout_to_native(arguments: Sequence[str]) -> Translation:
 
 
 def to_native(tree: Composed, *, num_processes: int = 1) -> Translation:
-    """Translate arguments. Raises ConfigError: an argument is unknown, asks for what does not exist here, or contradicts
-    another; one line each.
+    """Translate arguments.
 
     Args:
         tree: The arguments.
         num_processes: How many processes ms-swift would start, each of which has a batch of its own.
+
+    Raises:
+        ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
     """
     if not tree.values.get("model"):
         raise ConfigError("the argument model is missing; name a folder or hub id of a model")
