@@ -181,6 +181,7 @@ def launch(checkout: Path) -> dict[str, Any]:
             (inside, ("examples", "recipe", "verl/trainer/config", "verl/__init__.py")),
             (outside, ("examples", "recipe")),
         ):
+            place.mkdir()
             for name in names:
                 _copy(checkout / name, place / name)
             for file in FILES.values():
