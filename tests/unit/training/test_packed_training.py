@@ -198,6 +198,13 @@ def test_a_model_that_cannot_be_packed_is_trained_in_rows_and_that_is_said_once(
     assert len([r for r in caplog.records if "cannot be packed, because" in r.message]) == 1
 
 
+def test_the_mask_of_a_block_is_of_the_type_that_is_asked_for():
+    view = PackedView(pack([np.arange(3)], shared=[0]), torch.device("cpu"))
+    for dtype in (torch.float32, torch.float64):
+        mask = view.causal(2, 3, dtype)
+        assert mask.dtype == dtype and mask.isinf().tolist() == [[False, False, True], [False, False, False]]
+
+
 def test_a_model_with_a_recurrent_state_is_not_packed():
     recurrent = {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     model = build_model({"num_key_value_heads": 1, **SMALL, **recurrent}, seed=0)

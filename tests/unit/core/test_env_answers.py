@@ -1,0 +1,16 @@
+"""What an environment answered, as gym and games of several players say it."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyturn.core.env import EnvStep, Seated
+
+
+@pytest.mark.parametrize("is_seated", [False, True])
+@pytest.mark.parametrize(("terminated", "truncated"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_limit_ends_an_episode_as_its_goal_does_and_is_told_apart(is_seated: bool, terminated: bool, truncated: bool):
+    ended = {"terminated": terminated, "truncated": truncated}
+    answer = Seated(seat=1, observation="", **ended) if is_seated else ("", 0.0, terminated, truncated, {})
+    step = EnvStep.of(answer, name="game")
+    assert (step.is_done, step.is_truncated) == (terminated or truncated, truncated and not terminated)
