@@ -96,12 +96,12 @@ def take_weights(model: PreTrainedModel, held: Mapping[str, Tensor], device: tor
 
 
 def _recut(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a shard, cut as `like` is."""
+    """Return a copy of a shard, cut as `like` is, which keeps no whole tensor in memory."""
     if not isinstance(tensor, DTensor) or (
         isinstance(like, DTensor) and (tensor.device_mesh, tensor.placements) == (like.device_mesh, like.placements)
     ):
         return tensor.detach().clone()
-    return cut_like(tensor.full_tensor().detach(), like)
+    return cut_like(tensor.full_tensor().detach(), like).clone()
 
 
 def _under_adapters(parts: Mapping[str, Any], model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
@@ -145,6 +145,7 @@ class _CountedSlice:
         return dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        tensor: Tensor = self._part[index]
+        # What safetensors gives is a view of the whole in the file; the part is to be memory of its own, from its start on.
+        tensor: Tensor = self._part[index].clone(memory_format=torch.contiguous_format)
         self._read.append(tensor.nbytes)
         return tensor

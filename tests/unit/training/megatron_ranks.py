@@ -83,8 +83,9 @@ NUMBERS = itertools.count()
 
 
 def stored_by_all(made):
-    """Save what every rank has, or has a part of, and return the folder."""
-    return stored(made, Path(sys.argv[1]).parent / f"state-{dist.get_world_size()}-{next(NUMBERS)}")
+    """Save what every rank has, or has a part of, and return the folder, which always has one name: each new one would be
+    another group of the ranks."""
+    return stored(made, Path(sys.argv[1]).parent / f"{dist.get_world_size()}-{next(NUMBERS)}" / "state")
 
 
 def whole_of(backend):

@@ -169,7 +169,7 @@ def test_ranks_in_bfloat16_train_what_they_loaded(results):
 def test_ranks_that_read_their_part_of_the_files_train_as_one_process_that_loads_them(results, name):
     """With a reference that is a copy, a teacher of its own files, and what follows a warm start."""
     found = {what.removeprefix(f"{name}/"): value for what, value in results["in_parts"].items() if what.startswith(name)}
-    assert len(found) == (6 if name == "adapter" else 8)
+    assert len(found) == (7 if name == "adapter" else 9)
     assert max(found.values()) < 1e-5, found
 
 

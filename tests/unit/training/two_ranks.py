@@ -7,6 +7,7 @@ import asyncio
 import copy
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import shutil
@@ -35,7 +36,8 @@ from polyturn.testing.tiny_models import tiny_model
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.critic import Critic, CriticSettings, critic_backend, local_critic, value_coefs
-from polyturn.training.fsdp import Sharded, make_mesh
+from polyturn.training.fsdp import Sharded
+from polyturn.training.fsdp import make_mesh as new_mesh
 from polyturn.training.hf import load_model, load_unread
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
@@ -55,6 +57,10 @@ VOCAB = 48
 CPU = torch.device("cpu")
 ALGORITHM = AlgorithmOptions(kl=KlOptions(coef=0.1), entropy_coef=0.01)
 DISTILL = DistillSettings(teacher="teacher", coef=0.1)
+
+
+make_mesh = functools.cache(new_mesh)
+"""One for each way of splitting, because its groups of ranks have threads that never sleep for long."""
 
 
 def exact_model(seed=0, layers=2):
@@ -104,12 +110,18 @@ def first_weights(model):
     return {**backbone, "head.weight": head, "head.bias": torch.zeros(1, dtype=head.dtype)}
 
 
+def unowned_bytes(tensors):
+    """Return how many bytes of other parts, such as the whole of a file, are kept in memory for those of this rank."""
+    return sum(part.untyped_storage().nbytes() - part.nbytes for part in map(local_part, tensors))
+
+
 NUMBERS = itertools.count()
 
 
 def stored_by_all(made):
-    """Save what every rank has, or has a part of, and return the folder."""
-    return stored(made, Path(sys.argv[1]).parent / f"state-{next(NUMBERS)}")
+    """Save what every rank has, or has a part of, and return the folder, which always has one name: each new one would be
+    another group of the ranks."""
+    return stored(made, Path(sys.argv[1]).parent / str(next(NUMBERS)) / "state")
 
 
 def state_of(made):
@@ -419,6 +431,8 @@ def read_in_parts(folder):
                 zip(again.score(share, reference=reference), many.score(share), strict=True)
             )
         start = inside(many.backend.held(), "model.")
+        found[f"{name}/unowned"] = unowned_bytes(start.values())
+        stored_by_all(many)  # torch writes no part that begins behind the start of its storage
         values = None if has_adapter else critic_over(start, mesh)
         if values is not None:
             found[f"{name}/critic"] = largest([(v, np.zeros(len(v))) for v in values.score(share)])
@@ -429,7 +443,7 @@ def read_in_parts(folder):
         fully_shard(module, mesh=make_mesh(CPU)["dp"])
     share = read_weights(plain, CPU)
     whole = sum(t.nbytes for t in load_file(folder / "model" / "model.safetensors").values())
-    held = sum(local_part(p).nbytes for p in plain.parameters())
+    held = sum(local_part(p).nbytes for p in plain.parameters()) + unowned_bytes(plain.parameters())
     sizes = [None, None]
     dist.all_gather_object(sizes, (share, held))
     found["read"] = {"by_rank": [read for read, _ in sizes], "held": [own for _, own in sizes], "whole": whole}
