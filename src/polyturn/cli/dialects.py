@@ -50,13 +50,16 @@ def described() -> str:
 
 def dialect_of(path: Path) -> str | None:
     """Return the name of the dialect that a file seems to be written in; None where it looks like one of ours."""
+    from polyturn.config.models import RunConfig
     from polyturn.infra.yaml_file import read_yaml
 
     try:
         keys = set(read_yaml(path)) if path.is_file() else set()
     except ConfigError:
         return None
-    return next((name for name, one in load_each(GROUP, ConfigDialect) if len(keys & one.usual_keys) > 1), None)
+    ours = {"defaults", *RunConfig.model_fields}
+    usual = ((name, keys & one.usual_keys) for name, one in load_each(GROUP, ConfigDialect))
+    return next((name for name, found in usual if len(found) > 1 and found - ours), None)
 
 
 def to_migrate(path: Path) -> MigrateDialect:

@@ -119,7 +119,9 @@ def _train_swift(path: Path, overrides: Sequence[str], *, resume: bool, dry_run:
 
 VERL_KEYS = ConfigDialect(
     title="verl",
-    usual_keys=frozenset({"actor_rollout_ref", "trainer", "critic", "reward_model", "custom_reward_function", "data"}),
+    usual_keys=frozenset(
+        {"actor_rollout_ref", "trainer", "critic", "reward_model", "custom_reward_function", "data", "algorithm", "defaults"}
+    ),
     train=_train_verl,
     migrate=_migrate_verl,
 )

@@ -35,6 +35,6 @@ class ConfigDialect:
     title: str
     """Whose keys they are, for messages and help."""
     usual_keys: frozenset[str]
-    """Keys of its files that polyturn's own have not; a file with two of them is taken to be written in this dialect."""
+    """Keys of its files; one with two of them, of which polyturn's own have one not, is taken to be in this dialect."""
     train: TrainDialect
     migrate: MigrateDialect | None = None

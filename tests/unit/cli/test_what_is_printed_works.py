@@ -51,6 +51,8 @@ def test_the_version_is_told():
     [
         ("actor_rollout_ref: {model: {path: x}}\ntrainer: {total_epochs: 1}\n", "--verl"),
         ("defaults: [ppo_trainer, _self_]\ndata: {train_files: a}\nactor_rollout_ref: {}\n", "--verl"),
+        ("defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {model: {path: x}}\n", "--verl"),
+        ("algorithm: {adv_estimator: grpo}\ntrainer: {n_gpus_per_node: 8}\n", "--verl"),
         ("rlhf_type: grpo\nmodel: x\ndataset: [a]\n", "--swift"),
     ],
 )
@@ -60,7 +62,9 @@ def test_a_config_of_another_library_is_recognised(tmp_path: Path, text: str, fl
     assert said.code == 2 and f"add {flag}" in said.err
 
 
-@pytest.mark.parametrize("text", ["trainer: {steps: 1}\n", "modle: {path: x}\n", "data: {trian: x}\nmodel: {path: y}\n"])
+@pytest.mark.parametrize(
+    "text", ["trainer: {steps: 1}\n", "modle: {path: x}\n", "data: {trian: x}\nalgorithm: {}\ndefaults: []\n"]
+)
 def test_a_mistake_in_a_config_of_ours_is_not_taken_for_another_library(tmp_path: Path, text: str):
     (tmp_path / "c.yaml").write_text(text)
     said = call("train", tmp_path / "c.yaml")
