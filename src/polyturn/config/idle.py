@@ -25,7 +25,7 @@ from polyturn.engines.options import EmbeddedOptions
 from polyturn.rewards.options import CallRate, SandboxOptions
 from polyturn.rewards.overlong import Overlong
 from polyturn.tools.breaker import BreakerSettings
-from polyturn.training.options import ScheduleOptions, SftOptions, TrainOptions
+from polyturn.training.options import ScheduleOptions, TrainOptions
 
 SOME: tuple[Any, ...] = ()
 """Any value but null, 0 and false."""
@@ -54,10 +54,6 @@ READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
     Sampling: dict.fromkeys(("top_p", "top_k"), ("temperature", SOME)),
     SandboxOptions: {"token_env": ("url", SOME), "python": ("url", UNSET)},
     ScheduleOptions: {"min_lr_ratio": ("name", ("linear", "cosine"))},
-    SftOptions: dict.fromkeys(
-        ("conversations", "kwargs", "min_reward", "batch_size", "max_tokens_per_batch", "max_seconds", "optim"),
-        ("steps", SOME),
-    ),
     TrainOptions: {"steps": ("epochs", UNSET)},
 }
 """Section -> a key of it -> another one, and under which values of that the first is read. Both are dotted from it on."""

@@ -66,6 +66,7 @@ def load_config(
     *,
     defaults: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
+    tells: bool = True,
 ) -> Loaded[ModelT]:
     """Read a configuration, or that of a run's folder.
 
@@ -79,6 +80,7 @@ def load_config(
             a YAML file lays that file above what stands before it; relative paths in it still start at `path`'s folder.
         defaults: Values below the file.
         values: Values above it, which a program gives.
+        tells: Warn of keys that were set and that nobody reads; False where it is read once more.
 
     Raises:
         ConfigError: a missing or damaged file, an unknown key, a wrong type, a `${…}` that leads nowhere: one sentence each.
@@ -97,7 +99,7 @@ def load_config(
                 sources.merge(read, f"in {file}")
         else:
             _override(model, sources, override)
-    return _load(model, sources)
+    return _load(model, sources, tells=tells)
 
 
 def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mapping[KeyPath, str]) -> Loaded[ModelT]:
@@ -117,7 +119,7 @@ def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mappi
     return _load(model, sources)
 
 
-def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
+def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loaded[ModelT]:
     if is_deep(sources.values):
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
     written, raw_env = resolve(model, sources)
@@ -145,7 +147,7 @@ def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    for idle in idle_keys(config):
+    for idle in idle_keys(config) if tells else ():
         said = sources.statement(idle.path, as_shown(value_at(resolved, idle.path), idle.path, raw_env))
         where = " or ".join(map(repr, idle.values)).replace("None", "null")
         read = f"; it is read where that is {where}" if where else ""

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ _USUAL = ServerOptions(kind="vllm")
 """How requests are sent where nobody says it: alike to every kind."""
 _NUM_LOOKS = 2
 """So many looks at a server's health in a row must fail for it to count as lost."""
+_NUM_LOADS = 1000
+"""So many are kept where nobody reads them."""
 _HUNG_AFTER = 3.0
 """A server of our own that has not answered for so many times `health_s` is killed and started again."""
 
@@ -104,8 +107,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._is_open.set()
         """Cleared while the weights change."""
         self._is_closed = False
-        self._loads: list[ServerLoad | None] = []
-        """As of each look at the server since they were last read."""
+        self._loads: deque[ServerLoad | None] = deque(maxlen=_NUM_LOADS)
+        """As of the latest looks at the server since they were last read."""
 
     @property
     def url(self) -> str:
@@ -119,7 +122,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return how busy the server was when it was looked at; nothing where it did not say."""
-        known, self._loads = [load for load in self._loads if load is not None], []
+        known = [load for load in self._loads if load is not None]
+        self._loads.clear()
         if not known:
             return {}
         means = ServerLoad(*(sum(values) / len(known) for values in zip(*known, strict=True)))

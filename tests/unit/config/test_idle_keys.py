@@ -30,7 +30,6 @@ ONE_FOR_EACH_SECTION = [
     (["rollout.sampling={temperature: 0, top_p: 0.5}"], "rollout.sampling.temperature=1"),
     (["reward.sandbox.token_env=KEY"], "reward.sandbox.url=http://127.0.0.1:1"),
     (["train.optim.schedule.min_lr_ratio=0.1"], "train.optim.schedule.name=cosine"),
-    (["warm_start.optim.lr=1e-3"], "warm_start.steps=5"),
     (["train.epochs=2", "train.steps=7"], "train.epochs=null"),
 ]
 

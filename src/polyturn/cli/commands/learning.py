@@ -176,7 +176,7 @@ def _check_config(path: Path, overrides: Sequence[str]) -> None:
     from polyturn.config.models import RunConfig
 
     try:
-        load_config(RunConfig, path, overrides)
+        load_config(RunConfig, path, overrides, tells=False)
     except ConfigError as problem:
         if (name := dialect_of(path)) is None:
             raise
