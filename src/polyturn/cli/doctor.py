@@ -30,6 +30,7 @@ FEATURES = {
     "engines": "vLLM and SGLang servers",
     "serve": "serving rollouts and models over HTTP",
     "view": "the viewer, SQL conditions on recorded trajectories",
+    "gpu": "curves of what GPUs do",
     "ray": "a cluster with Ray",
     "megatron": "the Megatron backend: pipeline and expert parallelism",
     "mcp": "tools of MCP servers",
