@@ -169,9 +169,10 @@ class _RowReader:
     def prompt(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
         value = row.get("prompt")
         if value is None:
-            self.fail(
-                f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.{advice_for(row)}"
-            )
+            others = f" The row has {sorted(row)}." if row else ""
+            self.fail(f"there is no 'prompt', or it is null; give a string or a list of messages.{others}{advice_for(row)}")
+        if isinstance(value, str) and not value.strip() and not COLUMNS.keys() & row.keys():
+            self.fail("'prompt' is an empty text; write what the model is asked, or leave the row out")
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list) or not value:

@@ -188,6 +188,8 @@ P: dict[str, Any] = {"prompt": "p"}
     ("row", "says"),
     [
         ({"question": "p"}, "there is no 'prompt'.*The row has ['question']"),
+        ({"prompt": None}, "there is no 'prompt', or it is null; give a string or a list of messages."),
+        ({"prompt": " "}, "'prompt' is an empty text; write what the model is asked"),
         ({"messages": []}, "'messages' holds no message that the model could answer"),
         ({"prompt": 3}, "'prompt' must be a string or a list.*not 3 (int)"),
         ({"prompt": []}, "at least one message"),
