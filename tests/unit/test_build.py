@@ -176,6 +176,15 @@ def test_one_task_of_training_or_evaluation_that_uses_them_is_enough(parts: buil
         build.check_training(parts, build.RunTasks(train=[user("?")], eval_sets=[held_out]))
 
 
+def test_training_on_greedy_completions_is_told(tmp_path: Path, parts: build.Parts, caplog: pytest.LogCaptureFixture):
+    tasks = build.RunTasks(train=[user("?", interaction=InteractionRef(name="coach"))], eval_sets=[])
+    build.check_training(parts, tasks)
+    assert "temperature" not in caplog.text
+    greedy = dataclasses.replace(parts, place=place(tmp_path, "rollout.sampling.temperature=0"))
+    build.check_training(greedy, tasks)
+    assert "rollout.sampling.temperature is 0: the members of a group say the same" in caplog.text
+
+
 def test_a_prompt_that_just_fits_is_fine_and_one_token_more_is_not(parts: build.Parts):
     """Length is counted in tokens of the rendered prompt, exactly, where bytes alone cannot tell."""
 

@@ -160,6 +160,11 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     """
     build_trackers(parts.place)
     check_credit(parts)
+    if parts.place.config.rollout.sampling.temperature == 0:
+        logger.warning(
+            "rollout.sampling.temperature is 0: the members of a group say the same where they are answered the same, and "
+            "a group of equal rewards trains nothing; 1.0 samples"
+        )
     check_warm_start(parts.place)
     scale = parts.place.config.algorithm.loss_scale
     build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
