@@ -301,13 +301,13 @@ def _find(path: Path, base: Path) -> list[Path]:
     if any(c in str(path) for c in "*?["):
         matches = sorted(Path(p) for p in glob.glob(str(full), recursive=True) if Path(p).is_file())
         if not matches:
-            raise DataError(f"no file matches {str(full)!r}.{_inside(full.parent)}")
+            raise DataError(f"no file matches {str(full)!r}.{inside(full.parent)}")
         return matches
     if full.is_dir():
         raise DataError(
-            f"{str(full)!r} is a folder; name its files, for instance {str(full / '*.parquet')!r}.{_inside(full)}"
+            f"{str(full)!r} is a folder; name its files, for instance {str(full / '*.parquet')!r}.{inside(full)}"
         )
-    raise DataError(f"there is no file {str(full)!r}.{_inside(full.parent, full.name)}{_on_hub(path)}")
+    raise DataError(f"there is no file {str(full)!r}.{inside(full.parent, full.name)}{_on_hub(path)}")
 
 
 def _on_hub(path: Path) -> str:
@@ -317,7 +317,7 @@ def _on_hub(path: Path) -> str:
     return f" If {str(path)!r} is a data set on the Hugging Face hub, name it by `dataset: {path}` in place of `files`."
 
 
-def _inside(folder: Path, wanted: str = "") -> str:
+def inside(folder: Path, wanted: str = "") -> str:
     """Return a sentence that says what is in `folder`."""
     if not folder.is_dir():
         return f" Its folder does not exist either: {str(folder)!r}."

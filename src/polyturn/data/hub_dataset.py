@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
-from polyturn.data.dataset import TaskDataset
+from polyturn.data.dataset import TaskDataset, inside
 from polyturn.tokens.hub import unreachable
+
+ROW_FILES = ("jsonl", "parquet", "json", "csv", "arrow", "ndjson", "tsv", "txt", "tar", "zip", "gz", "zst", "xz", "bz2")
+"""What the name of a file with rows ends in; a folder without one is refused before `datasets` looks at every file."""
 
 
 def open_hub_dataset(
@@ -59,6 +62,9 @@ def open_hub_dataset(
                 f"there is no folder {str(folder)!r}; `dataset` names a data set on the hub as owner/name, or a folder"
             )
         why = unreachable()  # one attempt; the library itself would try for a minute
+    elif not any(path.suffix.lower().removeprefix(".") in ROW_FILES for path in folder.rglob("*")):
+        kinds = ", ".join(ROW_FILES[:4])
+        raise DataError(f"the folder {str(folder)!r} has no file of rows ({kinds}, …); name one that has.{inside(folder)}")
     fetch = datasets.DownloadConfig(local_files_only=True) if why else None
     try:
         if why:
@@ -67,8 +73,10 @@ def open_hub_dataset(
         found = datasets.load_dataset(source, subset, split=part, streaming=first is not None, download_config=fetch)
         rows: Sequence[Mapping[str, Any]] = found if first is None else list(found.take(first))
     except Exception as problem:  # whatever a data set's files, its loader or the network bring about
-        reason = f"the hub cannot be reached ({why}) and its cache does not hold it" if why else one_line(problem)[:300]
-        advice = "try again where the hub can be reached, or name files by `files`" if why else "see `subset` and `split`"
+        told = (isinstance(problem, datasets.exceptions.DatasetGenerationError) and problem.__cause__) or problem
+        reason = f"the hub cannot be reached ({why}) and its cache does not hold it" if why else one_line(told)[:300]
+        local = "see `subset` and `split`" + (", or name its files by `files`" if folder.is_dir() else "")
+        advice = "try again where the hub can be reached, or name files by `files`" if why else local
         raise DataError(f"the data set {name!r} cannot be opened: {reason}; {advice}") from problem
     if not len(rows):
         raise DataError(f"the data set {name!r} has no row in {part!r}; {split!r} needs at least one task")

@@ -70,9 +70,14 @@ def test_streaming_fetches_the_first_rows(repository: Path) -> None:
         ({"dataset": "sums", "subset": "main", "columns": {"prompt": "questions"}}, "Did you mean 'question'"),
         ({"dataset": "sums/README.md"}, "name files by `files`"),
         ({"dataset": "./nothing"}, "there is no folder"),
+        ({"dataset": "code"}, r"the folder '.*code' has no file of rows \(jsonl, parquet.* In that folder: game\.py\.$"),
+        ({"dataset": "damaged"}, "JSON.*; see `subset` and `split`, or name its files by `files`"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(repository: Path, given: dict[str, Any], says: str) -> None:
+    for path, text in (("code/game.py", ""), ("damaged/rows.jsonl", '{"prompt": "1 + 1?"}\n{"prom')):
+        (repository.parent / path).parent.mkdir()
+        (repository.parent / path).write_text(text)
     with pytest.raises(DataError, match=says) as told:
         build_tasks(source(**given), base=repository.parent, split="train")
     assert "\n" not in str(told.value)
