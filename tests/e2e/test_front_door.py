@@ -106,6 +106,16 @@ def test_a_run_goes_on_with_its_objects(tmp_path: Path) -> None:
     assert more.folder == run.folder
     assert more.metrics["step"] == [1, 2, 3]
     assert len(more.trajectories) == 3 * 2 * 3
+    last = polyturn.train(**given(tmp_path, name=run.folder.name, steps=4, resume=True))
+    assert (last.folder, last.metrics["step"]) == (run.folder, [1, 2, 3, 4])
+
+
+def test_a_run_is_a_model_to_evaluate_and_to_sample_from(tmp_path: Path) -> None:
+    run = polyturn.train(**given(tmp_path, steps=1))
+    newest = run.folder / "checkpoints" / "step-000001" / "model"
+    arguments = {**given(tmp_path), "model": run}
+    assert polyturn.evaluate(**arguments).config["model"]["path"] == str(newest)
+    assert len(polyturn.rollout(**arguments, num_tasks=1).trajectories) == 1 * 3
 
 
 def test_the_command_line_names_the_objects_that_it_cannot_resume_with(tmp_path: Path) -> None:

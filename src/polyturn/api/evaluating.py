@@ -81,13 +81,6 @@ def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], en
     return _reported(folder, found)
 
 
-def weights_of(model: Any) -> Any:
-    """Return the folder of the model that a checkpoint's folder, or a run's, means; what is no such folder as it is."""
-    if not isinstance(model, str | Path) or not Path(model).expanduser().is_dir():
-        return model
-    return build.model_folder(Path(model).expanduser())
-
-
 def _reported(folder: Path, found: dict[str, EvaluatedSet]) -> Evaluation:
     data = {name: one.to_json() for name, one in found.items()}
     (folder / "report.json").write_text(json.dumps(data, indent=2) + "\n")

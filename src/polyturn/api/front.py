@@ -38,8 +38,8 @@ def train(
     wherever an event loop runs, training takes place in a thread of its own; an interrupt leaves a checkpoint either way.
 
     Args:
-        model: A name on the hub, a folder, the section `model` as a dict, or a causal language model of transformers, which
-            is trained in place.
+        model: A name on the hub, a folder, a run or its folder (which mean its newest checkpoint), the section `model` as a
+            dict, or a causal language model of transformers, which is trained in place.
         tasks: What to train on: a list of rows (dicts with a `prompt`), of texts or of `polyturn.Task`; a data set of
             Hugging Face; the path of a jsonl or Parquet file, or several; a function that returns one of these.
         tools: What the model may call: functions with annotations and a docstring, or tools; or the path of a tools file.
@@ -81,7 +81,7 @@ def evaluate(
         run = polyturn.evaluate(model="runs/mine/checkpoints/step-100/model", tasks="held_out.jsonl", tools=[price])
 
     Args:
-        model: As for `train`; the folder of a run means its newest checkpoint.
+        model: As for `train`.
         tasks: What to evaluate on; `evaluation.data` of the configuration by default.
         tools, interaction, reward, config, overrides: As for `train`.
 
@@ -93,7 +93,7 @@ def evaluate(
     from polyturn.api.given import GivenArguments, read
     from polyturn.api.run import Run
 
-    own = {"model": evaluating.weights_of(model), "tools": tools, "interaction": interaction, "reward": reward}
+    own = {"model": model, "tools": tools, "interaction": interaction, "reward": reward}
     with _shown():
         source, resolved = read(GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None))
         folder, found = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))

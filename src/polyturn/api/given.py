@@ -18,7 +18,7 @@ from typing import Any
 
 from polyturn.api.given_rows import called, check_first, rows_of, tasks_of
 from polyturn.api.keywords import path_of
-from polyturn.build.config_source import ConfigSource
+from polyturn.build.config_source import ConfigSource, model_folder
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
 from polyturn.config.sources import merge
@@ -28,6 +28,7 @@ from polyturn.core.reward import shown
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.store.stored_run import StoredRun
 from polyturn.tools.base import BaseTool
 from polyturn.tools.function import FunctionTool
 
@@ -129,7 +130,7 @@ class _Reader:
         return self.label(value)
 
     def model(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """Return the section `model`: of a name, a folder, a section, or a model of transformers."""
+        """Return the section `model`: of a name, a folder, a run, a section, or a model of transformers."""
         named = _tokenizer_name(tokenizer)
         of_tokenizer = {} if tokenizer is None else {"tokenizer": named or self.label(tokenizer, name=_kind(tokenizer))}
         nothing = {"init": None, "tokenizer": None}
@@ -139,8 +140,12 @@ class _Reader:
             raise ConfigError("model is a dict of weights; load them into a model, and give that: model.load_state_dict(…)")
         if isinstance(model, Mapping):
             return {"model": {**self.plain(model), **of_tokenizer}}
+        if isinstance(model, StoredRun):
+            model = model.folder
         if isinstance(model, str | Path):
-            return {"model": {"path": _here(model), **nothing, **of_tokenizer}}
+            found = Path(model).expanduser()
+            weights = model_folder(found if found.is_dir() else None)
+            return {"model": {"path": _here(weights or model), **nothing, **of_tokenizer}}
         if isinstance(model, type):
             raise ConfigError(f"model is the class {model.__name__}; give a model, {model.__name__}.from_pretrained('…')")
         refuse_coroutine(model, "model")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import polyturn
+from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import ELSEWHERE, OWN, path_of
 from polyturn.rewards.router import RewardRouter
 
@@ -242,11 +244,19 @@ def test_a_reward_with_other_arguments_is_told_which_there_are() -> None:
 
 
 def test_a_generator_is_read_once_and_kept() -> None:
-    from polyturn.api.given import GivenArguments, read
-
     source, _ = read(GivenArguments(model="tiny", tasks=rows()))
     assert source.config.data.train is not None
     from polyturn.build import build_train_tasks
 
     assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
     assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
+
+
+def test_a_run_for_the_model_means_its_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-00000{step}" / "model").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-00000{step}" / "model" / "config.json").touch()
+    for model in (polyturn.Run(tmp_path), tmp_path, str(tmp_path)):
+        source, _ = read(GivenArguments(model=model, tasks=ROWS))
+        assert source.config.model.path == str(tmp_path / "checkpoints" / "step-000002" / "model")
