@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from polyturn.api.given_rows import called, check_first, rows_of, tasks_of
 from polyturn.api.keywords import path_of
 from polyturn.build.config_source import ConfigSource, model_folder
@@ -124,6 +126,8 @@ class _Reader:
             return [self.plain(inner) for inner in value]
         if isinstance(value, Path):
             return str(value)
+        if isinstance(value, np.generic):
+            return self.plain(value.item())
         if value is None or isinstance(value, str | int | float):
             return value
         refuse_coroutine(value, "a value")
@@ -142,7 +146,7 @@ class _Reader:
             return {"model": {**self.plain(model), **of_tokenizer}}
         if isinstance(model, StoredRun):
             model = model.folder
-        if isinstance(model, str | Path):
+        if isinstance(model, str | Path) and str(model).strip():
             found = Path(model).expanduser()
             weights = model_folder(found if found.is_dir() else None)
             return {"model": {"path": _here(weights or model), **nothing, **of_tokenizer}}
@@ -191,7 +195,7 @@ class _Reader:
         if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value) or hasattr(value, "__aiter__"):
             name = getattr(value, "__name__", type(value).__name__)
             raise ConfigError(f"{what} is async, and nothing awaits it here; give its rows: {what}=await {name}(…)")
-        if isinstance(value, str) and len(value.split()) > 2:
+        if isinstance(value, str) and len(value.split()) not in (1, 2):
             raise DataError(f"{what} is a text, {value!r:.60}; give a list of them: {what}=[…]")
         if isinstance(value, str | Path) and str(value).endswith((".json", ".csv", ".tsv")):
             read = "json" if str(value).endswith(".json") else "csv"

@@ -95,6 +95,8 @@ def path_of(name: str) -> list[str]:
     if not keys:
         known = [*OWN, *_keys()]
         near = did_you_mean(name, known) if get_close_matches(name, known) else ""
+        for theirs in [] if near else get_close_matches(name, ELSEWHERE, n=1):
+            near = f" If {theirs!r} is meant, here it is {ELSEWHERE[theirs]}."
         raise ConfigError(
             f"there is no keyword {name!r}.{near} A keyword is one of "
             f"{', '.join(OWN)}, a section of the configuration, or the last part of a key of it, such as steps or max_turns"

@@ -150,6 +150,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["tasks=[{'prompt': messages} for messages in tasks]"],
     ),
     "a text for tasks": ({"tasks": "What is 1 + 1?"}, ["tasks is a text, 'What is 1 + 1?'", "tasks=[…]"]),
+    "an empty text for tasks": ({"tasks": ""}, ["tasks is a text, ''", "tasks=[…]"]),
+    "an empty text for the model": ({"model": " "}, ["model is ' '", "model='Qwen/Qwen3-0.6B'"]),
+    "nearly another trainer's setting": ({"learn_rate": 1}, ["If 'learning_rate' is meant, here it is lr=1e-6."]),
     "a table of text": ({"tasks": "rows.csv"}, ["jsonl or parquet", "tasks=pandas.read_csv('rows.csv')"]),
     "a name of several keys": (
         {"timeout_s": 3},
@@ -250,6 +253,11 @@ def test_a_generator_is_read_once_and_kept() -> None:
 
     assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
     assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
+
+
+def test_a_number_of_numpy_is_the_number() -> None:
+    source, _ = read(GivenArguments(model="tiny", tasks=ROWS, overrides={"steps": np.int64(3), "lr": np.float32(0.5)}))
+    assert (source.config.train.steps, source.config.train.optim.lr) == (3, 0.5)
 
 
 def test_a_run_for_the_model_means_its_newest_checkpoint(tmp_path: Path) -> None:
