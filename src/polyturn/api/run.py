@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.core.reward import shown
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.stored_run import StoredRun
 
@@ -46,6 +47,8 @@ class Run(StoredRun):
             reports: What an evaluation showed, by evaluation set.
             resources: What is kept for as long as this is, for instance the objects that the configuration names.
         """
+        if not isinstance(folder, str | Path):
+            raise DataError(f"folder is {shown(folder)}; name the folder of a run, for instance polyturn.Run('runs/NAME')")
         folder = Path(folder)
         if not (folder / "config.yaml").is_file() and not (folder / FOLDER).is_dir():
             raise DataError(f"there is no run in {str(folder)!r}; name the folder of one, for instance runs/NAME")
@@ -58,8 +61,16 @@ class Run(StoredRun):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration as YAML would say it; objects of the program that started it are shown as `<live …>`."""
-        loaded: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        """The configuration as YAML would say it; objects of the program that started it are shown as `<live …>`.
+
+        Raises:
+            DataError: its file is not there, or cannot be read.
+        """
+        path = self.folder / "config.yaml"
+        try:
+            loaded: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as problem:
+            raise DataError(f"{path} cannot be read: {one_line(problem)}") from problem
         return loaded
 
     def model(self) -> PreTrainedModel:
@@ -78,9 +89,15 @@ class Run(StoredRun):
         return self._model.eval()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, with the chat template that the run used."""
+        """Return the tokenizer, with the chat template that the run used.
+
+        Raises:
+            DataError: the run kept none.
+        """
         from transformers import AutoTokenizer
 
+        if not (self.folder / "tokenizer").is_dir():
+            raise DataError(f"the run in {str(self.folder)!r} has no tokenizer beside it; give the one of its model instead")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             self.folder / "tokenizer", trust_remote_code=False
         )
@@ -95,7 +112,8 @@ class Run(StoredRun):
         if self._again is None:
             raise ConfigError(
                 f"the run in {str(self.folder)!r} has no objects to go on with; write polyturn.train(config="
-                f"{str(self.folder / 'config.yaml')!r}, resume=True, …) with the arguments that started it"
+                f"{str(self.folder / 'config.yaml')!r}, name={self.folder.name!r}, resume=True, …) with the arguments that "
+                "started it"
             )
         self._model = None  # what goes on builds its own
         return self._again(changes)

@@ -268,3 +268,24 @@ def test_a_run_for_the_model_means_its_newest_checkpoint(tmp_path: Path) -> None
     for model in (polyturn.Run(tmp_path), tmp_path, str(tmp_path)):
         source, _ = read(GivenArguments(model=model, tasks=ROWS))
         assert source.config.model.path == str(tmp_path / "checkpoints" / "step-000002" / "model")
+
+
+@pytest.mark.parametrize("folder", [None, 3, b"runs/mine", ["runs/mine"], "runs/nowhere", __file__])
+def test_what_is_no_folder_of_a_run_is_told_so(folder: Any) -> None:
+    with pytest.raises(polyturn.DataError, match=r"runs/NAME"):
+        polyturn.Run(folder)
+
+
+def test_a_damaged_run_opens_and_each_thing_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: [1, {\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss/total": 2.0}\n{"step": 2, "loss')
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "part-000001.parquet").write_bytes(b"PAR1 and no more")
+    run = polyturn.Run(tmp_path)
+    assert (len(run), run.metrics["step"], list(run.problems)) == (0, [1], ["part-000001.parquet"])
+    reads = (lambda: run.config, run.model, run.tokenizer, lambda: run.trajectories["g1/0"], run.resume)
+    wanted = ("config.yaml cannot be read", "no model in", "no tokenizer", "no trajectory", "name=")
+    for read_it, says in zip(reads, wanted, strict=True):
+        with pytest.raises(polyturn.PolyturnError, match=says) as told:
+            read_it()
+        assert "\n" not in str(told.value)
