@@ -74,7 +74,11 @@ async def test_a_run_passes_on_its_numbers_and_some_trajectories_of_each_step(tm
     seen: list[Any] = []
     with RunObserver(tmp_path, total_steps=1, also=AlsoRecord(trackers=[spec(Kept, seen)])) as observer:
         observer.on_step(1, {"reward/mean": 0.5}, await groups())
-    assert seen == [(1, {"reward/mean": 0.5}), (1, "train", ["g0/0", "g0/1"]), "closed"]
+    (step, metrics), *others = seen
+    of_the_machine = {name for name in metrics if name.startswith("system/")}
+    assert step == 1 and "system/process_gb" in of_the_machine
+    assert {name: value for name, value in metrics.items() if name not in of_the_machine} == {"reward/mean": 0.5}
+    assert others == [(1, "train", ["g0/0", "g0/1"]), "closed"]
 
 
 @pytest.mark.parametrize(("tracker", "reason"), [(Raises, "No space left on device"), (NeverOpens, "no account")])
