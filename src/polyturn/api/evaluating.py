@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
+from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -26,6 +26,7 @@ from polyturn.engines.chat_completions import Endpoint
 from polyturn.evaluation.evaluate import EvalSet, evaluate
 from polyturn.evaluation.report import EvalReport
 from polyturn.evaluation.statistics import Statistics, statistics
+from polyturn.infra.writable import check_writable
 from polyturn.rollout.context import RolloutContext
 from polyturn.training.observer import RunObserver
 
@@ -52,7 +53,7 @@ class Evaluation(NamedTuple):
 def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, checkpoint: Path | None = None) -> Evaluation:
     """Run the evaluation sets of a configuration; leave the trajectories and a report.json in a run folder of their own."""
     sets = _sets(place)
-    check_writable(Path(place.config.out))
+    check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
     parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
     sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
@@ -68,7 +69,7 @@ def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, che
 def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], endpoint: Endpoint) -> Evaluation:
     """Run them on a model that is served elsewhere; nothing of training needs to be installed."""
     sets = [build.for_endpoint(one) for one in _sets(place)]
-    check_writable(Path(place.config.out))
+    check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
     context, engine = build.build_endpoint_context(place, endpoint)
     build.check_endpoint_run(context, sets[0].tasks, name="evaluation.data")
     folder = _new_folder(place, resolved)

@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ from polyturn.api.console import quiet_transformers
 from polyturn.build import ConfigSource, Parts
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.errors import ConfigError
+from polyturn.infra.writable import cannot_be_made
 
 logger = logging.getLogger(__name__)
 
+ANOTHER_FOLDER = "set out=FOLDER to one that can be, or another name=NAME"
+"""What to do where a run's folder cannot be made."""
 _LOCK = ".lock"
 """The file in a run's folder that whoever trains into it has locked; it stays, with who that was last."""
 
@@ -49,7 +51,7 @@ def new_run_folder(wanted: Path) -> Path:
             return folder
         except (OSError, ValueError) as problem:
             if not (isinstance(problem, FileExistsError) and os.path.lexists(folder)):
-                raise _cannot_be_made(folder, problem) from problem
+                raise cannot_be_made(folder, problem, instead=ANOTHER_FOLDER) from problem
     raise AssertionError("numbers do not end")
 
 
@@ -80,28 +82,6 @@ def hold_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def check_writable(folder: Path) -> None:
-    """Refuse a folder in which nothing could be written, before anything is computed for it; it need not exist.
-
-    Another folder is made there, or above it, and removed: no permission bits say what /proc or a read-only disk allows.
-
-    Raises:
-        ConfigError: it cannot be made, or nothing can be made in it.
-    """
-    try:
-        above = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
-        os.rmdir(tempfile.mkdtemp(prefix=".polyturn-", dir=above))
-    except (OSError, ValueError) as problem:
-        raise _cannot_be_made(folder, problem) from problem
-
-
-def _cannot_be_made(folder: Path, problem: Exception) -> ConfigError:
-    return ConfigError(
-        f"the folder {str(folder)!r} cannot be made or written ({one_line(problem)}); set out=FOLDER to one that can be, or "
-        "another name=NAME"
-    )
-
-
 def keep_tokenizer(parts: Parts, folder: Path) -> None:
     """Put the tokenizer beside the records of a run, so that its tokens can be read whatever becomes of the model.
 
@@ -111,4 +91,4 @@ def keep_tokenizer(parts: Parts, folder: Path) -> None:
     try:
         parts.tokenizer.save_pretrained(folder / "tokenizer")
     except Exception as problem:  # the library that writes it raises no other class
-        raise _cannot_be_made(folder, problem) from problem
+        raise cannot_be_made(folder, problem, instead=ANOTHER_FOLDER) from problem

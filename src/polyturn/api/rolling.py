@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
+from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.training.observer import RunObserver
 
@@ -45,7 +46,7 @@ def roll_out(
         raise ConfigError(f"num_tasks is {num_tasks!r}; give a number of tasks from 1 on, or leave it out for all of them")
     config = place.config
     folder = Path(config.out) / f"{config.name}-rollout"
-    check_writable(folder.parent)
+    check_writable(folder.parent, instead=ANOTHER_FOLDER)
     parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     tasks = build.fitting(parts, build.build_train_tasks(place), name="data.train")
     tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))

@@ -24,7 +24,7 @@ import yaml
 from polyturn import build
 from polyturn.api import ranks
 from polyturn.api.console import logging_to, stderr_console
-from polyturn.api.folders import check_writable, hold_folder, keep_tokenizer, new_run_folder
+from polyturn.api.folders import ANOTHER_FOLDER, hold_folder, keep_tokenizer, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
@@ -32,6 +32,7 @@ from polyturn.config.unknown import as_of_now
 from polyturn.core.errors import CheckpointError, ConfigError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
+from polyturn.infra.writable import check_writable
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.checkpoint import MODEL, WARM_START, Checkpoints, SavingClock
 from polyturn.training.loop import Trainer
@@ -184,7 +185,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
             f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without resume, or name another "
             "run with name=…"
         )
-    check_writable(folder if resume else folder.parent)
+    check_writable(folder if resume else folder.parent, instead=ANOTHER_FOLDER)
     build.check_backend(place)
     tasks = build.build_run_tasks(place)
     if config.cluster.address is not None:

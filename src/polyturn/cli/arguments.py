@@ -9,6 +9,28 @@ from typing import Annotated
 import typer
 
 from polyturn.core.errors import ConfigError
+from polyturn.infra.writable import check_file_writable, check_writable
+
+
+def new_folder(folder: Path) -> Path:
+    """Return the folder that a command is to write; refused first where it could not be.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    check_writable(folder)
+    return folder
+
+
+def new_file(file: Path | None) -> Path | None:
+    """Return the file that a command is to write, if it is to write one; refused first where it could not be.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if file is not None:
+        check_file_writable(file)
+    return file
 
 
 def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -> None:

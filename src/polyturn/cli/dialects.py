@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyturn.config.dialect import ConfigDialect, MigrateDialect
 from polyturn.core.entry_points import load_each, load_offered, offered, wrong_kind
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+
+if TYPE_CHECKING:
+    from polyturn.config.load import Loaded
+    from polyturn.config.models import RunConfig
 
 GROUP = "polyturn.config_dialects"
 
@@ -48,6 +53,33 @@ def described() -> str:
     return ", ".join(f"--{name} ({one.title})" for name, one in load_each(GROUP, ConfigDialect))
 
 
+def load_native(path: Path, overrides: Sequence[str], *, tells: bool = True) -> Loaded[RunConfig]:
+    """Read a config in polyturn's keys, as `load_config` does; one in another library's is told what can be done with it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from polyturn.cli.console import command
+    from polyturn.config.load import load_config
+    from polyturn.config.models import RunConfig
+
+    try:
+        return load_config(RunConfig, path, overrides, tells=tells)
+    except ConfigError as problem:
+        if (name := dialect_of(path)) is None:
+            raise
+        dialect, flag = find_dialect(name), f"--{name}"
+        raise ConfigError(
+            f"{path} is written in the keys of {dialect.title}, not in polyturn's; add {flag}: "
+            f"{command('train', path, *overrides, flag)}"
+            + (
+                ""
+                if dialect.migrate is None
+                else f". For every other command, write it in polyturn's keys: {command('config', 'migrate', path)}"
+            )
+        ) from problem
+
+
 def dialect_of(path: Path) -> str | None:
     """Return the name of the dialect that a file seems to be written in; None where it looks like one of ours."""
     from polyturn.config.models import RunConfig
@@ -58,8 +90,11 @@ def dialect_of(path: Path) -> str | None:
     except ConfigError:
         return None
     ours = {"defaults", *RunConfig.model_fields}
-    usual = ((name, keys & one.usual_keys) for name, one in load_each(GROUP, ConfigDialect))
-    return next((name for name, found in usual if len(found) > 1 and found - ours), None)
+    for name, one in load_each(GROUP, ConfigDialect):
+        found = keys & (one.usual_keys | one.own_keys)
+        if found & one.own_keys or (len(found) > 1 and found - ours):
+            return name
+    return None
 
 
 def to_migrate(path: Path) -> MigrateDialect:
@@ -67,8 +102,10 @@ def to_migrate(path: Path) -> MigrateDialect:
     that can.
 
     Raises:
-        ConfigError: no dialect can.
+        ConfigError: no dialect can, or the file is a native configuration already.
     """
+    from polyturn.cli.console import command
+
     able = {name: one.migrate for name, one in load_each(GROUP, ConfigDialect) if one.migrate is not None}
     name = dialect_of(path)
     if name is not None and name not in able:
@@ -76,7 +113,17 @@ def to_migrate(path: Path) -> MigrateDialect:
             f"{path} is written in the keys of {find_dialect(name).title}, which cannot be written in polyturn's; train it "
             f"with --{name}"
         )
+    if name is None and _is_native(path):
+        raise ConfigError(f"{path} is written in polyturn's keys already; use it as it is: {command('train', path)}")
     if name is None and len(able) != 1:
         known = ", ".join(find_dialect(one).title for one in able) or "no library"
         raise ConfigError(f"{path} is not known as a config of {known}")
     return able[name or next(iter(able))]
+
+
+def _is_native(path: Path) -> bool:
+    try:
+        load_native(path, (), tells=False)
+    except ConfigError:
+        return False
+    return True

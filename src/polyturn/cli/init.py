@@ -16,6 +16,7 @@ import jinja2
 
 from polyturn.cli.console import Output, program
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.writable import check_writable
 
 KINDS = {
     "tool": "a tool that the model calls",
@@ -31,10 +32,11 @@ def run(folder: Path, *, kind: str) -> None:
     """Write a project into `folder`, which must be new or empty.
 
     Raises:
-        ConfigError: there is no such kind, or something is there already.
+        ConfigError: there is no such kind, something is there already, or it cannot be made.
     """
     if kind not in KINDS:
         raise ConfigError(f"there is no kind of project {kind!r}.{did_you_mean(kind, KINDS)}")
+    check_writable(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{str(folder)!r} is there already; name a new folder, so that nothing of yours is overwritten")
     from polyturn.testing import tiny

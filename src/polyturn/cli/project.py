@@ -13,8 +13,8 @@ from pathlib import Path
 from polyturn import build
 from polyturn.build.config_source import ConfigSource, folder_or_name
 from polyturn.build.parts import check_plugins
-from polyturn.config.load import base_of, load_config
-from polyturn.config.models import RunConfig
+from polyturn.cli.dialects import load_native
+from polyturn.config.load import base_of
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.tokens.hub import only_cached
 
@@ -26,7 +26,7 @@ def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
         ConfigError: there is no config, or it cannot be read.
     """
     file = config_of(path)
-    source = ConfigSource(config=load_config(RunConfig, file, []).config, base=base_of(file))
+    source = ConfigSource(config=load_native(file, ()).config, base=base_of(file))
     yield "config", str(file), True
     parts: dict[str, Callable[[ConfigSource], str]] = {
         "model": _model,

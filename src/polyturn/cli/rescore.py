@@ -9,11 +9,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from rich.table import Table
 
-from polyturn.api.folders import check_writable
 from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
 from polyturn.core.run_loop import run_loop
 from polyturn.evaluation.rescore import rescore
+from polyturn.infra.writable import check_file_writable
 from polyturn.rewards.router import RewardRouter, Weighing
 from polyturn.store.stored_run import open_store
 
@@ -22,7 +22,7 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     """Score, print how the rewards moved, and write one row a trajectory as Parquet.
 
     Raises:
-        ConfigError: the function cannot be found or its parameters fit no form.
+        ConfigError: the function cannot be found, its parameters fit no form, or the file cannot be written.
         DataError: there is nothing to score.
     """
     store = open_store(folder)
@@ -32,7 +32,7 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
         raise DataError(f"{folder} has no trajectories{f' where {where}' if where else ''}")
     router = RewardRouter({"*": reward}, function=reward, weighing=Weighing(weights={"outcome": 1.0}), base=Path())
     out = out or folder / "rescored" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
-    check_writable(out.parent)
+    check_file_writable(out, instead="name another --out")
     found = run_loop(rescore(store, router))
     out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(found, out)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import check_writable, hold_folder, new_run_folder, open_place
+from polyturn.api.folders import ANOTHER_FOLDER, hold_folder, new_run_folder, open_place
 from polyturn.api.signals import Signals
 from polyturn.api.training import warm_checkpoints, warm_start
 from polyturn.cli.console import Output, command
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
+from polyturn.infra.writable import check_writable
 from polyturn.training.observer import RunObserver
 
 
@@ -28,7 +29,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
     interrupted = checkpoint if checkpoint is not None and warm_checkpoints(checkpoint).latest() is not None else None
     folder = interrupted or Path(place.config.out) / f"{place.config.name}-sft"
-    check_writable(interrupted or folder.parent)
+    check_writable(interrupted or folder.parent, instead=ANOTHER_FOLDER)
     parts = build.build_parts(place, checkpoint=None if interrupted else build.model_folder(checkpoint))
     folder = interrupted or new_run_folder(folder)
     again = command("sft", path, *overrides, "--checkpoint", folder)

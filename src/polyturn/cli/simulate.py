@@ -43,6 +43,7 @@ def run(
             f"{one.recomputed_tokens:>12}{one.latency_p50_s:>8.2f} s{one.latency_p99_s:>8.2f} s"
         )
     if png is not None:
+        png.parent.mkdir(parents=True, exist_ok=True)
         draw(results[-1], png)
         print(png)
     return results

@@ -119,9 +119,8 @@ def _train_swift(path: Path, overrides: Sequence[str], *, resume: bool, dry_run:
 
 VERL_KEYS = ConfigDialect(
     title="verl",
-    usual_keys=frozenset(
-        {"actor_rollout_ref", "trainer", "critic", "reward_model", "custom_reward_function", "data", "algorithm", "defaults"}
-    ),
+    usual_keys=frozenset({"trainer", "critic", "reward_model", "data", "algorithm", "defaults", "hydra"}),
+    own_keys=frozenset({"actor_rollout_ref", "custom_reward_function"}),
     train=_train_verl,
     migrate=_migrate_verl,
 )
@@ -130,10 +129,10 @@ SWIFT_ARGUMENTS = ConfigDialect(
     title="ms-swift",
     usual_keys=frozenset(
         {
-            "rlhf_type", "model", "dataset", "reward_funcs", "external_plugins", "multi_turn_scheduler", "vllm_mode",
-            "num_generations", "train_type", "tuner_type", "max_completion_length", "vllm_server_host", "torch_dtype",
-            "per_device_train_batch_size",
+            "model", "dataset", "reward_funcs", "external_plugins", "vllm_mode", "num_generations", "train_type",
+            "tuner_type", "max_completion_length", "vllm_server_host", "torch_dtype", "per_device_train_batch_size",
         }
     ),
+    own_keys=frozenset({"rlhf_type", "multi_turn_scheduler"}),
     train=_train_swift,
 )  # fmt: skip

@@ -36,5 +36,7 @@ class ConfigDialect:
     """Whose keys they are, for messages and help."""
     usual_keys: frozenset[str]
     """Keys of its files; one with two of them, of which polyturn's own have one not, is taken to be in this dialect."""
+    own_keys: frozenset[str] = frozenset()
+    """Those of which one is enough, because nobody writes it by a slip for a key of polyturn's."""
     train: TrainDialect
     migrate: MigrateDialect | None = None

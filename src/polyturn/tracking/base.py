@@ -4,7 +4,7 @@
         def __init__(self, run: RunInfo, *, url: str) -> None: ...
         def log(self, step, values): ...
 
-A tracker lives in a thread of its own (`fan_out.py`): it may be slow, raise or hang, and the run does not notice. All its
+A tracker lives in a thread of its own (`manager.py`): it may be slow, raise or hang, and the run does not notice. All its
 methods, its constructor included, are called from that one thread, so it needs no locks.
 """
 

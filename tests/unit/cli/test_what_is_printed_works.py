@@ -53,13 +53,22 @@ def test_the_version_is_told():
         ("defaults: [ppo_trainer, _self_]\ndata: {train_files: a}\nactor_rollout_ref: {}\n", "--verl"),
         ("defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {model: {path: x}}\n", "--verl"),
         ("algorithm: {adv_estimator: grpo}\ntrainer: {n_gpus_per_node: 8}\n", "--verl"),
+        ("actor_rollout_ref: {model: {path: x}}\n", "--verl"),
+        ("hydra: {searchpath: [file://x]}\ndefaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 8}\n", "--verl"),
         ("rlhf_type: grpo\nmodel: x\ndataset: [a]\n", "--swift"),
     ],
 )
 def test_a_config_of_another_library_is_recognised(tmp_path: Path, text: str, flag: str):
     (tmp_path / "c.yaml").write_text(text)
-    said = call("train", tmp_path / "c.yaml")
-    assert said.code == 2 and f"add {flag}" in said.err
+    for name in ("train", "plan", "doctor", "config"):
+        said = call(name, tmp_path / "c.yaml")
+        assert said.code == 2 and f"add {flag}" in said.err, said.err
+
+
+def test_a_config_of_ours_is_not_migrated(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text("model: {path: x}\ntrain: {steps: 3}\n")
+    said = call("config", "migrate", tmp_path / "c.yaml")
+    assert said.code == 2 and "is written in polyturn's keys already" in said.err
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,41 @@ def test_a_data_command_that_fails_leaves_nothing_behind(tmp_path: Path):
     (out / "mine.txt").write_text("kept")
     assert call("data", "gsm8k", "--from", source, "--out", out).code == 2
     assert [p.name for p in out.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("out", ["/proc/none", "a-file", "a-file/below", "a" * 300])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "init",
+        "export run --out",
+        "data gsm8k --from . --out",
+        "data geo3k --from . --out",
+        "data search --from . --out",
+        "data index a-file --out",
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, out: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").write_text("{}")
+    said = call(*words.split(), out)
+    assert said.code == 2 and f"the folder '{out}' cannot be made or written" in said.err, said
+
+
+@pytest.mark.parametrize("out", ["/proc/none/x.png", "a-file/x.png", "a-folder"])
+@pytest.mark.parametrize(
+    "words", ["report run -o", "plot run -o", "simulate all_short --png", "config migrate a-file --out"]
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, out: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").write_text("{}")
+    Path("a-folder").mkdir()
+    said = call(*words.split(), out)
+    assert said.code == 2 and ("cannot be made or written" in said.err or "'a-folder' is a folder" in said.err), said
 
 
 MISTAKES = [

@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from polyturn.cli.arguments import new_file, new_folder
+
 
 def simulate(
     workload: Annotated[
@@ -23,11 +25,11 @@ def simulate(
         list[str] | None, typer.Option(help="fifo, least_loaded, longest_first, or oracle; may be given several times.")
     ] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Number of servers; the workload's own by default.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the last policy's timeline here.")] = None,
+    png: Annotated[Path | None, typer.Option(callback=new_file, help="Draw the last policy's timeline here.")] = None,
     speed: Annotated[Path | None, typer.Option(help="Speed of the servers, as --fit wrote it.")] = None,
     fit: Annotated[str | None, typer.Option(metavar="URL", help="Measure the server that runs there instead.")] = None,
     engine: Annotated[str, typer.Option(help="With --fit: vllm or sglang.")] = "vllm",
-    out: Annotated[Path | None, typer.Option(help="With --fit: write the speed here.")] = None,
+    out: Annotated[Path | None, typer.Option(callback=new_file, help="With --fit: write the speed here.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="With --fit: requests at once, at most.")] = 32,
     vocab: Annotated[int, typer.Option(min=2, help="With --fit: prompts are drawn from ids below this.")] = 1000,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="With --fit: prompts of this length.")] = 100,
@@ -86,7 +88,7 @@ def export(
     source: Annotated[
         Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Folder of a run (its latest checkpoint) or of a checkpoint.")
     ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The new folder, in Hugging Face format.")],
+    out: Annotated[Path, typer.Option("-o", "--out", callback=new_folder, help="The new folder, in Hugging Face format.")],
     config: Annotated[
         Path | None, typer.Option(help="The run's config, for an adapter that lies apart from its run.")
     ] = None,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from polyturn.cli.arguments import Overrides
+from polyturn.cli.arguments import Overrides, new_file
 
 
 class DefaultGroup(TyperGroup):
@@ -41,12 +41,12 @@ def config_print(
     from rich.table import Table
 
     from polyturn.cli.console import Output
-    from polyturn.config.load import load_config
+    from polyturn.cli.dialects import load_native
     from polyturn.config.models import RunConfig
     from polyturn.config.schema import schema_table
 
     if path is not None:
-        print(yaml.safe_dump(load_config(RunConfig, path, overrides or []).resolved, sort_keys=False), end="")
+        print(yaml.safe_dump(load_native(path, overrides or []).resolved, sort_keys=False), end="")
         return
     table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
     for row in schema_table(RunConfig):
@@ -59,7 +59,8 @@ def config_migrate(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file in the keys of another library.")],
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The native config to write; FILE with .polyturn.yaml by default.")
+        Path | None,
+        typer.Option("--out", callback=new_file, help="The native config to write; FILE with .polyturn.yaml by default."),
     ] = None,
 ) -> None:
     """Write another library's config as a native one. A table says what became of each key."""

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import EmbedModelOption, EmbedOption
+from polyturn.cli.arguments import EmbedModelOption, EmbedOption, new_folder
 from polyturn.core.errors import ConfigError
 
 data_app = typer.Typer(help="Prepare datasets.", no_args_is_help=True)
@@ -42,7 +42,9 @@ def _print(paths: Iterable[Path]) -> None:
 
 @data_app.command()
 def gsm8k(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for train.parquet and test.parquet.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
+    ],
     source: Annotated[
         Path | None,
         typer.Option("--from", help="Folder with train.jsonl and test.jsonl; without it, the hub's openai/gsm8k."),
@@ -67,7 +69,9 @@ def gsm8k(
 
 @data_app.command()
 def geo3k(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for train.parquet and test.parquet.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
+    ],
     source: Annotated[
         Path | None,
         typer.Option("--from", help="Folder with the dataset's parquet files; without it, the hub's hiyouga/geometry3k."),
@@ -83,7 +87,9 @@ def geo3k(
 
 @data_app.command()
 def search(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for train.parquet and test.parquet.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
+    ],
     source: Annotated[
         Path | None,
         typer.Option(
@@ -125,7 +131,7 @@ def index(
         list[Path],
         typer.Argument(metavar="PASSAGES...", help=".jsonl files with id and contents, text files, folders of texts."),
     ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The new folder of the index.")],
+    out: Annotated[Path, typer.Option("-o", "--out", callback=new_folder, help="The new folder of the index.")],
     vectors: Annotated[
         Path | None, typer.Option(help="A .npy matrix with a row for each passage, in order; else --embed makes them.")
     ] = None,

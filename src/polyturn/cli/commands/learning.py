@@ -170,23 +170,6 @@ def rollout(
 
 def _check_config(path: Path, overrides: Sequence[str]) -> None:
     """Refuse a config that cannot be read at once: what it is read for imports PyTorch first, which takes seconds."""
-    from polyturn.cli.console import command
-    from polyturn.cli.dialects import dialect_of, find_dialect
-    from polyturn.config.load import load_config
-    from polyturn.config.models import RunConfig
+    from polyturn.cli.dialects import load_native
 
-    try:
-        load_config(RunConfig, path, overrides, tells=False)
-    except ConfigError as problem:
-        if (name := dialect_of(path)) is None:
-            raise
-        dialect, flag = find_dialect(name), f"--{name}"
-        raise ConfigError(
-            f"{path} is written in the keys of {dialect.title}, not in polyturn's; add {flag}: "
-            f"{command('train', path, *overrides, flag)}"
-            + (
-                ""
-                if dialect.migrate is None
-                else f". For every other command, write it in polyturn's keys: {command('config', 'migrate', path)}"
-            )
-        ) from problem
+    load_native(path, overrides, tells=False)

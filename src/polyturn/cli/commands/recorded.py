@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from polyturn.cli.arguments import AllowHosts, HostOption, PageTokenFile, PortOption, RateLimitOption, RunFolder
+from polyturn.cli.arguments import AllowHosts, HostOption, PageTokenFile, PortOption, RateLimitOption, RunFolder, new_file
 from polyturn.core.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def view(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; two are shown side by side.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("-o", "--out", callback=new_file, help="The page to write.")] = Path("report.html"),
     trajectories: Annotated[int, typer.Option("-n", min=0, help="How many trajectories of each run are shown.")] = 10,
 ) -> None:
     """Write one self-contained page about runs. Curves, tables, telling trajectories token by token."""
@@ -107,7 +107,9 @@ def plot(
     metric: Annotated[
         list[str] | None, typer.Option(help="A metric, * stands for any part; may be given several times.")
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The picture to write: .png, .svg or .pdf.")] = Path("curve.png"),
+    out: Annotated[
+        Path, typer.Option("-o", "--out", callback=new_file, help="The picture to write: .png, .svg or .pdf.")
+    ] = Path("curve.png"),
 ) -> None:
     """Draw metrics of runs over the steps."""
     from polyturn.cli.console import Output
