@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from polyturn.build.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig, TrainTokenizerConfig
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, one_line, raised_at
 from polyturn.core.live import is_label, target
 from polyturn.core.registry import import_attr
 from polyturn.tokens.codec import Codec, load_codec
@@ -50,7 +50,7 @@ def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec
     if checkpoint is not None:
         codec = load_codec(str(checkpoint), chat_template=template, template_kwargs=kwargs)
     elif isinstance(source, TrainTokenizerConfig):
-        texts = import_attr(source.corpus, base=place.base)()
+        texts = _corpus(source.corpus, place)
         trained = train_tokenizer(texts, vocab_size=source.vocab_size, chat_template=template)
         codec = Codec(trained, template_kwargs=kwargs)
     elif source is not None and is_label(source):
@@ -64,6 +64,24 @@ def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec
         raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
     codec.tokenizer.chat_template = codec.chat_template  # so that an exported model carries the template it was trained with
     return codec
+
+
+def _corpus(name: str, place: ConfigSource) -> list[str]:
+    function = import_attr(name, base=place.base)
+    if not callable(function):
+        raise ConfigError(
+            f"model.tokenizer.corpus names {name!r}, which is {function!r:.100}; name a function that returns texts"
+        )
+    try:
+        texts = list(function())
+    except Exception as problem:
+        raise ConfigError(f"model.tokenizer.corpus: {name!r} raised {one_line(problem)}{raised_at(problem)}") from problem
+    if not all(isinstance(text, str) for text in texts):
+        other = next(text for text in texts if not isinstance(text, str))
+        raise ConfigError(
+            f"model.tokenizer.corpus: {name!r} returned {other!r:.100} among its texts; return a list of texts"
+        )
+    return texts
 
 
 def build_model(

@@ -66,7 +66,7 @@ def _load(path: Path) -> ModuleType:
     except PolyturnError:
         sys.modules.pop(name, None)
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         sys.modules.pop(name, None)
         raise MissingModuleError(f"the plug-in {str(path)!r} fails when imported: {one_line(problem)}") from problem
     _LOADED[name] = path, module

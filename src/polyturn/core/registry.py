@@ -148,7 +148,7 @@ def import_aliased(name: str) -> ModuleType:
 def _load_module(name: str) -> ModuleType:
     try:
         return import_aliased(name)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
             f"installed or on PYTHONPATH{_installed_hint(problem)}"
@@ -175,7 +175,7 @@ def install_namespace(root: str) -> bool:
     return bool(load_offered(NAMESPACES, root, where=f"the library {root!r}")())
 
 
-def _installed_hint(problem: Exception) -> str:
+def _installed_hint(problem: BaseException) -> str:
     """Return what to do about a module that the installed version of a library no longer has."""
     if not isinstance(problem, ModuleNotFoundError) or "." not in (problem.name or ""):
         return ""
@@ -211,13 +211,13 @@ def _load_once(path: str) -> ModuleType:
             if not offer_namespace(problem):
                 raise
             spec.loader.exec_module(module)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         del sys.modules[name]
         raise MissingModuleError(f"{path!r} fails when imported{_line_of(problem, path)}: {one_line(problem)}") from problem
     return module
 
 
-def _line_of(problem: Exception, path: str) -> str:
+def _line_of(problem: BaseException, path: str) -> str:
     """Return at which line of the file it fails, where that is known; what it imports from elsewhere is not its line."""
     if isinstance(problem, SyntaxError):  # says its line itself
         return ""

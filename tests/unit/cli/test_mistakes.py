@@ -63,6 +63,36 @@ def test_a_file_that_fails_when_it_is_imported_is_named_with_the_line(tmp_path: 
     assert "mine.py' fails when imported, at line 3: ValueError: " in called.err
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["reward.function=ends.py:f", "plugins=[ends.py]", "rollout.tools.functions=['ends:f']", "rollout.scheduler=ends.py:S"],
+)
+def test_a_file_that_ends_the_program_when_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+):
+    config = write_tiny_run(tmp_path)
+    (tmp_path / "ends.py").write_text("import sys\n\nsys.exit(3)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    called = call("train", config, override, "--dry-run")
+    assert called.code == 2 and "ends" in called.err and "SystemExit: 3" in called.err, called.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("corpus = 3", "which is 3; name a function that returns texts"),
+        ("def corpus(): return [1]", "returned 1 among its texts"),
+        ("def corpus(): return None", "raised TypeError"),
+        ("def corpus(): raise OSError('gone')", "raised OSError: gone (texts.py, line 1)"),
+    ],
+)
+def test_a_corpus_that_is_none_is_told_with_its_key(tmp_path: Path, text: str, said: str):
+    config = write_tiny_run(tmp_path)
+    (tmp_path / "texts.py").write_text(text + "\n", encoding="utf-8")
+    called = call("train", config, "model.tokenizer.corpus=texts.py:corpus", "--dry-run")
+    assert called.code == 2 and "model.tokenizer.corpus" in called.err and said in called.err, called.err
+
+
 def test_a_tab_in_a_config_is_called_one(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("model:\n\tpath: x\n", encoding="utf-8")
     called = call("train", tmp_path / "run.yaml")
