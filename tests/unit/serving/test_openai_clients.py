@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -297,6 +299,11 @@ if os.environ["MODE"] == "hang":
 if os.environ["MODE"] == "run":
     # What a model might have written: it has all that its parent handed down, files that are open included.
     subprocess.run([sys.executable, "-c", os.environ["WRITTEN"]], close_fds=False, timeout=20)
+if os.environ["MODE"] == "leave":
+    # What goes on in the background holds what its parent held, its standard error too; one of them leaves the session.
+    for is_apart in (False, True):
+        left = subprocess.Popen(["sleep", "45"], start_new_session=is_apart)
+    open("left", "w").write(str(left.pid))
 if reward_key:
     post("/reward", {"reward": len(said["choices"][0]["message"]["content"])}, key=reward_key)
 """
@@ -334,6 +341,19 @@ async def test_a_command_finds_its_model_in_the_environment(tmp_path: Path):
     assert broken.stop_reason is StopReason.ERROR and "the browser did not start" in str(broken.error)
     assert hangs.stop_reason is StopReason.TIMEOUT
     assert np.array_equal(fine.segments[0].token_ids[-len(turn_ids("four")) :], turn_ids("four"))
+
+
+async def test_a_program_that_an_agent_leaves_running_holds_up_no_episode(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(COMMAND)
+    made = BlackBox(command=[sys.executable, "-I", "agent.py"], kwargs={"MODE": "leave"}, base=tmp_path, reward="posted")
+    context = scripted_context(["four"], scheduler=made, limits=Limits(timeout_s=30.0))
+    t = await run_episode(context, task(data_source=None), id="e")
+    left = int((tmp_path / "left").read_text())
+    try:
+        os.kill(left, 0)  # it outlived the episode
+    finally:
+        os.kill(left, signal.SIGKILL)
+    assert t.error is None and t.stop_reason is StopReason.STOP, (t.error, t.stop_reason)
 
 
 @pytest.mark.parametrize("api", ["responses", "chat"])

@@ -8,7 +8,8 @@
 Of the trainer's own environment it has a few names (`core.hiding.PASSED_ON`) and none of its secrets. Exit code 0 is an
 agent that has finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode.
 The key for that is no variable, because programs that the agent starts for the model inherit those: it can be read once,
-from a pipe. However the episode ends, the process and what it started are gone behind it.
+from a pipe. However the episode ends, the process and its session are gone behind it; a program that it started and that
+left the session may live on, and holds up nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,15 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.hiding import passed_on
 from polyturn.core.serde import to_json
 from polyturn.core.task import Task
-from polyturn.infra.process import dies_with_parent, end_async
+from polyturn.infra.process import POLL_S, dies_with_parent, end_async
 from polyturn.serving.openai.endpoint import Address
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """Between the request to end and the end by force."""
+LAST_WORDS_S = 1.0
+"""How long what it said is read behind its end, where somebody else still holds its output."""
 TAIL_BYTES = 4000
 
 
@@ -62,32 +66,36 @@ async def run_command(
         inherited = (_readable_once(address.reward_key.encode()),)
         variables["POLYTURN_REWARD_FD"] = str(inherited[0])
     environ = {**passed_on(), **{k: str(v) for k, v in env.items()}, **variables}
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *dies_with_parent(command, env=environ, cwd=cwd),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=cwd,
-            env=environ,
-            pass_fds=inherited,
-            start_new_session=True,
-        )
-    except OSError as problem:
-        raise SchedulerError(f"the agent's command {command[0]!r} cannot be started: {problem.strerror}") from problem
-    finally:
-        for fd in inherited:
-            os.close(fd)
-    try:
-        assert process.stdin is not None and process.stderr is not None
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_tell(process.stdin, json.dumps(to_json(task)).encode() + b"\n"))
-            said = group.create_task(_tail(process.stderr))
-        code = await process.wait()
-    finally:
-        await asyncio.shield(end_async(process, grace_s=GRACE_S))
+    said = bytearray()
+    async with _tail(said) as (writes, is_read):
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *dies_with_parent(command, env=environ, cwd=cwd),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=writes,
+                cwd=cwd,
+                env=environ,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+        except OSError as problem:
+            raise SchedulerError(f"the agent's command {command[0]!r} cannot be started: {problem.strerror}") from problem
+        finally:
+            for fd in (writes, *inherited):
+                os.close(fd)
+        assert process.stdin is not None
+        telling = asyncio.create_task(_tell(process.stdin, json.dumps(to_json(task)).encode() + b"\n"))
+        try:
+            while process.returncode is None:  # noqa: ASYNC110  # `process.wait` waits for whoever holds its pipes, too
+                await asyncio.sleep(POLL_S)
+        finally:
+            telling.cancel()
+            await asyncio.shield(end_async(process, grace_s=GRACE_S))
+        await asyncio.wait([is_read], timeout=LAST_WORDS_S)
+    code = process.returncode
     if code != 0:
-        last = " / ".join(said.result().decode(errors="replace").strip().splitlines()[-3:])
+        last = " / ".join(said.decode(errors="replace").strip().splitlines()[-3:])
         raise SchedulerError(f"the agent's command {command[0]!r} ended with exit code {code}: {last or 'it said nothing'}")
 
 
@@ -108,8 +116,26 @@ async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
         logger.debug("an agent's process did not read its task")
 
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    tail = b""
-    while piece := await stream.read(1 << 16):
-        tail = (tail + piece)[-TAIL_BYTES:]
-    return tail
+@asynccontextmanager
+async def _tail(said: bytearray) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
+    """Keep in `said` the last of what is written to a pipe.
+
+    Gives its writable end, which the caller closes, and the task that ends once nobody holds that. Behind the context
+    nothing is read, whoever else still holds it.
+    """
+    reads, writes = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reads, "rb", buffering=0)
+    )
+
+    async def keep() -> None:
+        while piece := await reader.read(1 << 16):
+            said[:] = (said + piece)[-TAIL_BYTES:]
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield writes, keeping
+    finally:
+        keeping.cancel()
+        transport.close()
