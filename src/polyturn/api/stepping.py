@@ -47,9 +47,9 @@ class TrainingStep:
 
     @groups.setter
     def groups(self, groups: Sequence[TrajectoryGroup]) -> None:
-        self._change("groups")
         if bad := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
             raise ConfigError(f"step.groups has a {type(bad[0]).__name__}; set groups: step.groups = step.groups[:2]")
+        self._change("groups")
         self._groups = list(groups)
 
     @property
@@ -64,9 +64,9 @@ class TrainingStep:
 
     @samples.setter
     def samples(self, samples: Sequence[TrainSample]) -> None:
-        self._change("samples")
         if bad := [sample for sample in samples if not isinstance(sample, TrainSample)]:
             raise ConfigError(f"step.samples has a {type(bad[0]).__name__}; give samples: [s for s in step.samples if …]")
+        self._change("samples")
         self._samples = list(samples)
 
     @property

@@ -13,6 +13,7 @@ import pytest
 import polyturn
 from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import ELSEWHERE, OWN, path_of
+from polyturn.api.stepping import TrainingStep
 from polyturn.rewards.router import RewardRouter
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
@@ -289,3 +290,12 @@ def test_a_damaged_run_opens_and_each_thing_that_cannot_be_read_is_one_sentence(
         with pytest.raises(polyturn.PolyturnError, match=says) as told:
             read_it()
         assert "\n" not in str(told.value)
+
+
+def test_what_a_step_refused_does_not_count_as_set() -> None:
+    step = TrainingStep(1, [], [], {})
+    with pytest.raises(polyturn.ConfigError, match=r"step\.groups has a int"):
+        step.groups = [1]  # type: ignore[list-item]
+    step.samples = []
+    with pytest.raises(polyturn.ConfigError, match="step 1 has other samples already"):
+        step.groups = []
