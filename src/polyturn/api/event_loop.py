@@ -27,9 +27,7 @@ def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
     Raises:
         KeyboardInterrupt: it was interrupted where a loop runs; in a process of its own it exits, as a command does.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _loop_runs():
         return work(Signals)
     notes: list[Signals] = []
 
@@ -42,6 +40,15 @@ def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
             latest.note(signal.SIGINT)
 
     return wait_for(in_thread(lambda: work(signals)), on_interrupt=interrupt)
+
+
+def _loop_runs() -> bool:
+    """Return whether this thread runs an event loop; what asks is over before anything else can fail."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import polyturn
+from polyturn.api.event_loop import run_beside
 from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import ELSEWHERE, OWN, path_of
 from polyturn.api.stepping import TrainingStep
@@ -299,3 +300,9 @@ def test_what_a_step_refused_does_not_count_as_set() -> None:
     step.samples = []
     with pytest.raises(polyturn.ConfigError, match="step 1 has other samples already"):
         step.groups = []
+
+
+def test_an_error_in_a_script_does_not_come_with_one_about_event_loops() -> None:
+    with pytest.raises(polyturn.DataError) as told:
+        run_beside(lambda signals: polyturn.Run("runs/nowhere"))
+    assert told.value.__context__ is None
