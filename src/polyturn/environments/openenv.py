@@ -234,11 +234,11 @@ class OpenEnvSession:
         try:
             async with asyncio.timeout(options.timeout_s):
                 async with self._http.get(f"{slot.url}/schema", allow_redirects=False) as reply:
-                    schema = await reply.json() if reply.status == 200 else {}
+                    schema = dict(await reply.json()) if reply.status == 200 else {}
                 self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
+        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, RecursionError) as problem:
             raise self._lost(f"cannot be reached ({one_line(problem) or 'no answer in time'})") from problem
-        return dict(schema)
+        return schema
 
     async def step(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
         """Take what the model wrote; an action that the environment does not take is answered with what is wrong."""
@@ -295,7 +295,7 @@ class OpenEnvSession:
             answer = json.loads(message.data)
             found = answer["data"]
             said = self._refusal(found, kind) if answer["type"] == "error" else dict(found)
-        except (ValueError, KeyError, TypeError) as problem:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise self._lost(f"answered a {kind} with {message.data!r:.200}") from problem
         if kind == "reset" and "error" in said:
             raise self._lost(f"refuses the reset: {said['error']}")

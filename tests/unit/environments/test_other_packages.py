@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from polyturn.core.errors import ConfigError, DataError, MissingModuleError, UnknownNameError
+from polyturn.core.errors import ConfigError, DataError, MissingModuleError, SchedulerError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
@@ -321,3 +323,35 @@ def test_a_worker_has_no_secret_of_the_trainer_unless_it_is_given_one(tmp_path: 
     worker.close()
     assert "secret" not in str(seen)
     assert seen["JUDGE_KEY"] == "mine" and seen["HF_HUB_OFFLINE"] == "1" and seen["PATH"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ("[1]", "{}"),
+        ("[" * 20_000, "{}"),
+        ("{}", "[" * 20_000),
+        ("{}", '{"type": "error", "data": "broken"}'),
+        ("{}", '{"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": ["bad"]}}'),
+        ("{}", '{"type": "observation", "data": [1]}'),
+        ("{}", "3"),
+    ],
+)
+async def test_an_openenv_server_that_answers_nonsense_is_named(schema: str, answer: str):
+    async def tell_schema(request: web.Request) -> web.Response:
+        return web.Response(text=schema, content_type="application/json")
+
+    async def talk(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_str(answer)
+        return socket
+
+    app = web.Application()
+    app.add_routes([web.get("/schema", tell_schema), web.get("/ws", talk)])
+    async with TestServer(app) as server:
+        session = find_adapter(f"openenv:{server.make_url('')}").make()
+        with pytest.raises(SchedulerError, match="the environment 'openenv:http"):
+            await session.reset(seed=1)
+        await session.close()
