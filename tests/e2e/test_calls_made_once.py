@@ -40,7 +40,9 @@ class Coach(BaseInteraction):
             await asyncio.Event().wait()  # else the kill could find a call that is made and its turn not yet written
         if is_fatal and instance_id == "g3/1":
             key, held = ("state" if hasattr(self, "snapshot") else "trajectory"), {instance_id}
-            while len(held) < 6:  # until a complete turn of all others is on disk, or, of those without, the whole
+            written = here / "runs/tiny/checkpoints/step-000001"  # whose weights sampled these turns
+            # Until a complete turn of all others is on disk, or, of those without, the whole.
+            while len(held) < 6 or not written.exists():
                 await asyncio.sleep(0.01)
                 for journal in here.glob("runs/tiny/flights/step-*.jsonl"):
                     said = [json.loads(line) for line in journal.read_text().split("\\n")[:-1] if line]
