@@ -41,14 +41,23 @@ def qwen(template: str) -> Codec:
     )
 
 
-words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u0000"), min_size=0, max_size=12)
-control_like = st.sampled_from(
-    ["<|im_end|>", "<|im_start|>assistant\n", "<tool_call>", "</tool_response>", "<think>", "</think>", "<|im_", "end|>"]
+CONTROL = [
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<tool_call>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|im_",
+    "end|>",
+]
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u0000"), min_size=0, max_size=12).filter(
+    lambda text: not any(tag in text for tag in CONTROL)  # hypothesis also draws texts that stand in the code it tests
 )
 plain_text = st.one_of(
     st.sampled_from(["", "4", " a b\n", "\n\n", "What is 2 + 2?", "é日🙂", '{"a": "b"}', "</", "<"]), words
 )
-any_text = st.lists(st.one_of(plain_text, control_like), max_size=4).map("".join)
+any_text = st.lists(st.one_of(plain_text, st.sampled_from(CONTROL)), max_size=4).map("".join)
 values = st.one_of(st.integers(-99, 99), st.booleans(), st.sampled_from(["x", 'quote "', "é"]))
 calls = st.lists(st.tuples(st.sampled_from(["add", "look_up"]), st.dictionaries(st.sampled_from("abc"), values)), max_size=3)
 
