@@ -331,15 +331,11 @@ def warm_start(
         CheckpointError: there is one that it cannot go on from.
     """
     sft = parts.place.config.warm_start
-    checkpoints, first = warm_checkpoints(folder), 0
+    checkpoints = warm_checkpoints(folder)
     latest = checkpoints.latest()
     if sft.steps == 0 and latest is None:
         return Spent()
-    if latest is not None and (first := int(checkpoints.load(latest)["step"])) > sft.steps:
-        raise CheckpointError(
-            f"the checkpoint {latest} is of step {first} of the warm start, and warm_start.steps is {sft.steps}; give as "
-            "many steps at least, or start a new run"
-        )
+    first = 0 if latest is None else _first_step(checkpoints, latest, num_steps=sft.steps)
     samples = build.warm_start_samples(parts)
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
     if latest is not None:
@@ -374,6 +370,21 @@ def warm_start(
         logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
         raise SystemExit(128 + signals.received[0])
     return Spent(steps, policy.train_seconds)
+
+
+def _first_step(checkpoints: Checkpoints, latest: Path, *, num_steps: int) -> int:
+    """Return the step that a warm start of so many steps goes on at.
+
+    Raises:
+        CheckpointError: that is behind its end.
+    """
+    first = int(checkpoints.load(latest)["step"])
+    if first > num_steps:
+        raise CheckpointError(
+            f"the checkpoint {latest} is of step {first} of the warm start, and warm_start.steps is {num_steps}; give as "
+            "many steps at least, or start a new run"
+        )
+    return first
 
 
 @contextlib.contextmanager

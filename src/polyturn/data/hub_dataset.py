@@ -53,18 +53,7 @@ def open_hub_dataset(
             f"the data set {name!r} is read by the package datasets, which is not installed: pip install 'polyturn[hub]'"
         ) from problem
     folder = (base or Path()) / Path(name).expanduser()
-    if folder.is_file():
-        raise DataError(f"`dataset` names the file {name!r}; name files by `files`")
-    why = None
-    if not folder.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") != 1:
-            raise DataError(
-                f"there is no folder {str(folder)!r}; `dataset` names a data set on the hub as owner/name, or a folder"
-            )
-        why = unreachable()  # one attempt; the library itself would try for a minute
-    elif not any(path.suffix.lower().removeprefix(".") in ROW_FILES for path in folder.rglob("*")):
-        kinds = ", ".join(ROW_FILES[:4])
-        raise DataError(f"the folder {str(folder)!r} has no file of rows ({kinds}, …); name one that has.{inside(folder)}")
+    why = _why_out_of_reach(name, folder)
     fetch = datasets.DownloadConfig(local_files_only=True) if why else None
     try:
         if why:
@@ -81,3 +70,23 @@ def open_hub_dataset(
     if not len(rows):
         raise DataError(f"the data set {name!r} has no row in {part!r}; {split!r} needs at least one task")
     return TaskDataset.of(rows, split=split, name=name, columns=columns)
+
+
+def _why_out_of_reach(name: str, folder: Path) -> str | None:
+    """Return why the hub cannot be asked for a data set; None where it can, or where the name is of a folder.
+
+    Raises:
+        DataError: it is neither the name of one on the hub nor of a folder with rows.
+    """
+    if folder.is_file():
+        raise DataError(f"`dataset` names the file {name!r}; name files by `files`")
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise DataError(
+                f"there is no folder {str(folder)!r}; `dataset` names a data set on the hub as owner/name, or a folder"
+            )
+        return unreachable()  # one attempt; the library itself would try for a minute
+    if not any(path.suffix.lower().removeprefix(".") in ROW_FILES for path in folder.rglob("*")):
+        kinds = ", ".join(ROW_FILES[:4])
+        raise DataError(f"the folder {str(folder)!r} has no file of rows ({kinds}, …); name one that has.{inside(folder)}")
+    return None
