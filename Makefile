@@ -10,7 +10,8 @@
 #   make docs      the documentation as a site, in site/; a link that leads nowhere is an error
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
-#   make verify    the slow tests, the demo for ten seeds with its controls (hours), then the benchmarks
+#   make verify    the slow tests, properties with more examples, the demo for ten seeds with its controls (hours), then the
+#                  benchmarks
 #   make clean     remove whatever can be made again, .venv included; runs/ stays
 
 PYTHON ?= python3
@@ -62,7 +63,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py
 
 verify: $(STAMP)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile=long
 	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs docs/demo.md
 	$(BIN)/python benchmarks/run_all.py
 	$(BIN)/python benchmarks/engine_order.py --only live --rounds 15

@@ -22,10 +22,14 @@ from hypothesis import HealthCheck, settings
 FOLDERS = ("contract", "e2e", "golden", "property", "unit")
 """By how long a file takes, the longest first."""
 
+LONGEST = ("e2e/test_demo.py", "e2e/test_ray_cluster.py", "unit/training/test_megatron.py", "unit/training/test_fsdp.py")
+"""Files that begin before all others, so that no core waits for one of them at the end."""
+
 ENGINES = ("vllm", "sglang")
 
-settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no clock")
+for profile, examples in (("short", 25), ("long", 200)):  # `make test`, where each run draws others, and `make verify`
+    settings.register_profile(profile, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("short")
 
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) is signal.SIG_IGN:  # as under `nohup`; what is tested would ignore it, too
@@ -59,7 +63,11 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(item.config.rootpath / "tests").parts[0]))
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        path = item.path.relative_to(item.config.rootpath / "tests")
+        return path.as_posix() not in LONGEST, FOLDERS.index(path.parts[0])
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

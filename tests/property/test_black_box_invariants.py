@@ -107,7 +107,6 @@ def run(moves: list[tuple[str, int]]) -> tuple[Trajectory, list[tuple[np.ndarray
     return asyncio.run(run_episode(context, task(data_source=None), id="e", seed=3)), seen
 
 
-@settings(max_examples=25)
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 99)), max_size=7))
 def test_random_agents_leave_exact_samples(moves: list[tuple[str, int]]) -> None:
     t, seen = run(moves)

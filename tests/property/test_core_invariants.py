@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.arrays import same
@@ -231,7 +231,6 @@ def arrays_of(value: Any) -> list[np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("kind", CORE_TYPES)
 @given(data=st.data())
-@settings(max_examples=40)
 def test_i13_core_types_pickle_and_round_trip_through_json(kind: str, data: st.DataObject) -> None:
     value = data.draw(CORE_TYPES[kind])
     again: dict[str, Callable[[Any], Any]] = {
@@ -296,7 +295,6 @@ def episodes(draw: st.DrawFn) -> Episode:
 
 
 @given(episodes())
-@settings(max_examples=60)
 def test_i1_the_prompt_of_every_turn_is_a_prefix_of_its_segment_in_the_end(episode: Episode) -> None:
     built = episode.builder.build()
     for segment, prompt in episode.seen:
@@ -304,7 +302,6 @@ def test_i1_the_prompt_of_every_turn_is_a_prefix_of_its_segment_in_the_end(episo
 
 
 @given(episodes())
-@settings(max_examples=40)
 def test_i2_the_arrays_of_a_segment_have_one_length(episode: Episode) -> None:
     for segment in episode.builder.build():
         for field in ("token_ids", "loss_weights", "logprobs", "turn_ids", "versions", "sampled_mask"):
@@ -312,7 +309,6 @@ def test_i2_the_arrays_of_a_segment_have_one_length(episode: Episode) -> None:
 
 
 @given(episodes())
-@settings(max_examples=60)
 def test_i3_i4_each_sampled_token_is_owned_once_with_its_weight_and_version(episode: Episode) -> None:
     """What was sampled, and nothing else, is marked as sampled: once, where it was sampled, however often it is replayed."""
     owned = [np.zeros(len(s), np.int32) for s in episode.builder.build()]
@@ -330,7 +326,6 @@ def test_i3_i4_each_sampled_token_is_owned_once_with_its_weight_and_version(epis
 
 
 @given(episodes())
-@settings(max_examples=40)
 def test_a_branch_shares_exactly_its_first_tokens_with_its_parent(episode: Episode) -> None:
     built = episode.builder.build()
     for index, segment in enumerate(built):
@@ -343,7 +338,6 @@ def test_a_branch_shares_exactly_its_first_tokens_with_its_parent(episode: Episo
 
 
 @given(prompts=st.lists(ids, min_size=1, max_size=5), new=ids)
-@settings(max_examples=150)
 def test_a_rewrite_extends_the_longest_segment_it_continues_or_branches_where_it_shares_most(
     prompts: list[list[int]], new: list[int]
 ) -> None:

@@ -559,7 +559,6 @@ def test_every_estimator_has_a_definition_here() -> None:
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-@settings(max_examples=40)
 @given(seed=SEEDS)
 def test_it_is_what_its_definition_says(name: str, seed: int) -> None:
     game, options = drawn(name, seed)

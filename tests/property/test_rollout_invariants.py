@@ -335,7 +335,6 @@ def check_records(trajectory: Trajectory) -> None:
 
 
 @given(plans())
-@settings(max_examples=150)
 def test_whatever_goes_wrong_an_episode_keeps_its_invariants(plan: Plan):
     check(plan, asyncio.run(carry_out(plan)))
 

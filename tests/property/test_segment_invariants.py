@@ -63,7 +63,6 @@ def trajectory(segments: tuple[Segment, ...], id: str = "0", reward: float = 0.0
 MOVES = ["sample", "sample", "observe", "rewrite", "continue", "fork", "agent", "cut"]
 
 
-@settings(max_examples=200)
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.integers(1, 4)), max_size=24))
 def test_a_builder_keeps_every_sampled_token_once_under_any_moves(moves: list[tuple[str, int, int]]) -> None:
     """Ids are all different, so that a token can be followed; the model of the builder is what each place has seen."""
@@ -172,7 +171,6 @@ class Busy(MultiTurnScheduler):
             await episode.generate()
 
 
-@settings(max_examples=60)
 @given(
     deeds=st.lists(st.sampled_from(DEEDS), min_size=1, max_size=6),
     says=st.lists(st.sampled_from(SAYINGS), min_size=1, max_size=4),

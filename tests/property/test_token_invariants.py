@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.messages import Message, ToolCall
@@ -153,7 +153,6 @@ def test_where_grown_ids_differ_the_check_says_why(messages: list[Message], befo
 @needs_shared
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3_instruct_2507", "qwen3_vl"])
 @given(messages=conversations(any_text))
-@settings(max_examples=40)
 def test_grown_ids_equal_a_full_render_with_published_templates(template: str, messages: list[Message]) -> None:
     codec = qwen(template)
     encoder = DeltaEncoder(codec, tools=TOOLS)
@@ -163,7 +162,6 @@ def test_grown_ids_equal_a_full_render_with_published_templates(template: str, m
 
 @needs_shared
 @given(messages=conversations(plain_text))
-@settings(max_examples=40)
 def test_a_template_that_writes_reasoning_by_position_differs_only_in_reasoning(messages: list[Message]) -> None:
     """Qwen 3 writes an empty thought into the turns behind the last user message when it renders them as history."""
     codec = qwen("qwen3")

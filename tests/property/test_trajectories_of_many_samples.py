@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.algorithms.advantages import assign_advantages, grpo
@@ -70,7 +70,6 @@ def play(seed: int, count: int, size: int) -> list[TrajectoryGroup]:
     return asyncio.run(run())
 
 
-@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3), size=st.integers(2, 4))
 def test_one_reward_its_own_scores_and_numbers_of_trajectories(seed: int, count: int, size: int) -> None:
     groups = play(seed, count, size)

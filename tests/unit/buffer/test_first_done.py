@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.buffer.drop_stats import DropStats, deciles
@@ -85,7 +85,6 @@ async def test_a_buffer_that_goes_on_grants_what_was_pending_first():
     extra=st.integers(0, 6),
     carries=st.booleans(),
 )
-@settings(max_examples=50)
 def test_whatever_finishes_first_staleness_keeps_its_bound_and_the_buffer_never_sticks(
     data: Any, groups_per_step: int, max_staleness: int, extra: int, carries: bool
 ):

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.buffer.group_buffer import GroupBuffer
@@ -79,7 +79,6 @@ async def test_a_buffer_that_starts_at_a_version_goes_on_with_that_versions_tick
     max_staleness=st.integers(0, 3),
     num_steps=st.integers(1, 6),
 )
-@settings(max_examples=80)
 def test_staleness_never_passes_its_bound(data: Any, groups_per_step: int, max_staleness: int, num_steps: int):
     """I10: whatever order groups start, finish and are trained in; a group of step s starts under s - bound or later."""
 

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.compat.swift.adapter import SwiftScheduler
@@ -119,7 +119,6 @@ class Step(MultiTurnScheduler):
 @pytest.mark.parametrize("writes", ["itself", "copies", "numbers", "texts"])
 @pytest.mark.parametrize("scheduler", [OutputOfEachTurn, OneOutput, Step])
 @given(says=st.lists(st.sampled_from(REPLIES), min_size=1, max_size=5))
-@settings(max_examples=25)
 def test_every_sampled_token_keeps_its_weight_and_each_output_its_turns(
     scheduler: type[RolloutScheduler], writes: str, says: list[str]
 ) -> None:
@@ -140,7 +139,6 @@ def test_every_sampled_token_keeps_its_weight_and_each_output_its_turns(
 
 
 @given(says=st.lists(st.sampled_from(REPLIES), min_size=2, max_size=4), data=st.data())
-@settings(max_examples=40)
 def test_a_choice_among_equal_replies_trains_the_chosen_one_alone(says: list[str], data: st.DataObject) -> None:
     chosen = data.draw(st.integers(0, len(says) - 1))
 

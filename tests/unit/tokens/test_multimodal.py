@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import Gemma3Processor
@@ -301,7 +301,6 @@ Image.init()
 FILES = {kind: file_of(kind) for kind in FORMATS if kind in Image.SAVE}
 
 
-@settings(max_examples=200)
 @given(st.sampled_from(sorted(FILES)), st.lists(st.tuples(st.integers(0, 120), st.integers(0, 255)), max_size=8), st.data())
 def test_a_damaged_file_is_an_image_or_an_error_that_says_so(
     kind: str, changes: list[tuple[int, int]], data: st.DataObject

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -493,7 +493,6 @@ def test_a_box_that_cannot_work_is_a_config_error(tools: list, options: dict, me
 DO = st.sampled_from(["ok", "ok", "raise", "hang", "stubborn", "cancel", "exit", "tell"])
 
 
-@settings(max_examples=60)
 @given(
     creates=st.lists(DO, min_size=2, max_size=2),
     turns=st.lists(st.lists(st.tuples(st.sampled_from(["a", "s", "no"]), DO), max_size=3), max_size=3),
