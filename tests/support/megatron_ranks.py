@@ -1,14 +1,9 @@
-"""What test_megatron.py runs on each rank: a policy of megatron-core beside one of one process, and how far they differ.
-
-python megatron_ranks.py OUT [cuda]     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set     rank 0 writes OUT (JSON)
-"""
+"""What test_megatron.py runs on each rank: a policy of megatron-core beside one of one process, and how far they differ."""
 
 import copy
-import datetime
 import itertools
 import json
-import os
-import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +24,6 @@ from support.states import stored, tensors_in
 
 VOCAB = 48
 LAYERS = 2
-IS_CUDA = "cuda" in sys.argv
-DEVICE = torch.device("cuda", int(os.environ["RANK"])) if IS_CUDA else torch.device("cpu")
 
 SCALED = {
     "rope_parameters": {
@@ -85,7 +78,7 @@ NUMBERS = itertools.count()
 def stored_by_all(made):
     """Save what every rank has, or has a part of, and return the folder, which always has one name: each new one would be
     another group of the ranks."""
-    return stored(made, Path(sys.argv[1]).parent / f"{dist.get_world_size()}-{next(NUMBERS)}" / "state")
+    return stored(made, Path.cwd() / f"{dist.get_world_size()}-{next(NUMBERS)}" / "state")
 
 
 def whole_of(backend):
@@ -105,7 +98,7 @@ def moved(many, model, samples, share):
     there = [whole_of(backend)]
     dist.broadcast_object_list(there, src=0)
     other = local_policy(copy.deepcopy(model), optim=OptimSettings())
-    other.backend.take({name: tensor.to(DEVICE) for name, tensor in there[0].items()})
+    other.backend.take({name: tensor.to(model.device) for name, tensor in there[0].items()})
     a, b = other.score(samples), many.score([samples[i] for i in share])
     found["moved/scores"] = largest([(a[i], b[k]) for k, i in enumerate(share)])
     for group in backend.weight_groups():
@@ -117,8 +110,12 @@ def moved(many, model, samples, share):
     return found
 
 
-def compare(kind, *, tied=True, **degrees):
-    """Return how far the ranks and one process differ in scores, loss, gradient, a step and a state that travels."""
+def compare(kind, *, device, is_long, tied=True, **degrees):
+    """Return how far the ranks and one process differ in scores, loss, gradient, a step and a state that travels.
+
+    It travels behind the first step, so that the second shows whether training goes on from it; in the long form it is also
+    read again behind each.
+    """
     from polyturn.training.megatron import Megatron
 
     split = Degrees(**degrees)
@@ -136,9 +133,9 @@ def compare(kind, *, tied=True, **degrees):
     if not tied:
         own = {**model.config.to_dict(), "tie_word_embeddings": False, **(SCALED if kind == "llama" else {})}
         model = type(model)(type(model.config)(**own)).float().eval()
-    model.to(DEVICE)
+    model.to(device)
     one = local_policy(copy.deepcopy(model), **options)
-    backend = policy_backend(copy.deepcopy(model), placement=Megatron(split, DEVICE), **options)
+    backend = policy_backend(copy.deepcopy(model), placement=Megatron(split, device), **options)
     many = ModelPolicy(backend, loss=options["loss"])
     found = {}
     first, whole = one.backend.network.own_tensors(), whole_of(backend)
@@ -178,13 +175,15 @@ def compare(kind, *, tied=True, **degrees):
         whole, own = whole_of(backend), one.backend.network.own_tensors()
         if dist.get_rank() == 0:
             found[f"{name}/weights"] = difference(own, whole)
-        theirs, ours = stored_by_all(one), stored_by_all(many)
-        found[f"{name}/state"] = difference(tensors_in(theirs), tensors_in(ours))
-        back = local_policy(copy.deepcopy(model), **options)
-        back.load(ours)
-        found[f"{name}/back"] = difference(tensors_in(ours), tensors_in(stored_by_all(back)))
-        many.load(theirs)
-        found[f"{name}/resumed"] = difference(tensors_in(theirs), tensors_in(stored_by_all(many)))
+        if name == "first" or is_long:
+            theirs, ours = stored_by_all(one), stored_by_all(many)
+            found[f"{name}/state"] = difference(tensors_in(theirs), tensors_in(ours))
+            many.load(theirs)
+        if is_long:
+            back = local_policy(copy.deepcopy(model), **options)
+            back.load(ours)
+            found[f"{name}/back"] = difference(tensors_in(ours), tensors_in(stored_by_all(back)))
+            found[f"{name}/resumed"] = difference(tensors_in(theirs), tensors_in(stored_by_all(many)))
     backend.take(model.state_dict())
     whole, first = whole_of(backend), dict(model.named_parameters())
     if dist.get_rank() == 0:
@@ -203,35 +202,30 @@ TASKS = {
         "tensor": {"kind": "qwen3", "tensor_parallel": 2},
         "expert": {"kind": "qwen3_moe", "expert_parallel": 2},
         "pipeline": {"kind": "qwen3", "pipeline_parallel": 2},
-        "data": {"kind": "qwen3"},
+        "data": {"kind": "llama", "tied": False},
         "tensor_moe": {"kind": "qwen3_moe", "tensor_parallel": 2, "expert_parallel": 2},
         "tensor_qwen2": {"kind": "qwen2", "tensor_parallel": 2, "tied": False},
         "pipeline_moe": {"kind": "qwen3_moe", "pipeline_parallel": 2, "tied": False},
     },
 }
-"""World size -> name -> what `compare` is given."""
+"""World size -> name -> what `compare` is given; those of two ranks have every kind of model."""
 
 
-def main():
-    out = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    if not IS_CUDA:
+def measure(out, *how):
+    """Write the results of every rank; `how` may hold "cuda" and "long"."""
+    warnings.simplefilter("ignore")
+    device = torch.device("cuda", dist.get_rank()) if "cuda" in how else torch.device("cpu")
+    if "cuda" in how:
+        torch.cuda.set_device(device)
+    else:
         pretend()
     from megatron.core import parallel_state
 
-    if IS_CUDA:
-        torch.cuda.set_device(DEVICE)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if IS_CUDA else "gloo", timeout=datetime.timedelta(seconds=300))
     every = {}
     for name, task in TASKS[dist.get_world_size()].items():
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, compare(**task))
+        dist.all_gather_object(found, compare(**task, device=device, is_long="long" in how))
         parallel_state.destroy_model_parallel()
         every[name] = found
     if dist.get_rank() == 0:
         out.write_text(json.dumps(every))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

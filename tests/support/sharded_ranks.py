@@ -1,17 +1,12 @@
-"""What test_fsdp.py runs on each of two ranks: a policy over shards beside one of one process, and how far they differ.
-
-python two_ranks.py TP OUT     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set     rank 0 writes OUT (JSON)
-"""
+"""What test_fsdp.py runs on each of two ranks: a policy over shards beside one of one process, and how far they differ."""
 
 import asyncio
 import copy
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -121,7 +116,7 @@ NUMBERS = itertools.count()
 def stored_by_all(made):
     """Save what every rank has, or has a part of, and return the folder, which always has one name: each new one would be
     another group of the ranks."""
-    return stored(made, Path(sys.argv[1]).parent / str(next(NUMBERS)) / "state")
+    return stored(made, Path.cwd() / str(next(NUMBERS)) / "state")
 
 
 def state_of(made):
@@ -281,7 +276,7 @@ def compare_critic(tp):
 
 def written_together(made):
     """Write several states at the same time, on each rank in another order, and return the folder of the last."""
-    folder = Path(sys.argv[1]).parent / f"together-{next(NUMBERS)}"
+    folder = Path.cwd() / f"together-{next(NUMBERS)}"
     for first in ("alone", "together"):
         names = sorted(made, reverse=first == "together" and dist.get_rank() == 1)
         for name in names:
@@ -372,13 +367,13 @@ def compare_lora(tp):
     return found
 
 
-def read_in_parts(folder):
+def read_in_parts():
     """Return how far two ranks that each read their part of a model's files and one process that loads it whole differ, with
     an adapter and a copy as reference, and what a warm start hands on; and how much of the files each rank read.
 
     Also the critic over the backbone of what is trained, and a folder that lacks a tensor.
     """
-    rank = dist.get_rank()
+    rank, folder = dist.get_rank(), Path.cwd()
     if rank == 0:
         tiny_model(VOCAB, hidden=32, layers=2, heads=2, kv_heads=2, seed=5).save_pretrained(folder / "model")
         tiny_model(VOCAB, hidden=32, layers=1, heads=2, kv_heads=2, seed=6).save_pretrained(folder / "teacher")
@@ -608,7 +603,7 @@ def compare_leader():
     found["streamed"] = same_parts(own, dict(many.weights()))
     found["shifted"] = shifted(many, samples_of(3, 2), own)
     found["canary"], found["noise"] = asyncio.run(proved(many))
-    folder = stored(many, Path(sys.argv[1]).parent / "of-the-leader")
+    folder = stored(many, Path.cwd() / "of-the-leader")
     found["exported"] = same_parts(own, dict(tensors_in(folder, "model/")))
     many.load(folder)
     found["resumed"] = same_parts(own, dict(many.weights()))
@@ -616,15 +611,26 @@ def compare_leader():
     return found
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    results = {"shards": compare(1), "tensor_parallel": compare(2), "losses": compare_losses()}
-    results["lora"], results["lora_tensor_parallel"] = compare_lora(1), compare_lora(2)
-    results["critic"], results["critic_tensor_parallel"] = compare_critic(1), compare_critic(2)
-    results["bfloat16"], results["vision"] = compare_bfloat16(), compare_vision()
-    results["refused"], results["in_parts"] = refusals(), read_in_parts(Path(sys.argv[1]).parent)
+SHORT = {
+    "shards": (compare, 1),
+    "tensor_parallel": (compare, 2),
+    "losses": (compare_losses,),
+    "lora_tensor_parallel": (compare_lora, 2),
+    "critic": (compare_critic, 1),
+    "bfloat16": (compare_bfloat16,),
+    "vision": (compare_vision,),
+    "refused": (refusals,),
+    "in_parts": (read_in_parts,),
+}
+LONG = {"lora": (compare_lora, 1), "critic_tensor_parallel": (compare_critic, 2)}
+"""What the short form has of the other way of splitting."""
+
+
+def measure(out, *how):
+    """Write the results; `how` may be "long", for what the short form leaves out."""
     is_leader = dist.get_rank() == 0
-    results["leader"] = compare_leader()  # the last, for a leader that closes ends the process group
+    results = {name: call(*arguments) for name, (call, *arguments) in (LONG if "long" in how else SHORT).items()}
+    if "long" not in how:
+        results["leader"] = compare_leader()  # the last, for a leader that closes ends the process group
     if is_leader:
-        Path(sys.argv[1]).write_text(json.dumps(results))
+        out.write_text(json.dumps(results))

@@ -1,15 +1,9 @@
 """A model over two ranks is the model of one process: scores, gradient, norm, state (float64 1e-9), and what is skipped.
 
-Two real processes with gloo; each comparison is made where the tensors are (`two_ranks.py`) and judged here.
+Two real processes with gloo; each comparison is made where the tensors are (`support/sharded_ranks.py`) and judged here.
 """
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,39 +17,29 @@ from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.rank_group import RankReply, RankWorker, assign, values_of
 from polyturn.training.ranked import merge_ranks
 from polyturn.training.shards import require_same_shapes
+from support.ranks import results_of_ranks
 
-WORKER = Path(__file__).with_name("two_ranks.py")
 EXACT = 1e-9
+CRITICS = ["critic", pytest.param("critic_tensor_parallel", marks=pytest.mark.slow)]
 pytestmark = pytest.mark.timeout(900)  # two processes on a busy machine
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks") / "found.json"
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(out)],
-            env={**os.environ, **shared, "RANK": str(rank), "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+    return results_of_ranks("support.sharded_ranks:measure", 2, tmp_path_factory.mktemp("ranks") / "found.json")
+
+
+@pytest.fixture(scope="module")
+def long_results(tmp_path_factory):
+    return results_of_ranks("support.sharded_ranks:measure", 2, tmp_path_factory.mktemp("ranks") / "found.json", "long")
+
+
+@pytest.fixture
+def of(request):
+    """Return what was found under a name, in the long form where it is that one's."""
+    return lambda name: request.getfixturevalue("long_results" if name in ("lora", "critic_tensor_parallel") else "results")[
+        name
     ]
-    try:
-        said = [rank.communicate(timeout=800)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(params=["shards", "tensor_parallel"])
@@ -85,10 +69,10 @@ def test_an_engine_is_proved_against_weights_that_only_ranks_have(results):
     assert max(results["leader"]["canary"], results["leader"]["noise"]) < 1e-4, results["leader"]
 
 
-@pytest.mark.parametrize("name", ["lora", "lora_tensor_parallel"])
-def test_an_adapter_over_shards_is_that_of_one_process(results, name):
+@pytest.mark.parametrize("name", [pytest.param("lora", marks=pytest.mark.slow), "lora_tensor_parallel"])
+def test_an_adapter_over_shards_is_that_of_one_process(of, name):
     """Scores of policy and reference, gradient, norm, the gathered adapter, and a state that is saved and loaded."""
-    found = results[name]
+    found = of(name)
     scores = [difference for name, difference in found.items() if "score" in name]
     others = [difference for name, difference in found.items() if "score" not in name]
     assert len(scores) == 4 and max(scores) < 1e-6, found
@@ -116,10 +100,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all_after_so_
         assert "gradient's norm is" in said and "skipped in a row before it: 1" in said
 
 
-@pytest.mark.parametrize("name", ["critic", "critic_tensor_parallel"])
-def test_a_critic_over_ranks_is_that_of_one_process(results, name):
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_critic_over_ranks_is_that_of_one_process(of, name):
     """Values, gradient, norm, and a state that is saved and loaded."""
-    found = results[name]
+    found = of(name)
     assert max(found[f"{step}/score"] for step in range(2)) < 1e-6
     assert max(found[f"{step}/{what}"] for step in range(2) for what in ("gradient", "norm")) < EXACT, found
     assert found["state"] < EXACT and found["loaded"] == 0.0
@@ -130,9 +114,9 @@ def test_a_policy_and_its_critic_are_written_at_the_same_time(results):
     assert results["critic"]["together"] == 0.0
 
 
-@pytest.mark.parametrize("name", ["critic", "critic_tensor_parallel"])
-def test_a_value_loss_that_is_not_finite_on_one_rank_is_skipped_on_all_then_ends_the_run(results, name):
-    found = results[name]
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_value_loss_that_is_not_finite_on_one_rank_is_skipped_on_all_then_ends_the_run(of, name):
+    found = of(name)
     assert found["skipped"] == 1.0 and found["skipped_changed"] == 0.0
     assert all("the value loss is not finite at optimizer step 3" in said for said in found["ended"])
 

@@ -1,16 +1,10 @@
 """A model that megatron-core holds is the model of one process: scores, loss, gradient, step and state (float32 1e-5).
 
-Real processes with gloo, one and two of them; each comparison is made where the tensors are (`megatron_ranks.py`) and judged
-here. Its weights are mapped without megatron-core, and tested so.
+Real processes with gloo; each comparison is made where the tensors are (`support/megatron_ranks.py`) and judged here. Its
+weights are mapped without megatron-core, and tested so.
 """
 
 import importlib.util
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,55 +13,30 @@ from polyturn.core.errors import ConfigError
 from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.backend import Degrees
 from polyturn.training.megatron_weights import entries, pieces, region, require_split
+from support.ranks import results_of_ranks
 
-WORKER = Path(__file__).with_name("megatron_ranks.py")
+CALL = "support.megatron_ranks:measure"
 CLOSE = 1e-5
 pytestmark = pytest.mark.timeout(900)  # processes on a busy machine
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (the extra megatron)"
 )
-
-
-def run_ranks(count, out, *where):
-    """Return what `megatron_ranks.py` found on each of `count` ranks, by the name of the comparison."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(WORKER), str(out), *where],
-            env={**os.environ, **shared, "RANK": str(rank), "PYTHONPATH": os.pathsep.join([str(WORKER.parents[2]), *MORE])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        said = [rank.communicate(timeout=800)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * count, "\n".join(said)
-    return json.loads(out.read_text())
-
-
-MORE = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+TWO = ["tensor", "expert", "pipeline", "data", "tensor_moe", "tensor_qwen2", "pipeline_moe"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    return results_of_ranks(CALL, 2, tmp_path_factory.mktemp("ranks") / "found.json")
+
+
+@pytest.fixture(scope="module")
+def long_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return {**run_ranks(1, folder / "one.json"), **run_ranks(2, folder / "two.json")}
+    one, two = (results_of_ranks(CALL, count, folder / f"{count}.json", "long") for count in (1, 2))
+    return {**one, **two}
 
 
-@needs_megatron
-@pytest.mark.parametrize(
-    "name",
-    ["dense", "moe", "qwen2", "llama", "tensor", "expert", "pipeline", "data", "tensor_moe", "tensor_qwen2", "pipeline_moe"],
-)
-def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
+def judge(results, name):
     """Names of two ranks say what is split over them; `data` shares samples alone."""
     for rank, found in enumerate(results[name]):
         sizes = {what: found.pop(what) for what in list(found) if what.endswith("/largest")}
@@ -80,12 +49,25 @@ def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
 
 
 @needs_megatron
+@pytest.mark.parametrize("name", TWO)
+def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
+    judge(results, name)
+
+
+@needs_megatron
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "moe", "qwen2", "llama", *TWO])
+def test_so_it_is_on_one_rank_and_with_states_that_travel_after_every_step(long_results, name):
+    judge(long_results, name)
+
+
+@needs_megatron
 @pytest.mark.parametrize("count", [1, 2])
 def test_so_it_is_on_gpus_with_nothing_answered_for_them(tmp_path, count):
     """Without `support.megatron_cpu`; sums of float32 come out otherwise in other kernels."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
-    for name, ranks in run_ranks(count, tmp_path / "found.json", "cuda").items():
+    for name, ranks in results_of_ranks(CALL, count, tmp_path / "found.json", "cuda").items():
         wrong = {what: value for what, value in ranks[0].items() if "largest" not in what and not value <= 100 * CLOSE}
         assert wrong == {}, name
 
