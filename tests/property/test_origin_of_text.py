@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -225,8 +226,17 @@ def check(kind: str, path: Path, data: st.DataObject) -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("template", NAMES)
+def pairs(templates: Sequence[str]) -> list[ParameterSet]:
+    """Return every template with every kind of tokenizer; a short form has each template once, the kinds in turn."""
+    kinds = list(TOKENIZERS)
+    return [
+        pytest.param(kind, template, marks=() if (row - column) % len(kinds) == 0 else pytest.mark.slow)
+        for row, template in enumerate(templates)
+        for column, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "template"), pairs(NAMES))
 @given(data=st.data())
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 def test_nobody_but_the_owner_writes_control_tokens(template: str, kind: str, data: st.DataObject) -> None:
@@ -234,8 +244,7 @@ def test_nobody_but_the_owner_writes_control_tokens(template: str, kind: str, da
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="needs the templates in ../shared/data")
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("template", PUBLISHED)
+@pytest.mark.parametrize(("kind", "template"), pairs(PUBLISHED))
 @given(data=st.data())
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
 def test_nobody_but_the_owner_writes_control_tokens_of_published_templates(
