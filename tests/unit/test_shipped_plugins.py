@@ -57,7 +57,8 @@ def tools_of(name: str, folder: Path) -> Any:
 
 async def play(name: str, folder: Path) -> Trajectory:
     partners = initialize_interactions_from_config({"interaction": PLAYS[name].get("interactions", [])})
-    context = scripted_context(PLAYS[name]["said"], tools=tools_of(name, folder), interactions=partners)
+    said, tools = PLAYS[name]["said"], tools_of(name, folder)
+    context = scripted_context(said, tools=tools, interactions=partners, tool_timeout_s=60.0)  # a server may have to start
     trajectory = await run_episode(context, task_of(name), id="e")
     assert not context.tools.live_ids and not context.num_live_interactions
     return trajectory
