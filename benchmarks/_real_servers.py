@@ -49,7 +49,7 @@ def python_of(engine: str) -> Path:
 
 def write_model(folder: Path) -> None:
     """Write a random Qwen3 of 0.7 million parameters."""
-    from polyturn.testing.tiny_models import tiny_model
+    from support.models import tiny_model
 
     model = tiny_model(VOCAB, hidden=128, layers=4, heads=4, kv_heads=2, max_positions=MAX_CONTEXT)
     model.save_pretrained(folder)

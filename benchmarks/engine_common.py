@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.testing.tiny_models import tiny_model
+from support.models import tiny_model
 
 VOCAB = 512
 

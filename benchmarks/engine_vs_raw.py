@@ -24,11 +24,11 @@ from typing import Any
 import aiohttp
 import orjson
 from _real_servers import client, server
+from _replay import replay
 
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.engines.base import EngineWrapper
 from polyturn.engines.remote import RemoteEngine
-from polyturn.testing.simulation import replay
 from polyturn.testing.workload import Workload
 
 ROLLOUT = Workload(

@@ -14,7 +14,8 @@ import httpx
 
 from polyturn.serving import RolloutService
 from polyturn.serving.app import create_app
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
+from support.models import tiny_model
 from support.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 
 NUM_PLANS = 200

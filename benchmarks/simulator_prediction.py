@@ -20,9 +20,10 @@ from statistics import median
 from typing import Any
 
 from _real_servers import VOCAB, client, server
+from _replay import replay
 
 from polyturn.engines.calibrate import fit
-from polyturn.testing.simulation import replay, simulate
+from polyturn.testing.simulation import simulate
 from polyturn.testing.workload import Workload
 
 A = Workload(

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import Server
-from polyturn.testing.tiny_models import tiny_model
+from support.models import tiny_model
 
 VOCAB = 96
 

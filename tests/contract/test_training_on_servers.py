@@ -9,8 +9,9 @@ from engine_servers import READY_S, interpreter, why_not
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tracking.jsonl import read_metrics
+from support.models import tiny_model
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.intermediate_size=64")

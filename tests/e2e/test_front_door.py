@@ -15,7 +15,8 @@ import pytest
 
 import polyturn
 from polyturn.cli.main import main
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
+from support.models import tiny_model
 from support.runs import call_command
 
 ROWS = [{"prompt": f"What is {i} + 1?", "ground_truth": str(i + 1), "secret": i} for i in range(4)]

@@ -18,8 +18,9 @@ import yaml
 from polyturn.cli.main import main
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training.checkpoint import Checkpoints
+from support.models import tiny_model
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from support.states import tensors_in
 

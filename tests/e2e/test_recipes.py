@@ -31,8 +31,9 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.store.stored_run import open_store
 from polyturn.testing.published import PUBLISHED
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
+from support.models import tiny_model
 from support.runs import call_command
 from support.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
 

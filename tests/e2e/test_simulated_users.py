@@ -19,9 +19,10 @@ import yaml
 from polyturn.cli.main import main
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.viewer.run_view import RunView
 from support.forked import served
+from support.models import tiny_model
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from support.services import serve
 

@@ -18,7 +18,7 @@ from polyturn.cli.main import main
 from polyturn.compat.swift.args.document import argument_table
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import write_brief_model
+from support.models import write_brief_model
 from support.runs import call_command
 
 ROOT = Path(__file__).parents[2]

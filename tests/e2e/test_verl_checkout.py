@@ -21,7 +21,8 @@ import pytest
 import polyturn.testing
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer, write_brief_model
+from polyturn.testing.tiny_models import tiny_tokenizer
+from support.models import tiny_model, write_brief_model
 
 CHECKOUT = Path(os.environ.get("POLYTURN_VERL_CHECKOUT", "/nowhere"))
 pytestmark = [

@@ -19,7 +19,7 @@ import polyturn.compat
 from polyturn.compat.verl_config.command import run_main_ppo
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import write_brief_model
+from support.models import write_brief_model
 
 TOOLS = '''
 from typing import Any, Optional, Tuple

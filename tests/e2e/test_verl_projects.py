@@ -23,7 +23,7 @@ from polyturn.compat.verl_config.command import run_main_ppo
 from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import write_brief_model
+from support.models import write_brief_model
 from support.runs import call_command
 
 ROOT = Path(__file__).parents[2]

@@ -28,11 +28,11 @@ from polyturn.algorithms.options import (
 )
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, with_marks
 from polyturn.training.rank_group import assign
+from support.models import tiny_model
 
 torch.set_num_threads(1)
 VOCAB = 48

@@ -35,12 +35,13 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.train import CHAT_TEMPLATE
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from support.models import tiny_model
 
 torch.set_num_threads(1)
 TASK = Task(id="t", prompt=())

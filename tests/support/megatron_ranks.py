@@ -14,12 +14,12 @@ from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.backend import Degrees
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from support.megatron_cpu import pretend
+from support.models import tiny_model
 from support.states import stored, tensors_in
 
 VOCAB = 48

@@ -27,7 +27,6 @@ from polyturn.core.errors import PolyturnError
 from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.critic import Critic, CriticSettings, critic_backend, local_critic, value_coefs
@@ -45,6 +44,7 @@ from polyturn.training.ranked import RankedBackend
 from polyturn.training.shards import inside, local_part
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
+from support.models import tiny_model
 from support.states import stored, tensors_in
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 

@@ -15,8 +15,8 @@ from polyturn.build.critic import build_critic
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, UnknownNameError
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.observer import RunObserver
+from support.models import tiny_model
 from support.runs import write_tiny_run
 
 

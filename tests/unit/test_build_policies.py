@@ -17,7 +17,8 @@ from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.process import ProcessEngine
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
+from support.models import tiny_model
 from support.runs import write_tiny_run
 
 

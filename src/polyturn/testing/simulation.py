@@ -3,7 +3,6 @@
     workload = Workload.load("swe_like")                 a name of a shipped file, or the path of a YAML file
     result = simulate(workload, policy="longest_first")  seconds of wall clock; the same on every machine
     result.makespan_s, result.efficiency                 lower bound / makespan
-    await replay(workload, [VllmEngine(url, …)])         the same rollout on real servers, in real time
 
 Only lengths, waits and the clock are made up.
 """
@@ -14,10 +13,10 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Engine
 from polyturn.core.task import Task
@@ -109,19 +108,6 @@ class _Oracle(WorkPredictor):
         return sum(plan.lengths[turn:]) * self._token_s + sum(plan.waits[turn:])
 
 
-class _Planned(EngineWrapper):
-    """A real server that says as much as the plan does, whatever it is."""
-
-    def __init__(self, engine: Engine, plans: Mapping[str, EpisodePlan]) -> None:
-        super().__init__(engine)
-        self._plans = plans
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        sampling = replace(request.sampling, max_tokens=length_of(self._plans, request), stop_token_ids=())
-        completion = await self.engine.generate(replace(request, sampling=sampling))
-        return replace(completion, finish_reason=FinishReason.STOP)
-
-
 class _Watched(EngineWrapper):
     """A server that writes the timeline."""
 
@@ -199,25 +185,14 @@ def simulate(
             )
             for i in range(replicas)
         ]
-        result = await _rollout(workload, plans, servers, policy=policy, rounds=rounds, on_round=on_round)
+        result = await run_on(workload, plans, servers, policy=policy, rounds=rounds, on_round=on_round)
         result.idle_share = 1 - sum(server.busy_s for server in servers) / (asyncio.get_running_loop().time() * replicas)
         return result
 
     return run_virtual(run())
 
 
-async def replay(
-    workload: Workload, engines: Sequence[Engine], *, policy: str = "longest_first", rounds: int = 1
-) -> Simulated:
-    """Run `workload` on `engines`, which may be real servers, on the clock of the running loop; see `simulate`.
-
-    The servers must sample as many tokens as they are asked for: what they say does not matter, how long it is does.
-    """
-    plans = workload.plans()
-    return await _rollout(workload, plans, [_Planned(engine, plans) for engine in engines], policy=policy, rounds=rounds)
-
-
-async def _rollout(
+async def run_on(
     workload: Workload,
     plans: dict[str, EpisodePlan],
     engines: Sequence[Engine],
@@ -226,7 +201,7 @@ async def _rollout(
     rounds: int,
     on_round: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """Run `workload` on engines that keep to its plans."""
+    """Run `workload` on engines that keep to its `plans`, on the clock of the running loop; see `simulate`."""
     speed, codec = workload.speed, tiny_codec()
     order: OrderPolicy = LongestFirst() if policy == ORACLE else make_policy(policy)
     if policy == ORACLE:

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyturn.cli.main import main
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training.hf import save_model
+from support.models import tiny_model
 from support.runs import call_command, write_tiny_run
 
 

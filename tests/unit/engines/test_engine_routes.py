@@ -18,7 +18,7 @@ from polyturn.core.routing import has_route
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.process import ProcessEngine
 from polyturn.engines.routers import Routers, RoutingPass
-from polyturn.testing.tiny_models import tiny_model
+from support.models import tiny_model
 
 VOCAB = 96
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")

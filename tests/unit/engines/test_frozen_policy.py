@@ -15,9 +15,9 @@ from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.frozen_policy import FrozenPolicy, PolicyVoice, policy_named, sampled_with
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
+from support.models import tiny_model
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 

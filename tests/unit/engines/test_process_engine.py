@@ -26,7 +26,7 @@ from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.process import ProcessEngine
 from polyturn.engines.weight_memory import WeightMemory, tensors_of
-from polyturn.testing.tiny_models import tiny_model
+from support.models import tiny_model
 
 VOCAB = 64
 on_one_loop = pytest.mark.asyncio(loop_scope="module")

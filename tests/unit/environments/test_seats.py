@@ -26,10 +26,10 @@ from polyturn.environments.scripted import play
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, tiny_codec
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.update import Update, UpdateSettings
+from support.models import tiny_model
 
 MADE: list[int] = []
 CLOSED: list[int] = []

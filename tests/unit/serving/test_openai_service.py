@@ -22,8 +22,9 @@ from polyturn.serving.openai.service import OpenAIService
 from polyturn.serving.rules import ServerRules
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, turn_ids
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from support.forked import served as process_serving
+from support.models import tiny_model
 from support.runs import call_command
 
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'

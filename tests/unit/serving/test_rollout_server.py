@@ -25,9 +25,10 @@ from polyturn.serving.address import bind, check_exposure
 from polyturn.serving.app import create_app
 from polyturn.serving.rules import ServerRules
 from polyturn.serving.weight_receiver import TrainerGroup, flatten
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training import hf
 from support.forked import served
+from support.models import tiny_model
 from support.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 
 PLUGIN = """

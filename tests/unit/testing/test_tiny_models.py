@@ -3,7 +3,8 @@
 import pytest
 
 from polyturn.core.errors import ConfigError
-from polyturn.testing.tiny_models import TAG_TOKENS, TURN_TOKENS, tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import TAG_TOKENS, TURN_TOKENS, tiny_tokenizer
+from support.models import tiny_model
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 

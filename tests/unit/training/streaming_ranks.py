@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from polyturn.engines.weight_files import WeightFolder
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import policy_backend
 from polyturn.training.process_group import GroupTeam, follow
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
+from support.models import tiny_model
 
 BUCKET = 16 * 2**20
 CPU = torch.device("cpu")

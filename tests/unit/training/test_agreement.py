@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.tracking.alarms import Alarms, diagnose
 from polyturn.training.agreement import agreement
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
+from support.models import tiny_model
 
 TURNS, LENGTH = 5, 12
 

@@ -13,10 +13,10 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.critic import Critic, CriticSettings, local_critic, value_metrics
 from polyturn.training.optim import OptimSettings
 from polyturn.training.reward_kl import RewardKl
+from support.models import tiny_model
 from support.states import hand_over
 
 torch.set_num_threads(1)

@@ -8,9 +8,9 @@ import torch
 
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.hf import build_model
 from polyturn.training.network import TargetForward
+from support.models import tiny_model
 
 torch.set_num_threads(1)
 

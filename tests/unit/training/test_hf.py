@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
-from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training.hf import as_checkpoint, build_model, choose_kernels, count_parameters, load_model, save_model
+from support.models import tiny_model
 from support.vision import tiny_vision_model, vision_tokenizer
 
 torch.set_num_threads(1)

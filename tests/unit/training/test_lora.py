@@ -14,11 +14,11 @@ from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training import hf, lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from support.models import tiny_model
 from support.states import hand_over, stored, tensors_in
 
 torch.set_num_threads(1)

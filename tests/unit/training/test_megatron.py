@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from polyturn.core.errors import ConfigError
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.backend import Degrees
 from polyturn.training.megatron_weights import entries, pieces, region, require_split
+from support.models import tiny_model
 from support.ranks import results_of_ranks
 
 CALL = "support.megatron_ranks:measure"

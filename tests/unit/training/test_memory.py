@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, sync_seconds
+from support.models import tiny_model
 
 GB = 10**9
 

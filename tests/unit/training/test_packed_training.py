@@ -18,13 +18,13 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.batching.packing import common_prefix, pack, sorted_rows
 from polyturn.core.errors import CheckpointError
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.hf import build_model, checkpoint_activations
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.network import TargetForward
 from polyturn.training.optim import OptimSettings
 from polyturn.training.packed_attention import BLOCK, PackedView, attend_flex, attend_rows, why_not_packed
 from polyturn.training.policy import ModelPolicy, local_policy
+from support.models import tiny_model
 from support.states import hand_over
 
 VOCAB = 50

@@ -17,11 +17,11 @@ from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, Un
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.protocols import Policy
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.shards import write_shards
+from support.models import tiny_model
 from support.states import stored
 
 torch.set_num_threads(1)

@@ -12,10 +12,10 @@ from polyturn.core.arrays import ids_array
 from polyturn.core.errors import CheckpointError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.hf import frozen_copy, plain_weights
 from polyturn.training.lora import LoraSettings, add_lora
 from polyturn.training.policy_snapshots import PolicySnapshot, PolicySnapshots
+from support.models import tiny_model
 
 
 def trained(hidden: int = 32) -> Any:

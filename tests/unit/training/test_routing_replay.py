@@ -16,11 +16,11 @@ from polyturn.core.metrics import reduce
 from polyturn.core.routing import RouteShape
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.routers import Routers, RoutingPass
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.hf import checkpoint_activations
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from support.models import tiny_model
 
 torch.set_num_threads(1)
 VOCAB = 48

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from polyturn.core.errors import CheckpointError
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.shards import read_shards, write_shards
+from support.models import tiny_model
 from support.states import stored
 
 
@@ -95,7 +95,7 @@ def test_a_kill_while_shards_are_written_leaves_the_one_before_it(tmp_path: Path
 import os, sys, signal
 from pathlib import Path
 from torch.distributed.checkpoint import FileSystemWriter
-from polyturn.testing.tiny_models import tiny_model
+from support.models import tiny_model
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy

@@ -76,6 +76,7 @@ def test_the_most_that_a_rank_needs_above_its_shards_is_two_buckets(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared["PYTHONPATH"] = str(Path(__file__).parents[2])
     shared["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed is given back, and not kept for later
     command = [sys.executable, str(WORKER), str(tmp_path)]
     ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(2)]

@@ -17,13 +17,13 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
-from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.critic import CriticSettings, local_critic
 from polyturn.training.optim import OptimSettings
 from polyturn.training.options import TrainOptions
 from polyturn.training.policy import local_policy
 from polyturn.training.reward_kl import RewardKl
 from polyturn.training.update import Update, UpdateSettings
+from support.models import tiny_model
 from support.states import stored
 
 torch.set_num_threads(1)
