@@ -182,16 +182,7 @@ def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> Op
         properties[parameter.name] = {**found, "description": doc.parameters[parameter.name]}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    return OpenAIFunctionToolSchema.model_validate(
-        {
-            "type": "function",
-            "function": {
-                "name": name or function.__name__,
-                "description": doc.description,
-                "parameters": {"type": "object", "properties": properties, "required": required},
-            },
-        }
-    )
+    return OpenAIFunctionToolSchema.of(name or function.__name__, doc.description, properties, required=required)
 
 
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}

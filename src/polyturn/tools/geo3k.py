@@ -23,15 +23,10 @@ class Geo3kTool(Gsm8kTool):
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that is used where the file has none."""
         answer = {"type": "string", "description": "Your answer to the problem, a number or a mathematical expression."}
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calc_geo3k_reward",
-                    "description": "Check an answer to the problem: 1.0 if it is right, 0.0 if it is wrong.",
-                    "parameters": {"type": "object", "properties": {"answer": answer}, "required": ["answer"]},
-                },
-            }
+        return OpenAIFunctionToolSchema.of(
+            "calc_geo3k_reward",
+            "Check an answer to the problem: 1.0 if it is right, 0.0 if it is wrong.",
+            {"answer": answer},
         )
 
     async def execute(

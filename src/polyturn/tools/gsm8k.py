@@ -29,15 +29,10 @@ class Gsm8kTool(BaseTool):
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that is used where the file has none."""
         answer = {"type": "string", "description": "Your answer to the problem, as a number."}
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calc_gsm8k_reward",
-                    "description": "Check an answer to the problem: 1.0 if it is right, 0.0 if it is wrong.",
-                    "parameters": {"type": "object", "properties": {"answer": answer}, "required": ["answer"]},
-                },
-            }
+        return OpenAIFunctionToolSchema.of(
+            "calc_gsm8k_reward",
+            "Check an answer to the problem: 1.0 if it is right, 0.0 if it is wrong.",
+            {"answer": answer},
         )
 
     async def create(

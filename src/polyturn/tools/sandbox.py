@@ -72,16 +72,7 @@ class SandboxFusionTool(BaseTool):
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that is used where the file has none."""
         code = {"type": "string", "description": "The code to run; print what you want to see."}
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "code_interpreter",
-                    "description": "Run code and return what it prints.",
-                    "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
-                },
-            }
-        )
+        return OpenAIFunctionToolSchema.of("code_interpreter", "Run code and return what it prints.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
         """End compiling and running, each of which has its time, before a call's deadline."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -84,6 +84,19 @@ class OpenAIFunctionToolSchema(_Schema):
 
     def _always(self, field: str) -> bool:
         return field == "type"
+
+    @classmethod
+    def of(
+        cls, name: str, description: str, properties: Mapping[str, Any], *, required: Sequence[str] | None = None
+    ) -> OpenAIFunctionToolSchema:
+        """Return the schema of a function with these properties; None requires all of them."""
+        parameters = {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties if required is None else required),
+        }
+        function = {"name": name, "description": description, "parameters": parameters}
+        return cls.model_validate({"type": "function", "function": function})
 
     @classmethod
     def from_mcp(cls, tool: Any, *, name: str | None = None) -> OpenAIFunctionToolSchema:

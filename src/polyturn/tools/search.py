@@ -80,16 +80,7 @@ class SearchTool(BaseTool):
             "minItems": 1,
             "description": "Whole questions or phrases to look up.",
         }
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "search",
-                    "description": "Search for passages that answer each query.",
-                    "parameters": {"type": "object", "properties": {"query_list": queries}, "required": ["query_list"]},
-                },
-            }
-        )
+        return OpenAIFunctionToolSchema.of("search", "Search for passages that answer each query.", {"query_list": queries})
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Begin one episode."""

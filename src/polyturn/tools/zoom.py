@@ -64,19 +64,11 @@ class ImageZoomInTool(BaseTool):
             "description": "The region as [left, top, right, bottom], in pixels of the original image.",
         }
         label = {"type": "string", "description": "What is in the region."}
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "image_zoom_in_tool",
-                    "description": "Look at one region of the image more closely.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"bbox_2d": bbox, "label": label},
-                        "required": ["bbox_2d"],
-                    },
-                },
-            }
+        return OpenAIFunctionToolSchema.of(
+            "image_zoom_in_tool",
+            "Look at one region of the image more closely.",
+            {"bbox_2d": bbox, "label": label},
+            required=["bbox_2d"],
         )
 
     async def create(self, instance_id: str | None = None, image: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:

@@ -79,16 +79,7 @@ class PythonSandbox(BaseTool):
             "type": "string",
             "description": "Python code; print what you want to see. Variables are kept between calls.",
         }
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "python",
-                    "description": "Run Python code and return what it prints.",
-                    "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
-                },
-            }
-        )
+        return OpenAIFunctionToolSchema.of("python", "Run Python code and return what it prints.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
         """End a program within three quarters of a call's deadline: the rest is for starting a sandbox."""
