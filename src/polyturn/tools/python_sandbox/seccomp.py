@@ -29,99 +29,50 @@ _FAMILIES = (1, 2, 10)
 # io_uring, pidfd_getfd, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr, memfd_secret
 _SAME_EVERYWHERE = (425, 426, 427, 438, 428, 429, 430, 431, 432, 433, 442, 447)
 _CLONE3 = 435
-# ptrace, mount, umount2, pivot_root, chroot, unshare, setns, keyctl, add_key, request_key, bpf, perf_event_open,
-# userfaultfd, process_vm_readv, process_vm_writev, kexec_load, init_module, finit_module, delete_module, open_by_handle_at,
-# quotactl, swapon, reboot, acct, syslog, kcmp, settimeofday; memfd_create, shmget, shmat, msgget, semget, mq_open, io_setup,
-# inotify_init (where there is one), inotify_init1, fanotify_init, flock
-_MACHINES = {
-    "x86_64": (
-        0xC000003E,
-        {"clone": 56, "socket": 41, "prctl": 157, "fcntl": 72},
-        (
-            101,
-            165,
-            166,
-            155,
-            161,
-            272,
-            308,
-            250,
-            248,
-            249,
-            321,
-            298,
-            323,
-            310,
-            311,
-            246,
-            175,
-            313,
-            176,
-            304,
-            179,
-            167,
-            169,
-            163,
-            103,
-            312,
-            164,
-            319,
-            29,
-            30,
-            68,
-            64,
-            240,
-            206,
-            253,
-            294,
-            300,
-            73,
-        ),
-    ),
-    "aarch64": (
-        0xC00000B7,
-        {"clone": 220, "socket": 198, "prctl": 167, "fcntl": 25},
-        (
-            117,
-            40,
-            39,
-            41,
-            51,
-            97,
-            268,
-            219,
-            217,
-            218,
-            280,
-            241,
-            282,
-            270,
-            271,
-            104,
-            105,
-            273,
-            106,
-            265,
-            60,
-            224,
-            142,
-            89,
-            116,
-            272,
-            170,
-            279,
-            194,
-            196,
-            186,
-            190,
-            180,
-            0,
-            26,
-            262,
-            32,
-        ),
-    ),
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Machine -> its column below, and the kernel's name of its architecture."""
+_LOOKED_AT = {"clone": (56, 220), "socket": (41, 198), "prctl": (157, 167), "fcntl": (72, 25)}
+_REFUSED = {
+    "ptrace": (101, 117),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kexec_load": (246, 104),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "open_by_handle_at": (304, 265),
+    "quotactl": (179, 60),
+    "swapon": (167, 224),
+    "reboot": (169, 142),
+    "acct": (163, 89),
+    "syslog": (103, 116),
+    "kcmp": (312, 272),
+    "settimeofday": (164, 170),
+    "memfd_create": (319, 279),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "io_setup": (206, 0),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "flock": (73, 32),
 }
+"""System call -> its number on each machine; None where there is none."""
 
 
 def filter_program(machine: str | None = None) -> bytes | None:
@@ -129,7 +80,9 @@ def filter_program(machine: str | None = None) -> bytes | None:
     known = _MACHINES.get(platform.machine() if machine is None else machine)
     if known is None:
         return None
-    arch, numbers, refused = known
+    column, arch = known
+    numbers = {name: of[column] for name, of in _LOOKED_AT.items()}
+    refused = [number for of in _REFUSED.values() if (number := of[column]) is not None]
     steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
     steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
     for number in (*refused, *_SAME_EVERYWHERE):
