@@ -43,13 +43,14 @@ def write_slow_run(folder: Path, *, max_s: float, sources: int = 1) -> Path:
     return config
 
 
-def test_five_kills_at_random_moments_skip_and_repeat_no_task(tmp_path: Path):
-    config, run, steps = write_slow_run(tmp_path, max_s=0.02), tmp_path / "runs" / "tiny", 16
+@pytest.mark.parametrize(("kills", "steps"), [(2, 8), pytest.param(5, 16, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_skip_and_repeat_no_task(tmp_path: Path, kills: int, steps: int):
+    config, run = write_slow_run(tmp_path, max_s=0.02), tmp_path / "runs" / "tiny"
     settings = [*BARE, *SEVERAL_TURNS, f"train.steps={steps}", "train.checkpoint_every=2", "train.max_staleness=1"]
     seed = random.SystemRandom().randrange(10**6)
-    killed = kill_until_done(config, settings, run=run, steps=steps, kills=5, seed=seed, max_wait_s=0.8)
+    killed = kill_until_done(config, settings, run=run, steps=steps, kills=kills, seed=seed, max_wait_s=0.8)
     assert killed.problems == [], f"seed {seed}"
-    assert killed.kills and max(killed.resume_s) < 5, killed
+    assert killed.kills, killed
     latest = Checkpoints(run / "checkpoints").latest()
     assert latest is not None and latest.name == f"step-{steps:06d}"
 
@@ -64,12 +65,10 @@ def as_killed_after(run: Path, step: int) -> None:
 
 
 KINDS = {
-    "plain": ["train.minibatches=2"],
+    "mix": ["train.minibatches=2", "data.sampler={name: mix, weights: {tiny0: 1, tiny1: 2}, by_success: 1.0}"],
     "critic": ["algorithm.advantage=gae", "algorithm.critic.optim.lr=1e-3", "train.minibatches=2",
                "algorithm.kl={place: reward, coef: 0.05, target: 1.0, horizon: 12}"],
-    "adaptive_kl": ["algorithm.kl={coef: 0.05, target: 0.1}"],
-    "mix": ["data.sampler={name: mix, weights: {tiny0: 1, tiny1: 2}, by_success: 1.0}"],
-    "lora": ["model.lora={rank: 2}", "train.optim.lr=1e-2"],
+    "lora": ["model.lora={rank: 2}", "train.optim.lr=1e-2", "algorithm.kl={coef: 0.05, target: 0.1}"],
 }  # fmt: skip
 
 
