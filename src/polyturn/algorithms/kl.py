@@ -17,13 +17,13 @@ as an unbiased KL and trains like one, which is what distillation from a teacher
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyturn.algorithms.losses import MAX_LOG_RATIO
+from polyturn.algorithms.options import KlOptions
 from polyturn.core.errors import ConfigError
 from polyturn.core.registry import Registry
 
@@ -72,76 +72,43 @@ for _name, _estimator in (("k1", k1), ("k3", k3), ("abs", absolute)):
     kl_estimators.register(f"{_name}+")(straight_through(_estimator))
 
 
-class KlController(Protocol):
-    """The weight of a KL term over a run."""
+class KlController:
+    """The weight of a KL term over a run: it stays, or with a target it keeps the KL near that.
 
-    @property
-    def coef(self) -> float:
-        """The weight now."""
-        ...
-
-    def update(self, kl: float, *, num_trajectories: int) -> None:
-        """Take in the mean KL per token of one step and how many trajectories it was measured on."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class FixedKl:
-    """A weight that stays."""
-
-    coef: float
-
-    def update(self, kl: float, *, num_trajectories: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the weight is the configuration's."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-
-@dataclass(slots=True, kw_only=True)
-class AdaptiveKl:
-    """A weight that keeps the KL near a target: coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon).
-
-    Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human Preferences), section 2.2.
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon): after `horizon` trajectories an error of a fifth or more
+    has changed the weight by a fifth of itself. Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human
+    Preferences), section 2.2.
     """
 
-    coef: float
-    target: float
-    """KL per token, in nats."""
-    horizon: float = 10_000.0
-    """Trajectories after which an error of a fifth or more has changed the weight by a fifth of itself."""
+    def __init__(self, options: KlOptions) -> None:
+        """Begin with the weight of `options`.
 
-    def __post_init__(self) -> None:
-        if not (self.coef > 0 and self.target > 0 and self.horizon > 0):
+        Raises:
+            ConfigError: there is a target, and one of its numbers is not above 0.
+        """
+        if options.target is not None and not (options.coef > 0 and options.target > 0 and options.horizon > 0):
             raise ConfigError(
-                f"an adaptive KL weight needs a start ({self.coef}), a target ({self.target}) and a horizon "
-                f"({self.horizon}) above 0"
+                f"an adaptive KL weight needs a start ({options.coef}), a target ({options.target}) and a horizon "
+                f"({options.horizon}) above 0"
             )
+        self.coef = options.coef
+        """The weight now."""
+        self._target, self._horizon = options.target, options.horizon
 
     def update(self, kl: float, *, num_trajectories: int) -> None:
-        """Take in the mean KL per token of one step and how many trajectories it was measured on."""
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * num_trajectories / self.horizon
+        """Take in the mean KL per token of one step, in nats, and how many trajectories it was measured on."""
+        if self._target is not None:
+            error = min(max(kl / self._target - 1.0, -0.2), 0.2)
+            self.coef *= 1.0 + error * num_trajectories / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weight."""
-        return {"coef": self.coef}
+        """Return what a checkpoint keeps: the weight, where it is not the configuration's."""
+        return {} if self._target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the weight of `state`; without one, with that of the configuration."""
-        self.coef = float(state.get("coef", self.coef))
+        """Continue with the weight of `state`; without one, or without a target, with that of the configuration."""
+        if self._target is not None:
+            self.coef = float(state.get("coef", self.coef))
 
 
 def entropy(log_softmax_SV: Tensor) -> Tensor:

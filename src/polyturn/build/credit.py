@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource, folder_or_name
 from polyturn.build.critic import critic_path
-from polyturn.build.loss import build_correction, build_loss, kl_controller, reference_path, teacher_path
+from polyturn.build.loss import build_correction, build_loss, reference_path, teacher_path
 from polyturn.build.parts import Parts
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
@@ -145,4 +145,4 @@ def build_reward_kl(place: ConfigSource) -> RewardKl | None:
     from polyturn.training.reward_kl import RewardKl
 
     kl = place.config.algorithm.kl_in("reward")
-    return RewardKl(kl_controller(kl), estimator=kl.name) if kl.coef else None
+    return RewardKl(kl) if kl.coef else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from polyturn.algorithms.options import CorrectionSettings, KlOptions
+from polyturn.algorithms.options import CorrectionSettings
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
 from polyturn.config.parts import arguments_of
@@ -17,7 +17,6 @@ from polyturn.core.stand_in import as_ours
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from polyturn.algorithms.kl import KlController
     from polyturn.algorithms.losses import PolicyLoss
     from polyturn.training.loss_terms import LossSettings
 
@@ -51,15 +50,6 @@ def build_loss(place: ConfigSource) -> LossSettings:
         distill=algorithm.loss.distill,
         algorithm=algorithm,
     )
-
-
-def kl_controller(kl: KlOptions) -> KlController:
-    """Return what holds or steers the weight of a KL."""
-    from polyturn.algorithms.kl import AdaptiveKl, FixedKl
-
-    if kl.target is None:
-        return FixedKl(coef=kl.coef)
-    return AdaptiveKl(coef=kl.coef, target=kl.target, horizon=kl.horizon)
 
 
 def reference_path(place: ConfigSource) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.build.credit import build_estimator, build_reward_kl, drops_zero_variance, require_scores
 from polyturn.build.critic import build_critic
-from polyturn.build.loss import build_correction, kl_controller
+from polyturn.build.loss import build_correction
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
@@ -40,9 +40,8 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     spec = PolicySpec(optim=optim, steps=steps, max_tokens_per_batch=max_tokens_per_batch)
     # A reference or a teacher of ranks is loaded by them.
     options = policy_options(parts.place, spec, parts.model, parts.context.media, has_frozen=parts.team is None)
-    kl = kl_controller(parts.place.config.algorithm.kl_in("loss"))
     if parts.team is None:
-        return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"], kl=kl)
+        return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
     path = parts.place.config.model.path
     # Of an object that a program made, the ranks may have others; a folder is the same for all.
     is_object = path is not None and is_label(path)
@@ -50,7 +49,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     samples_here = parts.pool is None and parts.engine.capabilities.shares_weights
     mirror = parts.model if is_object or samples_here else None
     backend = RankedBackend(parts.team, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
-    return ModelPolicy(backend, loss=options["loss"], kl=kl)
+    return ModelPolicy(backend, loss=options["loss"])
 
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:

@@ -18,7 +18,6 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.metrics import Metrics
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
-from polyturn.core.trajectory import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,18 +240,6 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
-
-
-class TrajectoryStore(Protocol):
-    """Receives every trajectory of a run."""
-
-    def add(self, group: TrajectoryGroup, *, step: int, split: str) -> None:
-        """Record one group of a step; `split` is "train" or the name of an evaluation."""
         ...
 
     def close(self) -> None:

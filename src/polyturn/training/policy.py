@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
-from polyturn.algorithms.kl import FixedKl, KlController
+from polyturn.algorithms.kl import KlController
 from polyturn.algorithms.losses import mark, selection_of
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.arrays import Floats
@@ -47,17 +47,17 @@ logger = logging.getLogger(__name__)
 class ModelPolicy(OverBackend):
     """A model that is trained; implements `core.protocols.Policy`."""
 
-    def __init__(self, backend: Backend, *, loss: LossSettings | None = None, kl: KlController | None = None) -> None:
+    def __init__(self, backend: Backend, *, loss: LossSettings | None = None) -> None:
         """Train what `backend` holds.
 
         Args:
             backend: From `policy_backend`, or over the ranks of a group; made with the same `loss`.
             loss: The loss, for what is computed over a whole batch; None takes the defaults.
-            kl: Steers the weight of the KL term; None keeps it at `loss.kl.coef`.
         """
         self.backend = backend
         self.loss_settings = loss or LossSettings()
-        self.kl = kl or FixedKl(coef=self.loss_settings.kl.coef)
+        self.kl = KlController(self.loss_settings.kl)
+        """The weight of the KL term."""
         self.train_seconds = 0.0
         """Seconds spent in forward and backward so far, `score` included."""
         self.optim_seconds = 0.0
@@ -158,15 +158,9 @@ class ModelPolicy(OverBackend):
         return found._replace(metrics={name: m for name, m in found.metrics.items() if math.isfinite(m.value)})
 
 
-def local_policy(
-    model: PreTrainedModel,
-    *,
-    loss: LossSettings | None = None,
-    kl: KlController | None = None,
-    **options: Any,
-) -> ModelPolicy:
+def local_policy(model: PreTrainedModel, *, loss: LossSettings | None = None, **options: Any) -> ModelPolicy:
     """Return a policy that trains `model` in this process; `options` are those of `policy_backend`."""
-    return ModelPolicy(policy_backend(model, loss=loss, **options), loss=loss, kl=kl)
+    return ModelPolicy(policy_backend(model, loss=loss, **options), loss=loss)
 
 
 def policy_backend(

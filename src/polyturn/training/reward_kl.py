@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from polyturn.algorithms.kl import KlController, kl_estimators
+from polyturn.algorithms.options import KlOptions
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import TrainingError
 from polyturn.core.metrics import Mean, Metrics
@@ -23,10 +24,10 @@ from polyturn.core.sample import TrainSample
 class RewardKl:
     """Takes a KL penalty off the rewards of tokens; its weight stays or follows a target."""
 
-    def __init__(self, controller: KlController, *, estimator: str = "k1") -> None:
-        """Weigh the penalty by `controller`; `estimator` is a name of `algorithms.kl.kl_estimators`."""
-        self._controller = controller
-        self._estimate = kl_estimators.resolve(estimator)
+    def __init__(self, options: KlOptions) -> None:
+        """Estimate and weigh the penalty as `options` say."""
+        self._controller = KlController(options)
+        self._estimate = kl_estimators.resolve(options.name)
 
     @property
     def coef(self) -> float:

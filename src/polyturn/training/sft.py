@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,12 +19,15 @@ from polyturn.batching.samples import to_samples
 from polyturn.core.builder import TrajectoryBuilder
 from polyturn.core.errors import DataError
 from polyturn.core.generation import Completion, FinishReason
-from polyturn.core.metrics import Metrics, merge, reduce
+from polyturn.core.metrics import merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.data.conversations import Conversation
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.training.options import SftOptions
+
+if TYPE_CHECKING:
+    from polyturn.training.policy import ModelPolicy
 
 
 def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id: str) -> TrainSample:
@@ -78,20 +81,8 @@ def trajectory_samples(trajectories: Iterable[Trajectory], *, min_reward: float)
     return [s for g in groups for s in to_samples(g, temperature=1.0)]
 
 
-class SftPolicy(Protocol):
-    """What learns from conversations."""
-
-    def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
-        """Add the gradient of the cross-entropy over `samples`."""
-        ...
-
-    def optim_step(self) -> Metrics:
-        """Take one optimizer step."""
-        ...
-
-
 def run_sft(
-    policy: SftPolicy,
+    policy: ModelPolicy,
     samples: Sequence[TrainSample],
     options: SftOptions,
     *,

@@ -23,7 +23,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -36,6 +35,7 @@ from polyturn.core.sample import TrainSample
 from polyturn.engines.recovery import PooledServer, ServerPool
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.checked_weights import WeightChecksums
+from polyturn.training.policy import ModelPolicy
 from polyturn.training.weight_probe import ProbeRecord, WeightProbe
 
 logger = logging.getLogger(__name__)
@@ -47,26 +47,6 @@ CANARY_FACTOR = 20.0
 PROBE_FACTOR = 3.0
 """A sync passes while logprobs differ by at most so many times the noise."""
 _FIRST_SCALE, _GROWTH, _MAX_GROWTHS = 1e-3, 4.0, 8
-
-
-class WeightSource(Protocol):
-    """The trainer's side: the live parameters, and what they make of tokens."""
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return name -> what an engine is to hold."""
-        ...
-
-    def weight_groups(self) -> list[str]:
-        """Return the groups of parameters, one of a name in all layers."""
-        ...
-
-    def shift_weights(self, group: str, scale: float) -> None:
-        """Move a group to `scale` times some noise of the size of its values from where it was; 0 puts it back."""
-        ...
-
-    def score(self, samples: Sequence[TrainSample]) -> list[Floats]:
-        """Return for each sample [T] the log-probability of each weighted token."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +83,7 @@ class WeightSync:
     def __init__(
         self,
         engine: Engine,
-        source: WeightSource,
+        source: ModelPolicy,
         *,
         vocab_size: int,
         num_prompts: int = 4,
@@ -114,8 +94,9 @@ class WeightSync:
     ) -> None:
         """Look at each engine through completions of `num_tokens` tokens to `num_prompts` random prompts.
 
-        `media` is the processor of a model that sees; its prompts show pictures too. `to_checkpoint` gives weights the names
-        and shapes that a server reads in a checkpoint, where the trainer's model has others; see `hf.as_checkpoint`.
+        `source` has the live weights, and says what they make of tokens. `media` is the processor of a model that sees; its
+        prompts show pictures too. `to_checkpoint` gives weights the names and shapes that a server reads in a checkpoint,
+        where the trainer's model has others; see `hf.as_checkpoint`.
         """
         self._engine = engine
         self._pool = engine if isinstance(engine, ServerPool) else None

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from polyturn.algorithms.kl import AdaptiveKl, FixedKl, entropy, k1, k2, k3, kl_estimators
+from polyturn.algorithms.kl import KlController, entropy, k1, k2, k3, kl_estimators
+from polyturn.algorithms.options import KlOptions
 from polyturn.core.errors import ConfigError
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -69,7 +70,7 @@ def test_names():
 
 def test_an_adaptive_weight_follows_its_target():
     """Ziegler et al. 2019, section 2.2: the error is clipped to a fifth and scaled by trajectories over horizon."""
-    control = AdaptiveKl(coef=0.1, target=0.5, horizon=100)
+    control = KlController(KlOptions(coef=0.1, target=0.5, horizon=100))
     control.update(0.55, num_trajectories=10)
     assert control.coef == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     control.update(50.0, num_trajectories=10)
@@ -79,11 +80,11 @@ def test_an_adaptive_weight_follows_its_target():
 
 
 def test_a_controller_continues_from_its_state():
-    control, later = AdaptiveKl(coef=0.1, target=0.5), AdaptiveKl(coef=0.7, target=0.5)
+    control, later = KlController(KlOptions(coef=0.1, target=0.5)), KlController(KlOptions(coef=0.7, target=0.5))
     control.update(1.0, num_trajectories=1000)
     later.load_state_dict(control.state_dict())
     assert later.coef == control.coef == pytest.approx(0.102)
-    fixed = FixedKl(coef=0.3)
+    fixed = KlController(KlOptions(coef=0.3))
     fixed.update(9.0, num_trajectories=10)
     fixed.load_state_dict(control.state_dict())
     assert fixed.coef == 0.3
@@ -91,4 +92,4 @@ def test_a_controller_continues_from_its_state():
 
 def test_an_adaptive_weight_starts_above_zero():
     with pytest.raises(ConfigError, match="target"):
-        AdaptiveKl(coef=0.1, target=0.0)
+        KlController(KlOptions(coef=0.1, target=0.0))

@@ -17,7 +17,6 @@ from polyturn.core.errors import DataError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, ToolCall
-from polyturn.core.protocols import TrajectoryStore
 from polyturn.core.reward import Reward
 from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import (
@@ -90,7 +89,7 @@ def group(id: str = "g0", size: int = 2, reward: float = 1.0) -> TrajectoryGroup
 
 
 def test_what_was_recorded_comes_back_equal_and_can_be_chosen_by_column(tmp_path: Path) -> None:
-    store: TrajectoryStore = ParquetStore(tmp_path)
+    store = ParquetStore(tmp_path)
     failed = TrajectoryGroup(id="g1", task=TASK, trajectories=(trajectory("g1/0", reward=None),))
     store.add(group(), step=1, split="train")
     store.add(failed, step=2, split="greedy")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn.algorithms.kl import AdaptiveKl, FixedKl
+from polyturn.algorithms.options import KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import merge, reduce
@@ -152,7 +152,7 @@ def test_bad_input_is_said() -> None:
 def test_each_trained_token_costs_its_kl(name: str, kl: Any) -> None:
     rng = np.random.default_rng(1)
     batch = [s.replace(old_logprobs=rng.normal(size=len(s)), ref_logprobs=rng.normal(size=len(s))) for s in samples()]
-    found, metrics = RewardKl(FixedKl(coef=0.3), estimator=name).apply(batch)
+    found, metrics = RewardKl(KlOptions(place="reward", coef=0.3, estimator=name)).apply(batch)
     total = 0.0
     for before, after in zip(batch, found, strict=True):
         assert before.old_logprobs is not None and before.ref_logprobs is not None and after.rewards is not None
@@ -165,10 +165,10 @@ def test_each_trained_token_costs_its_kl(name: str, kl: Any) -> None:
 
 def test_the_weight_of_the_penalty_follows_its_target_and_survives() -> None:
     batch = [s.replace(old_logprobs=np.ones(len(s)), ref_logprobs=np.zeros(len(s))) for s in samples()]
-    made = RewardKl(AdaptiveKl(coef=0.1, target=0.5, horizon=10))
+    made = RewardKl(KlOptions(place="reward", coef=0.1, target=0.5, horizon=10))
     made.apply(batch)
     assert made.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 10))
-    again = RewardKl(AdaptiveKl(coef=0.1, target=0.5, horizon=10))
+    again = RewardKl(KlOptions(place="reward", coef=0.1, target=0.5, horizon=10))
     again.load_state_dict(made.state_dict())
     assert again.coef == made.coef
     with pytest.raises(TrainingError, match="no log-probabilities of the policy and the reference"):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn.algorithms.kl import AdaptiveKl
 from polyturn.algorithms.losses import TokenLoss, policy_losses
 from polyturn.algorithms.options import AlgorithmOptions, AverageOptions, DistillSettings, KlOptions
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError
@@ -321,17 +320,15 @@ def test_marks_are_chosen_over_the_whole_step_from_the_log_probabilities_it_begi
 
 
 def test_an_adaptive_kl_weight_is_what_the_loss_uses_and_what_a_checkpoint_keeps():
-    control = AdaptiveKl(coef=0.1, target=1.0)
     made = local_policy(
         tiny_model(VOCAB, hidden=16),
         optim=OptimSettings(),
-        loss=LossSettings(algorithm=with_kl(0.1)),
+        loss=LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(coef=0.1, target=1.0))),
         reference=True,
-        kl=control,
     )
     batch = [s.replace(ref_logprobs=np.full(len(s), -5.0)) for s in samples()]
     before = reduce(made.forward_backward(batch).metrics)["loss/kl"]
-    control.update(100.0, num_trajectories=5000)
+    made.kl.update(100.0, num_trajectories=5000)
     assert reduce(made.forward_backward(batch).metrics)["loss/kl"] == pytest.approx(1.1 * before)
     assert made.state_dict()["kl"] == {"coef": pytest.approx(0.11)}
 

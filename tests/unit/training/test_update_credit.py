@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polyturn.algorithms.advantages import advantages, bind_estimator
-from polyturn.algorithms.kl import FixedKl
+from polyturn.algorithms.options import KlOptions
 from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
@@ -59,7 +59,7 @@ def update(
         estimator=bind_estimator(advantages.resolve(name), offered={}, kwargs=kw),
         settings=UpdateSettings(drop_zero_variance=False, train=TrainOptions(minibatches=minibatches)),
         critic=local_critic(model, optim=optim, settings=CriticSettings(warmup=warmup)) if critic else None,
-        reward_kl=RewardKl(FixedKl(coef=coef)) if coef else None,
+        reward_kl=RewardKl(KlOptions(place="reward", coef=coef)) if coef else None,
     )
 
 
