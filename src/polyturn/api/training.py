@@ -39,6 +39,7 @@ from polyturn.training.loop import Trainer
 from polyturn.training.lora import CONFIG_FILE, require_same_settings
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
+from polyturn.training.policy import ModelPolicy
 from polyturn.training.process_group import GroupTeam
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.resume import changed_settings
@@ -337,11 +338,7 @@ def warm_start(
         return Spent()
     first = 0 if latest is None else _first_step(checkpoints, latest, num_steps=sft.steps)
     samples = build.warm_start_samples(parts)
-    policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
-    if latest is not None:
-        policy.load(latest / "policy")
-        on_resume()
-        logger.info("warm start: going on at step %d", first)
+    policy = _policy_to_warm(parts, latest, first, on_resume=on_resume)
     clock = SavingClock(parts.place.config.train.checkpoint_every_s)
 
     def save(step: int) -> None:
@@ -370,6 +367,19 @@ def warm_start(
         logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
         raise SystemExit(128 + signals.received[0])
     return Spent(steps, policy.train_seconds)
+
+
+def _policy_to_warm(
+    parts: build.Parts, latest: Path | None, first_step: int, *, on_resume: Callable[[], object]
+) -> ModelPolicy:
+    """Return what a warm start trains, as its checkpoint `latest` has it, if there is one."""
+    sft = parts.place.config.warm_start
+    policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+    if latest is not None:
+        policy.load(latest / "policy")
+        on_resume()
+        logger.info("warm start: going on at step %d", first_step)
+    return policy
 
 
 def _first_step(checkpoints: Checkpoints, latest: Path, *, num_steps: int) -> int:

@@ -86,9 +86,7 @@ class EmbeddedEngine:
         _check_positive(num_slots=num_slots, max_context=max_context, prefill_chunk=prefill_chunk)
         self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
         self.module = slot_attention.use(share_parameters(model))
-        routers = Routers.of(self.module) if routes else None
-        if routes and routers is None:
-            raise ConfigError(f"{type(model).__name__} has no experts, so that there are no routes; leave `routes` out")
+        routers = _routers_of(self.module) if routes else None
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
         self.version = 0  # of the policy whose parameters they are now
@@ -322,6 +320,12 @@ def share_parameters(model: _Module) -> _Module:
         memo[id(buffer)] = buffer
     twin = copy.deepcopy(model, memo)
     return twin.eval()
+
+
+def _routers_of(model: PreTrainedModel) -> Routers:
+    if (routers := Routers.of(model)) is None:
+        raise ConfigError(f"{type(model).__name__} has no experts, so that there are no routes; leave `routes` out")
+    return routers
 
 
 def _check_positive(**numbers: int | None) -> None:

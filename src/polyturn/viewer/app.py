@@ -93,6 +93,15 @@ def create_app(
             runs.extend(appeared())
         return [{"index": i, **_summary(run)} for i, run in enumerate(runs)]
 
+    _show_runs(app, view)
+    _show_trajectories(app, view)
+    _let_people_answer(app, desk)
+    return app
+
+
+def _show_runs(app: FastAPI, view: Callable[[int], RunView]) -> None:
+    """Add the paths of a run's figures and of its configuration."""
+
     @app.get("/api/runs/{number}/metrics")
     def metrics(number: int) -> dict[str, Any]:
         return view(number).metrics()
@@ -119,10 +128,6 @@ def create_app(
     @app.get("/api/runs/{number}/config")
     def config(number: int) -> Response:
         return JSONResponse(view(number).config())
-
-    _show_trajectories(app, view)
-    _let_people_answer(app, desk)
-    return app
 
 
 def _let_people_answer(app: FastAPI, desk: HumanQueue | None) -> None:

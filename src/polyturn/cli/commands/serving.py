@@ -37,68 +37,74 @@ _USED = {
 """What each kind of server reads of the command's parameters, by the parameter that asks for it."""
 
 
+ConfigOption = Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")]
+ModelOption = Annotated[str | None, typer.Option(help="Folder or hub id of the model, or the folder of a run.")]
+SchedulerOption = Annotated[str | None, typer.Option(help="Scheduler: a registered name or file.py:Class.")]
+TurnsOption = Annotated[int | None, typer.Option(min=1, help="Turns of an episode at most.")]
+PluginsOption = Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")]
+EngineOption = Annotated[str | None, typer.Option(help="embedded, vllm or sglang.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")]
+OpenaiFlag = Annotated[
+    bool, typer.Option("--openai", help="Serve the model behind OpenAI's and Anthropic's APIs, for agents and evaluations.")
+]
+ModelNames = Annotated[
+    list[str] | None, typer.Option(help="With --openai: a name of the model; may be repeated. '*' takes any name.")
+]
+RecordOption = Annotated[Path | None, typer.Option(help="With --openai: a run's folder for the episodes' trajectories.")]
+IdleOption = Annotated[
+    float, typer.Option(min=1, help="With --openai or --mcp: seconds after which an episode that nobody uses is ended.")
+]
+DeadlineOption = Annotated[float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")]
+GraceOption = Annotated[float, typer.Option(min=0, help="Seconds that running episodes get to finish after SIGTERM.")]
+SandboxFlag = Annotated[bool, typer.Option("--sandbox", help="Run programs instead, isolated, in SandboxFusion's protocol.")]
+SandboxPython = Annotated[
+    Path | None, typer.Option(help="With --sandbox: the interpreter whose packages programs may import.")
+]
+SearchOption = Annotated[
+    Path | None, typer.Option(metavar="INDEX", help="Search the passages of an index instead, in Search-R1's protocol.")
+]
+TopkOption = Annotated[int, typer.Option(min=1, help="With --search: passages for a request that does not say.")]
+McpOption = Annotated[
+    Path | None, typer.Option(metavar="TOOLS", help="Serve the tools of a tool file, or of a Python file, by MCP instead.")
+]
+StdioFlag = Annotated[
+    bool, typer.Option("--stdio", help="With --mcp: over standard input and output, as a client's own process.")
+]
+
+
 def serve(
     context: typer.Context,
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model, or the folder of a run.")] = None,
-    scheduler: Annotated[str | None, typer.Option(help="Scheduler: a registered name or file.py:Class.")] = None,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="Turns of an episode at most.")] = None,
-    plugins: Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")] = None,
-    engine: Annotated[str | None, typer.Option(help="embedded, vllm or sglang.")] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    scheduler: SchedulerOption = None,
+    max_turns: TurnsOption = None,
+    plugins: PluginsOption = None,
+    engine: EngineOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")] = None,
-    openai: Annotated[
-        bool,
-        typer.Option("--openai", help="Serve the model behind OpenAI's and Anthropic's APIs, for agents and evaluations."),
-    ] = False,
-    model_name: Annotated[
-        list[str] | None, typer.Option(help="With --openai: a name of the model; may be repeated. '*' takes any name.")
-    ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="With --openai: a run's folder for the episodes' trajectories.")
-    ] = None,
-    idle: Annotated[
-        float,
-        typer.Option(min=1, help="With --openai or --mcp: seconds after which an episode that nobody uses is ended."),
-    ] = 600.0,
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")
-    ] = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that running episodes get to finish after SIGTERM.")] = 30.0,
-    sandbox: Annotated[
-        bool, typer.Option("--sandbox", help="Run programs instead, isolated, in SandboxFusion's protocol.")
-    ] = False,
-    sandbox_python: Annotated[
-        Path | None, typer.Option(help="With --sandbox: the interpreter whose packages programs may import.")
-    ] = None,
-    search: Annotated[
-        Path | None,
-        typer.Option(metavar="INDEX", help="Search the passages of an index instead, in Search-R1's protocol."),
-    ] = None,
-    topk: Annotated[int, typer.Option(min=1, help="With --search: passages for a request that does not say.")] = 3,
-    mcp: Annotated[
-        Path | None,
-        typer.Option(metavar="TOOLS", help="Serve the tools of a tool file, or of a Python file, by MCP instead."),
-    ] = None,
-    stdio: Annotated[
-        bool, typer.Option("--stdio", help="With --mcp: over standard input and output, as a client's own process.")
-    ] = False,
+    token_file: TokenFile = None,
+    openai: OpenaiFlag = False,
+    model_name: ModelNames = None,
+    record: RecordOption = None,
+    idle: IdleOption = 600.0,
+    deadline: DeadlineOption = None,
+    grace: GraceOption = 30.0,
+    sandbox: SandboxFlag = False,
+    sandbox_python: SandboxPython = None,
+    search: SearchOption = None,
+    topk: TopkOption = 3,
+    mcp: McpOption = None,
+    stdio: StdioFlag = False,
     embed: EmbedOption = None,
     embed_model: EmbedModelOption = None,
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
     """Serve rollouts over HTTP, to a trainer elsewhere."""
-    kind = next((name for name in _USED if context.params[name]), None)
-    if kind == "stdio" and mcp is None:
-        raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
-    if kind is None:
-        refuse_unused(context, {*_PLACE, *_MODEL, "scheduler", "deadline"}, here="where rollouts are served")
-    else:
-        refuse_unused(context, {kind, *_USED[kind]}, here=f"with --{kind}")
+    _refuse_unused_here(context)
     from polyturn.cli import serve as command
+    from polyturn.cli import serve_mcp, serve_openai, serve_sandbox, serve_search
 
     options = command.ServeOptions(
         host=host,
@@ -110,20 +116,11 @@ def serve(
         allowed_hosts=tuple(allow_host or ()),
     )
     if sandbox:
-        from polyturn.cli import serve_sandbox
-
-        serve_sandbox.run(options, python=sandbox_python)
-        return
+        return serve_sandbox.run(options, python=sandbox_python)
     if search is not None:
-        from polyturn.cli import serve_search
-
-        serve_search.run(options, search, topk=topk, embed=embed, model=embed_model)
-        return
+        return serve_search.run(options, search, topk=topk, embed=embed, model=embed_model)
     if mcp is not None:
-        from polyturn.cli import serve_mcp
-
-        serve_mcp.run(mcp, options, stdio=stdio, idle_s=idle)
-        return
+        return serve_mcp.run(mcp, options, stdio=stdio, idle_s=idle)
     if config is None and model is None and not any(o.startswith("model.") for o in overrides or ()):
         raise ConfigError("nothing says which model is served; name it with --model FOLDER, or a run with --config run.yaml")
     flags = command.overrides_of(
@@ -131,12 +128,20 @@ def serve(
     )
     given = [*flags, *(overrides or [])]
     if openai:
-        from polyturn.cli import serve_openai
-
         hosted = serve_openai.Hosted(model_names=tuple(model_name or ()), record=record, idle_s=idle)
-        serve_openai.run(config, given, options, hosted)
-        return
+        return serve_openai.run(config, given, options, hosted)
     command.run(config, given, options)
+
+
+def _refuse_unused_here(context: typer.Context) -> None:
+    """Refuse a parameter of `serve` that this kind of server does not read."""
+    kind = next((name for name in _USED if context.params[name]), None)
+    if kind == "stdio" and context.params["mcp"] is None:
+        raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
+    if kind is None:
+        refuse_unused(context, {*_PLACE, *_MODEL, "scheduler", "deadline"}, here="where rollouts are served")
+    else:
+        refuse_unused(context, {kind, *_USED[kind]}, here=f"with --{kind}")
 
 
 def answer(
