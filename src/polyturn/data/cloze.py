@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.data.problem_sets import search_row
+from polyturn.data.prepare import search_row
 from polyturn.retrieval.bm25 import words
 from polyturn.retrieval.index import SearchIndex, build_index
 from polyturn.retrieval.passages import Passage

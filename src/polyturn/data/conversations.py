@@ -9,7 +9,6 @@ names of the run's tools; without the key every configured tool is offered, and 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.messages import Message
 from polyturn.core.registry import import_attr
 from polyturn.core.task import as_rows
+from polyturn.data.dataset import JsonlRows
 from polyturn.data.media import with_media
 
 
@@ -71,19 +71,10 @@ def read_conversations(path: Path) -> list[Conversation]:
     """
     if not path.is_file():
         raise DataError(f"there is no file {str(path)!r}; warm_start.conversations names a jsonl file of conversations")
-    out = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as problem:
-            raise DataError(f"{where} is not JSON: {problem.msg} at column {problem.colno}") from problem
-        out.append(Conversation.from_row(row, where=where, base=path.parent))
-    if not out:
+    rows = JsonlRows(path)
+    if not len(rows):
         raise DataError(f"{path} holds no conversation")
-    return out
+    return [Conversation.from_row(rows.row(i), where=rows.where(i), base=path.parent) for i in range(len(rows))]
 
 
 def generate_conversations(path: str, *, base: Path | None = None, **kwargs: Any) -> list[Conversation]:

@@ -44,33 +44,39 @@ class Rows(Protocol):
         """Return row `index` as it stands in the file."""
         ...
 
+    def where(self, index: int) -> str:
+        """Return where row `index` stands, for messages."""
+        ...
 
-class _JsonlPart:
+
+class JsonlRows:
     """The bytes of a jsonl file and where each of its lines starts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-        bounds, start = [], 0
+        bounds, start, number = [], 0, 0
         while start < len(self._data):
-            end = self._data.find(b"\n", start)
+            end, number = self._data.find(b"\n", start), number + 1
             end = len(self._data) if end < 0 else end
             if self._data[start:end].strip():
-                bounds.append((start, end))
+                bounds.append((start, end, number))
             start = end + 1
-        self._bounds = np.array(bounds, np.int64).reshape(-1, 2)
+        self._bounds = np.array(bounds, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._bounds)
 
     def row(self, index: int) -> Any:
-        start, end = self._bounds[index]
+        start, end, _ = self._bounds[index]
         try:
             return json.loads(self._data[start:end])
         except (ValueError, RecursionError) as problem:
-            line = self._data.count(b"\n", 0, int(start)) + 1
             text = self._data[start : min(end, start + 60)].decode("utf-8", "replace")
-            raise DataError(f"{self.path}, line {line}: this is not JSON ({one_line(problem)}): {text!r}") from problem
+            raise DataError(f"{self.where(index)}: this is not JSON ({one_line(problem)}): {text!r}") from problem
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, line {self._bounds[index][2]}"
 
 
 class _ParquetPart:
@@ -90,9 +96,10 @@ class _ParquetPart:
         try:
             return self._table.slice(index, 1).to_pylist()[0]
         except (pa.ArrowException, ValueError, OverflowError) as problem:
-            raise DataError(
-                f"{self.path}, row {index}: it cannot be read ({one_line(problem)}); write it again"
-            ) from problem
+            raise DataError(f"{self.where(index)}: it cannot be read ({one_line(problem)}); write it again") from problem
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index}"
 
 
 class _RowsPart:
@@ -108,8 +115,11 @@ class _RowsPart:
     def row(self, index: int) -> Any:
         return self._rows[index]
 
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index}"
 
-_PARTS: dict[str, Callable[[Path], Rows]] = {".jsonl": _JsonlPart, ".ndjson": _JsonlPart, ".parquet": _ParquetPart}
+
+_PARTS: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonlRows, ".ndjson": JsonlRows, ".parquet": _ParquetPart}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +182,7 @@ class TaskDataset(TaskSequence):
         paths = [path for name in named for path in _find(Path(name), base or Path())]
         if not paths:
             raise DataError(f"no file is named for the tasks of {split!r}; give at least one .jsonl or .parquet file")
-        dataset = cls([_open_part(path) for path in paths], split=split, columns=columns)
+        dataset = cls([open_rows(path) for path in paths], split=split, columns=columns)
         if not len(dataset):
             raise DataError(f"there is no row in {', '.join(map(str, paths))}; {split!r} needs at least one task")
         return dataset
@@ -330,7 +340,12 @@ def inside(folder: Path, wanted: str = "") -> str:
     return f" In that folder: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
 
 
-def _open_part(path: Path) -> Rows:
+def open_rows(path: Path) -> Rows:
+    """Open a jsonl or parquet file.
+
+    Raises:
+        DataError: it is of an unknown kind, or damaged.
+    """
     kind = _PARTS.get(path.suffix)
     if kind is None:
         raise DataError(f"{path} is of the unknown kind {path.suffix!r}; tasks are read from {', '.join(sorted(_PARTS))}")

@@ -1,15 +1,19 @@
 """Prepare published problem sets: write the parquet files that a multi-turn run reads.
 
     prepare_gsm8k(Path("gsm8k"), variant="interaction", out=Path("data"))  ->  [data/train.parquet, data/test.parquet]
+    prepare_geo3k(None, out=Path("data"))    problem, figure, answer  ->  a prompt with the figure, and the zoom tool on it
+    prepare_search(None, out=Path("data"))   question, answers        ->  a prompt, the search tool, {"target": [...]}
 
-Separate from the readers: this runs once, by hand (`polyturn data gsm8k`). The columns are the documented ones
-(data_source, prompt, ability, reward_model, extra_info), so that the files also serve programs that expect those.
+Separate from the readers: this runs once, by hand (`polyturn data gsm8k`, `geo3k`, `search`). The columns are the documented
+ones (data_source, prompt, ability, reward_model, extra_info), so that the files also serve programs that expect those. A
+figure is written as a data URI into the row, so that the files can be moved and the zoom tool sees what the model sees.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+import base64
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,10 +21,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.data.dataset import open_rows
 from polyturn.tokens.hub import unreachable
 
 GSM8K = "openai/gsm8k"
 """The data source of the rows, and the dataset's name on the hub."""
+GEO3K = "hiyouga/geometry3k"
+"""The data source of the rows, and the dataset's name on the hub."""
+SEARCH = "PeterJinGo/nq_hotpotqa_train"
+"""The dataset of questions on the hub."""
 
 _SYSTEM = {
     "tool": (
@@ -35,6 +44,14 @@ _SYSTEM = {
     ),
 }
 _INSTRUCTION = "Let's think step by step and output the final answer after `####`."
+_GEO3K_SYSTEM = (
+    "You solve geometry problems about a figure. You may look at a region of the figure more closely by calling the tool "
+    "`image_zoom_in_tool`. Reason first, inside <think> and </think>, and end with the final answer in \\boxed{}."
+)
+_SEARCH_SYSTEM = (
+    "You answer questions. Reason about what you know and what you lack; whatever you lack you can look up by calling the "
+    "tool `search`, as often as you need. End with the answer alone, without an explanation, inside <answer> and </answer>."
+)
 
 
 def prepare_gsm8k(
@@ -63,16 +80,42 @@ def prepare_gsm8k(
     """
     if variant not in _SYSTEM:
         raise ConfigError(f"there is no gsm8k variant {variant!r}.{did_you_mean(variant, _SYSTEM)}")
-    out.mkdir(parents=True, exist_ok=True)
     said = _Wording(_SYSTEM[variant] if system is None else system, _INSTRUCTION if instruction is None else instruction)
-    written = []
-    for split in ("train", "test"):
-        problems = _from_hub(split) if folder is None else _from_jsonl(folder / f"{split}.jsonl")
-        rows = [_row(p, index=i, split=split, variant=variant, said=said) for i, p in enumerate(problems)]
-        path = out / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path)
-        written.append(path)
-    return written
+    row = functools.partial(_gsm8k_row, variant=variant, said=said)
+    return _prepare(row, functools.partial(_gsm8k_files, folder), out=out)
+
+
+def prepare_geo3k(folder: Path | None, *, out: Path) -> list[Path]:
+    """Write Geometry3K as `train.parquet` and `test.parquet`, each row with its figure and the zoom tool.
+
+    Args:
+        folder: Holds the dataset's parquet files, named by split; None fetches it from the hub.
+        out: The folder to write to; it is made.
+
+    Returns:
+        The files written.
+
+    Raises:
+        DataError: a file is missing, a row is no problem, or the hub cannot be reached.
+    """
+    return _prepare(_geo3k_row, _parquet_files(GEO3K, folder), out=out)
+
+
+def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
+    """Write questions as `train.parquet` and `test.parquet`, each row with the search tool.
+
+    Args:
+        folder: Holds `train*.parquet` and `test*.parquet` with the columns question and golden_answers, and data_source
+            where they come from several sets; None fetches Natural Questions and HotpotQA from the hub.
+        out: The folder to write to; it is made.
+
+    Returns:
+        The files written.
+
+    Raises:
+        DataError: a file is missing, a row is no question, or the hub cannot be reached.
+    """
+    return _prepare(search_row, _parquet_files(SEARCH, folder), out=out)
 
 
 def final_answer(answer: str) -> str:
@@ -93,7 +136,10 @@ class _Wording(NamedTuple):
     instruction: str
 
 
-def _row(problem: dict[str, Any], *, index: int, split: str, variant: str, said: _Wording) -> dict[str, Any]:
+def _gsm8k_row(problem: Any, *, index: int, split: str, where: str, variant: str, said: _Wording) -> dict[str, Any]:
+    fields = ("question", "answer")
+    if not isinstance(problem, dict) or not all(isinstance(problem.get(f), str) for f in fields):
+        raise DataError(f"{where}: a problem needs the texts 'question' and 'answer', not {str(problem)[:80]!r}")
     question, answer = problem["question"], problem["answer"]
     try:
         truth = final_answer(answer)
@@ -119,40 +165,107 @@ def _row(problem: dict[str, Any], *, index: int, split: str, variant: str, said:
     }
 
 
-def _from_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def _geo3k_row(problem: Mapping[str, Any], *, index: int, split: str, where: str) -> dict[str, Any]:
+    text, answer = problem.get("problem"), problem.get("answer")
+    if not isinstance(text, str) or not isinstance(answer, str):
+        raise DataError(f"{where}: a problem needs the texts 'problem' and 'answer', not {sorted(problem)}")
+    figures = [_data_uri(item, where=where) for item in problem.get("images") or []]
+    if len(figures) != max(1, text.count("<image>")):
+        raise DataError(f"{where}: the problem points at {text.count('<image>')} figures and 'images' holds {len(figures)}")
+    tools = {"image_zoom_in_tool": {"create_kwargs": {"image": figures[0]}}}
+    return {
+        "data_source": GEO3K,
+        "prompt": [
+            {"role": "system", "content": _GEO3K_SYSTEM},
+            {"role": "user", "content": text if "<image>" in text else f"<image>\n{text}"},
+        ],
+        "images": figures,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, "need_tools_kwargs": True, "tools_kwargs": tools},
+    }
+
+
+def search_row(problem: Mapping[str, Any], *, index: int, split: str, where: str) -> dict[str, Any]:
+    """Return the row of a question that is answered by searching.
+
+    Raises:
+        DataError: it has no `question`, or no `golden_answers`.
+    """
+    question, answers = problem.get("question"), problem.get("golden_answers")
+    if not isinstance(question, str) or not isinstance(answers, list) or not answers:
+        raise DataError(f"{where}: a row needs a text 'question' and a list 'golden_answers', not {sorted(problem)}")
+    source = f"searchR1_{problem.get('data_source') or 'questions'}"
+    tools = {"search": {"create_kwargs": {"data_source": source}}}
+    return {
+        "data_source": source,
+        "prompt": [{"role": "system", "content": _SEARCH_SYSTEM}, {"role": "user", "content": question}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": [str(a) for a in answers]}},
+        "extra_info": {"split": split, "index": index, "need_tools_kwargs": True, "tools_kwargs": tools},
+    }
+
+
+def _prepare(row: Callable[..., dict[str, Any]], files_of: Callable[[str], list[Path]], *, out: Path) -> list[Path]:
+    """Write the rows that `row` makes of those in the files of each split, and return the files written."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for split in ("train", "test"):
+        found = ((rows.row(i), rows.where(i)) for rows in map(open_rows, files_of(split)) for i in range(len(rows)))
+        made = [row(problem, index=index, split=split, where=where) for index, (problem, where) in enumerate(found)]
+        written.append(out / f"{split}.parquet")
+        pq.write_table(pa.Table.from_pylist(made), written[-1])
+    return written
+
+
+def _gsm8k_files(folder: Path | None, split: str) -> list[Path]:
+    if folder is None:
+        from huggingface_hub import hf_hub_download  # only this path needs it, and it is slow to import
+
+        fetch = functools.partial(hf_hub_download, GSM8K, f"main/{split}-00000-of-00001.parquet")
+        advice = "download train.jsonl and test.jsonl from OpenAI's grade-school-math repository and name their folder"
+        return [_fetched(GSM8K, fetch, advice=advice)]
+    path = folder / f"{split}.jsonl"
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {str(folder)!r}; name the one with train.jsonl and test.jsonl")
     if not path.is_file():
-        if not path.parent.is_dir():
-            raise DataError(f"there is no folder {str(path.parent)!r}; name the one with train.jsonl and test.jsonl")
-        inside = ", ".join(sorted(p.name for p in path.parent.iterdir())) or "nothing"
+        inside = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
         raise DataError(f"there is no {path}; the folder must hold train.jsonl and test.jsonl, and it holds {inside}")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                problem = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: this is not JSON ({one_line(error)})") from error
-            yield _checked(problem, f"{path}, line {number}")
+    return [path]
 
 
-def _from_hub(split: str) -> Iterable[dict[str, Any]]:
-    from huggingface_hub import hf_hub_download  # only this path needs it, and it is slow to import
+def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]]:
+    """Return what gives the parquet files of a split, of a folder or of the data set on the hub."""
+    where = f"the dataset {name}" if folder is None else str(folder)
+    if folder is None:
+        from huggingface_hub import snapshot_download  # only this path needs it, and it is slow to import
 
-    name = f"main/{split}-00000-of-00001.parquet"
+        fetch = functools.partial(snapshot_download, name, allow_patterns=["*.parquet"])
+        folder = _fetched(name, fetch, advice="download its parquet files and name their folder")
+    found = sorted(folder.glob("**/*.parquet"))
+
+    def files_of(split: str) -> list[Path]:
+        if not (files := [path for path in found if path.name.startswith(split)]):
+            raise DataError(f"{where} has no {split}*.parquet; it holds {[p.name for p in found] or 'no parquet file'}")
+        return files
+
+    return files_of
+
+
+def _fetched(name: str, fetch: Callable[..., str], *, advice: str) -> Path:
+    """Return what `fetch` brings of a data set on the hub."""
     why = unreachable()  # one attempt; the library itself would try for a minute
     try:
-        path = hf_hub_download(GSM8K, name, repo_type="dataset", local_files_only=why is not None)
+        return Path(fetch(repo_type="dataset", local_files_only=why is not None))
     except Exception as error:
         raise DataError(
-            f"{GSM8K} cannot be fetched from the Hugging Face hub ({why or one_line(error)[:200]}); download train.jsonl "
-            "and test.jsonl from OpenAI's grade-school-math repository and name their folder with --from"
+            f"{name} cannot be fetched from the Hugging Face hub ({why or one_line(error)[:200]}); {advice} with --from"
         ) from error
-    return [_checked(row, f"{GSM8K} {name}") for row in pq.read_table(path).to_pylist()]
 
 
-def _checked(problem: Any, where: str) -> dict[str, Any]:
-    fields = ("question", "answer")
-    if not isinstance(problem, dict) or not all(isinstance(problem.get(f), str) for f in fields):
-        raise DataError(f"{where}: a problem needs the texts 'question' and 'answer', not {str(problem)[:80]!r}")
-    return problem
+def _data_uri(item: Any, *, where: str) -> str:
+    data = item.get("bytes") if isinstance(item, Mapping) else item
+    if not isinstance(data, bytes):
+        raise DataError(f"{where}: a figure must be bytes, or have 'bytes'; this one is {item!r:.80}")
+    kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -11,7 +11,7 @@ import pytest
 
 from polyturn.core.errors import DataError
 from polyturn.data.dataset import TaskDataset
-from polyturn.data.problem_sets import prepare_geo3k, prepare_search
+from polyturn.data.prepare import prepare_geo3k, prepare_search
 
 PNG = b"\x89PNG\r\n\x1a\n"
 PROBLEM = {"images": [{"bytes": PNG, "path": None}], "problem": "<image>Find x.", "answer": "3"}

@@ -78,7 +78,7 @@ def geo3k(
     ] = None,
 ) -> None:
     """Write Geometry3K as tasks with figures to zoom into."""
-    from polyturn.data.problem_sets import prepare_geo3k
+    from polyturn.data.prepare import prepare_geo3k
 
     with _all_or_nothing(out):
         written = prepare_geo3k(source, out=out)
@@ -106,7 +106,7 @@ def search(
     questions: Annotated[int, typer.Option(min=1, help="With texts: questions at most.")] = 5000,
 ) -> None:
     """Write questions as tasks that are answered by searching. Over texts, with the index that answers them."""
-    from polyturn.data.problem_sets import prepare_search
+    from polyturn.data.prepare import prepare_search
 
     if texts or python_docs:
         from polyturn.data.cloze import prepare_cloze
