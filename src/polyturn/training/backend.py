@@ -2,7 +2,7 @@
 
     ModelPolicy, Critic     what is computed over the batch of a whole step: coefficients, marks, the weight of the KL term
       |  score, forward_backward, optim_step, save, load
-    ModelBackend            the network of this process: whole (`OneDevice`), or this rank's shards of it (`Sharded`)
+    ModelBackend            the network of this process: whole (`Placement`), or this rank's shards of it (`Sharded`)
     RankedBackend           the same calls, made on every rank of a group, each with a share of the samples
 
 Another way of holding a model (pipelines, experts spread over nodes) is another `Placement` on the ranks, an entry point of

@@ -29,9 +29,9 @@ from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.backend import Backend, OverBackend
-from polyturn.training.loss_terms import Terms
+from polyturn.training.loss_terms import Objective, Terms
 from polyturn.training.modality_encoders import touching
-from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
+from polyturn.training.model_backend import ModelBackend, Placement
 from polyturn.training.network import Network
 from polyturn.training.options import CriticSettings, OptimSettings
 
@@ -117,7 +117,7 @@ def critic_backend(
     Raises:
         ConfigError: the model cannot be split as `placement` asks.
     """
-    placement = placement or OneDevice()
+    placement = placement or Placement()
     found = model.base_model if backbone is None else backbone
     assert isinstance(found, PreTrainedModel)
     network = ValueNetwork(found)
@@ -176,8 +176,8 @@ class ValueNetwork(Network):
         return found
 
 
-class ValueTerms:
-    """The value loss, as an `Objective`."""
+class ValueTerms(Objective):
+    """The value loss."""
 
     def __init__(self, settings: CriticSettings) -> None:
         self._settings = settings

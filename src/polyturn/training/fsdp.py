@@ -23,17 +23,16 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.engines.routers import Routers
 from polyturn.training.backend import Degrees
 from polyturn.training.lora import adapter_tensors
 from polyturn.training.modality_encoders import layers_of, towers_of
-from polyturn.training.model_backend import Cut
-from polyturn.training.network import Network, PolicyNetwork
+from polyturn.training.model_backend import Cut, Placement
+from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
 from polyturn.training.shards import is_split_over_row, local_part
@@ -66,18 +65,34 @@ def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
     return init_device_mesh(device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
 
 
-class Sharded:
-    """Parameters, gradients and moments in shards over a mesh; implements `Placement`, and its calls are collective."""
+class OverRanks(Placement):
+    """A placement over ranks, whose calls are collective."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
-        """Spread over `mesh`, from `make_mesh`; this rank computes on `device`.
+    def __init__(self, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
+        """Let this rank compute on `device`.
 
-        What is trained, and a copy of it, begins with the shards `start`, by the names of its backbone; None leaves it its
-        own weights, which a model that is unread is given from its files.
+        What is trained, and a copy of it, begins with this rank's parts `start`, by the names of its backbone; None leaves
+        it its own weights, which a model that is unread is given from its files.
         """
-        self._mesh = mesh
         self._device = device
         self._start = start
+
+    def device(self, network: Network) -> torch.device:
+        """Return the device of this rank."""
+        return self._device
+
+    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Cut the samples of this rank's row, and add passes without weight until it has as many as the longest row."""
+        return in_step(cut, samples, coefs, device=self._device)
+
+
+class Sharded(OverRanks):
+    """Parameters, gradients and moments in shards over a mesh."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
+        """Spread over `mesh`, from `make_mesh`."""
+        super().__init__(device, start=start)
+        self._mesh = mesh
 
     @classmethod
     def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Sharded:
@@ -97,12 +112,6 @@ class Sharded:
                     f"train.distributed.{name}_parallel is {size} and train.backend is torch, which has none; set "
                     "train.backend: megatron, or leave it at 1"
                 )
-
-    def policy(
-        self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
-    ) -> Network:
-        """Return the model with its head; `optimizer` or `freeze` shards it."""
-        return PolicyNetwork(model, routers=routers, replays=replays)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> ShardedOptimizer:
         """Split the layers over a row, shard everything over the rows, and return what updates this rank's shards.
@@ -135,14 +144,6 @@ class Sharded:
         elif is_unread(network.backbone):
             read_weights(network.backbone, self._device)
         register_fsdp_forward_method(network, "try_out")
-
-    def device(self, network: Network) -> torch.device:
-        """Return the device of this rank."""
-        return self._device
-
-    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Cut this rank's samples, and add passes without weight until it has as many as the longest rank."""
-        return in_step(cut, samples, coefs, device=self._device)
 
     def release(self, network: Network) -> None:
         """Free the whole copies of what the last pass used."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Terms(NamedTuple):
     """Of the pass as a whole."""
 
 
-class Objective(Protocol):
+class Objective:
     """What a network is trained to minimise, token by token."""
 
     def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
@@ -90,14 +90,29 @@ class Objective(Protocol):
         Raises:
             TrainingError: the samples lack what it needs.
         """
-        ...
+        raise NotImplementedError
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
-        """Return the sentence for a loss that is not finite."""
-        ...
+        """Return the sentence for a loss that is not finite: the first target whose term is not, and what it was made of."""
+        bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
+        s = bad[0] if bad else 0
+        arrays = {
+            "advantage": batch.advantages_S,
+            "old_logprob": batch.old_logprobs_S,
+            "rollout_logprob": batch.rollout_logprobs_S,
+            "ref_logprob": batch.ref_logprobs_S,
+        }
+        numbers = "".join(f", {name} {float(a[s]):g}" for name, a in arrays.items() if a is not None)
+        sample = samples[int(batch.sample_S[s])]
+        return (
+            f"the loss is not finite at optimizer step {step}: {len(bad)} of {batch.num_targets} tokens of a "
+            f"micro-batch, first token {int(batch.token_S[s])} of sample {'/'.join(map(str, sample.id))} with loss "
+            f"{terms.loss_S[s].item():g}, logprob {terms.scores_S[s].item():g}{numbers}; if the logprob is not finite "
+            "look at the parameters (loss/grad_norm and loss/lr of the steps before), otherwise at where it comes from"
+        )
 
 
-class PolicyTerms:
+class PolicyTerms(Objective):
     """The terms of the policy's loss, with their options bound."""
 
     def __init__(
@@ -129,10 +144,6 @@ class PolicyTerms:
         options = {"entropy_grad": algorithm.entropy_coef != 0}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
         return lambda network, batch: self._terms(batch, network(batch, **options), kl_coef)
-
-    def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
-        """Return the sentence for a loss that is not finite."""
-        return non_finite_message(samples, batch, terms, step=step)
 
     def _terms(self, batch: MicroBatch, scores: TargetScores, kl_coef: float) -> Terms:
         """Return the loss of each target, which the policy loss, its correction, the KL term and the teacher add up to."""
@@ -176,16 +187,12 @@ class PolicyTerms:
         return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.metrics)
 
 
-class SupervisedTerms:
+class SupervisedTerms(Objective):
     """The cross-entropy of each target."""
 
     def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
         """Return the terms of micro-batches."""
         return self._terms
-
-    def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
-        """Return the sentence for a loss that is not finite."""
-        return non_finite_message(samples, batch, terms, step=step)
 
     def _terms(self, network: Network, batch: MicroBatch) -> Terms:
         logprobs_S = network(batch, entropy_grad=None).logprobs_S
@@ -216,23 +223,3 @@ def as_step(metrics: Metrics) -> Metrics:
     """Turn the summed losses of one optimizer step into means, so that several steps in one line are averaged."""
     is_loss = {n for n, m in metrics.items() if n.startswith("loss/") and isinstance(m, Sum) and n != "loss/micro_batches"}
     return {name: Mean(m.value) if name in is_loss else m for name, m in metrics.items()}
-
-
-def non_finite_message(samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
-    """Name the first target whose term is not finite and the numbers it was made of."""
-    bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
-    s = bad[0] if bad else 0
-    arrays = {
-        "advantage": batch.advantages_S,
-        "old_logprob": batch.old_logprobs_S,
-        "rollout_logprob": batch.rollout_logprobs_S,
-        "ref_logprob": batch.ref_logprobs_S,
-    }
-    numbers = "".join(f", {name} {float(a[s]):g}" for name, a in arrays.items() if a is not None)
-    sample = samples[int(batch.sample_S[s])]
-    return (
-        f"the loss is not finite at optimizer step {step}: {len(bad)} of {batch.num_targets} tokens of a "
-        f"micro-batch, first token {int(batch.token_S[s])} of sample {'/'.join(map(str, sample.id))} with loss "
-        f"{terms.loss_S[s].item():g}, logprob {terms.scores_S[s].item():g}{numbers}; if the logprob is not finite "
-        "look at the parameters (loss/grad_norm and loss/lr of the steps before), otherwise at where it comes from"
-    )

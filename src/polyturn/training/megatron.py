@@ -17,36 +17,28 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError
-from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
 from polyturn.training.backend import Degrees
-from polyturn.training.fsdp import in_step
+from polyturn.training.fsdp import OverRanks
 from polyturn.training.hf import load_model
 from polyturn.training.megatron_network import MegatronNetwork
 from polyturn.training.megatron_weights import require_split
-from polyturn.training.model_backend import Cut
 from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread
 
 
-class Megatron:
-    """What megatron-core splits: parameters, gradients, moments; implements `Placement`, and its calls are collective."""
+class Megatron(OverRanks):
+    """What megatron-core splits: parameters, gradients, moments."""
 
     def __init__(self, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
-        """Split by `degrees`; this rank computes on `device`.
-
-        What is trained, and a copy of it, begins with this rank's parts `start`; None leaves it the model's own weights.
-        """
+        """Split by `degrees`."""
+        super().__init__(device, start=start)
         self._degrees = degrees
-        self._device = device
-        self._start = start
 
     @classmethod
     def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Megatron:
@@ -99,20 +91,6 @@ class Megatron:
         assert isinstance(network, MegatronNetwork)
         self._start = None
         return MegatronOptimizer(network, settings)
-
-    def freeze(self, network: Network, *, is_copy: bool) -> None:
-        """Leave `network` as it was made."""
-
-    def device(self, network: Network) -> torch.device:
-        """Return the device of this rank."""
-        return self._device
-
-    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Cut this row's samples, and add passes without weight until it has as many as the longest row."""
-        return in_step(cut, samples, coefs, device=self._device)
-
-    def release(self, network: Network) -> None:
-        """Nothing was gathered."""
 
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Adapters are refused before."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,70 +57,40 @@ from polyturn.training.weight_shifts import WeightShifts, groups_of
 Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
 
-class Placement(Protocol):
-    """Where the parameters of networks are, and what that asks of passes and states."""
+class Placement:
+    """Where the parameters of networks are, and what that asks of passes and states.
+
+    Here everything is where the model is; an engine may share its tensors, which are only ever written in place.
+    """
 
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
     ) -> Network:
         """Return the form that a causal language model has here, with its `routers` if they are looked at; `is_copy` says
         that its weights are those of what is trained."""
-        ...
-
-    def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
-        """Put `network` where it is trained, and return what updates it there."""
-        ...
-
-    def freeze(self, network: Network, *, is_copy: bool) -> None:
-        """Put `network` where it is only scored with; `is_copy` says that it is one of what is trained."""
-        ...
-
-    def device(self, network: Network) -> torch.device:
-        """Return where this process computes."""
-        ...
-
-    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Return this process's micro-batches."""
-        ...
-
-    def release(self, network: Network) -> None:
-        """Free what the last pass gathered."""
-        ...
-
-    def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Let `model` score with another adapter meanwhile."""
-        ...
-
-
-class OneDevice:
-    """Everything is where the model is; an engine may share its tensors, which are only ever written in place."""
-
-    def policy(
-        self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
-    ) -> Network:
-        """Return the model as it is, with its head."""
         return PolicyNetwork(model, routers=routers, replays=replays)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
-        """Return AdamW over the model's own parameters."""
+        """Put `network` where it is trained, and return what updates it there."""
         return Optimizer(network.saved, settings)
 
     def freeze(self, network: Network, *, is_copy: bool) -> None:
-        """Leave `network` where it is."""
+        """Put `network` where it is only scored with; `is_copy` says that it is one of what is trained."""
 
     def device(self, network: Network) -> torch.device:
-        """Return the device of the model."""
+        """Return where this process computes."""
         return next(network.saved.parameters()).device
 
     def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Return the micro-batches as they are cut."""
+        """Return this process's micro-batches."""
         return cut(samples, coefs)
 
     def release(self, network: Network) -> None:
-        """Nothing was gathered."""
+        """Free what the last pass gathered."""
 
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Exchange the storage, so that an engine which shares it notices nothing."""
+        """Let `model` score with another adapter meanwhile: the storage is exchanged, so that an engine which shares it
+        notices nothing."""
         return adapter_replaced(model, tensors)
 
 

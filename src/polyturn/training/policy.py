@@ -36,7 +36,7 @@ from polyturn.tokens.positions import MediaRows
 from polyturn.training.backend import OWN, REFERENCE, Backend, OverBackend
 from polyturn.training.lora import has_lora
 from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTerms
-from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
+from polyturn.training.model_backend import ModelBackend, Placement
 from polyturn.training.network import Network
 from polyturn.training.optim import OptimSettings
 from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, require_same_vocabulary
@@ -191,7 +191,7 @@ def policy_backend(
         ConfigError: a balance term without experts, a KL term without a reference, a distillation term without a teacher,
             one of another vocabulary, or a model that cannot be split as `placement` asks.
     """
-    placement, loss = placement or OneDevice(), loss or LossSettings()
+    placement, loss = placement or Placement(), loss or LossSettings()
     for other, name in ((reference, "reference"), (teacher, "teacher")):
         if isinstance(other, PreTrainedModel):
             require_same_vocabulary(model, other, name=name)
