@@ -26,9 +26,10 @@ from polyturn.tracking.console import Progress
 from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
+    from polyturn.engines.update_gate import WeightChannel
     from polyturn.training.loop import Trainer
+    from polyturn.training.observer import RunObserver
     from polyturn.training.policy import ModelPolicy
-    from polyturn.training.state import TrainObserver, WeightChannel
     from polyturn.training.update import Update
 
 
@@ -52,7 +53,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     return ModelPolicy(backend, loss=options["loss"])
 
 
-def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
+def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
     from polyturn.training.checkpoint import WARM_START, Checkpoints
     from polyturn.training.journal_file import FOLDER, JournalFile

@@ -98,22 +98,26 @@ class UpdateGate(EngineWrapper):
             self._is_open.set()
 
 
-class Channel(Protocol):
-    """A way of weights to an engine."""
+class WeightChannel(Protocol):
+    """The way of the policy's weights to an engine."""
 
     async def start(self, version: int) -> object:
-        """Bring the first weights there."""
+        """Bring the first weights there, as `version`."""
         ...
 
     async def publish(self, version: int) -> object:
-        """Bring the weights as they are now."""
+        """Bring the weights as they are now, as `version`.
+
+        Raises:
+            EngineError: they did not arrive.
+        """
         ...
 
 
 class GatedChannel:
     """A channel that closes the gate of the episodes while weights go through it; its own probes pass beside the gate."""
 
-    def __init__(self, channel: Channel, gate: UpdateGate) -> None:
+    def __init__(self, channel: WeightChannel, gate: UpdateGate) -> None:
         self._channel = channel
         self._gate = gate
 

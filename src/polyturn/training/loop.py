@@ -35,9 +35,10 @@ from polyturn.evaluation.report import is_success, report
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver, SavingClock
 from polyturn.training.journal_file import JournalFile
+from polyturn.training.observer import RunObserver
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
-from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, Saving, TrainObserver
+from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, Saving
 from polyturn.training.update import StepResult, Update
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Trainer:
         data: Data,
         engine: EngineLink,
         saving: Saving,
-        observer: TrainObserver,
+        observer: RunObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts."""

@@ -141,7 +141,7 @@ class RunObserver:
         logger.info("warm start: %s", self._sft_last)
 
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
-        """A group is done: the progress within a step, and within an evaluation."""
+        """A group is done; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
         self._advance(phase, total)
 
     def on_rollout(self, group: TrajectoryGroup, *, total: int) -> None:
@@ -156,7 +156,7 @@ class RunObserver:
         groups: Sequence[TrajectoryGroup],
         trained: Mapping[str, Trained] | None = None,
     ) -> None:
-        """A training step is done: its metrics and its trajectories are written, with what it made of each."""
+        """A training step is done: its metrics and its trajectories are written, with what it made of each, by its id."""
         self._end_phase()
         self._record(groups, step=step, split="train", trained=trained)
         if self._also.train_dump is not None:

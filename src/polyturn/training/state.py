@@ -1,7 +1,6 @@
-"""What the training loop is told and keeps: its settings, its state, and what it speaks to. Values and protocols alone.
+"""What the training loop is told and keeps: its settings, its state, and what it speaks to. Values alone.
 
 LoopSettings    how long and how much          LoopState     where a run is, kept in every checkpoint
-TrainObserver   is told what happens           WeightChannel the way of new weights to the engine
 Data, EngineLink, Saving    the tasks, the engine and the checkpoints of a run, as the loop needs them
 """
 
@@ -11,38 +10,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from polyturn.core.task import Task
-from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
+from polyturn.engines.update_gate import WeightChannel
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.evaluation.options import EvalOptions
-from polyturn.evaluation.report import EvalReport
-from polyturn.store.schema import Trained
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.options import TrainOptions
 from polyturn.training.policy_snapshots import PolicySnapshots
-
-
-class TrainObserver(Protocol):
-    """Is told what happens, for the records and for a person to read. It decides nothing."""
-
-    def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
-        """A group is done; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
-
-    def on_step(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        groups: Sequence[TrajectoryGroup],
-        trained: Mapping[str, Trained],
-    ) -> None:
-        """A step is done; `trained` says by trajectory id what it made of each."""
-
-    def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
-        """An evaluation set is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +53,6 @@ class Data(NamedTuple):
     eval_sets: Sequence[EvalSet] = ()
     sampler: Callable[[], TaskSampler] | None = None
     """Makes the order of the tasks; None takes a shuffled one."""
-
-
-class WeightChannel(Protocol):
-    """The way of the policy's weights to the engine."""
-
-    async def start(self, version: int) -> object:
-        """Bring the first weights there, as `version`."""
-
-    async def publish(self, version: int) -> object:
-        """Bring the weights as they are now, as `version`.
-
-        Raises:
-            EngineError: they did not arrive.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
