@@ -108,9 +108,10 @@ async def test_by_default_the_model_keeps_all_it_wrote(template: str) -> None:
     assert trained(trajectory, codec) == ["".join(f"{said}<|im_end|>" for said in SAYS)]
 
 
-async def test_the_check_names_the_reasoning_that_the_template_strips() -> None:
+async def test_the_check_counts_the_reasoning_that_the_template_strips(caplog: pytest.LogCaptureFixture) -> None:
     trajectory, _, _ = await told("strips_reasoning", at_inference=False)
     assert trajectory.metrics["sanity_reasoning_stripped"] == 2.0  # both turns but the last
+    assert not caplog.messages  # it is the template's way, and asks nothing of anybody
     repaired, _, _ = await told("keeps_reasoning", at_inference=False)
     assert "sanity_reasoning_stripped" not in repaired.metrics
 

@@ -75,7 +75,7 @@ class RolloutContext:
     """The model's processor, for messages that show images, videos or sounds; None for text."""
 
     told: set[str] = field(default_factory=set)
-    """Lines of plug-ins whose exceptions were logged with their traceback."""
+    """What is said once in a run: lines of plug-ins whose exceptions were logged with their traceback, and `warn_of`."""
 
     journal: Journal | None = None
     """Where live episodes are kept turn by turn, so that a resumed run goes on with them; None keeps nothing."""
@@ -86,7 +86,6 @@ class RolloutContext:
     calls: AuthorCalls = field(init=False)
     """Calls the scheduler's methods."""
     _num_finished: int = 0
-    _warned: set[str] = field(default_factory=set)
     _encoders: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
     _brought: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
     """Encoders by the schemas of tools that agents brought."""
@@ -168,9 +167,9 @@ class RolloutContext:
         return is_on and (self._num_finished - 1) % self.sanity_every == 0
 
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
-        """Warn of a difference between held ids and a full render, once per class and run; the rest is a metric."""
-        if difference.kind not in self._warned:
-            self._warned.add(difference.kind)
+        """Warn of a difference between held ids and a full render that nothing explains, once in a run."""
+        if difference.kind == sanity.UNEXPLAINED and difference.kind not in self.told:
+            self.told.add(difference.kind)
             logger.warning(
                 "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept",
                 self.sanity_mode,

@@ -318,7 +318,7 @@ def _check_scores(turns: Sequence[OpenTurn]) -> None:
 def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]:
     """Compare the held ids with a full render of the same messages, if it is this episode's turn; return metrics.
 
-    It changes nothing: a difference is counted, and warned of once per class and run. A history that was rewritten or
+    It changes nothing: a difference is counted, and one that nothing explains warned of. A history that was rewritten or
     rendered holds full renders by construction and is not compared.
     """
     if not episode.resources.turns or not context.is_sanity_due():

@@ -31,6 +31,10 @@ KINDS = ("generation_prompt", "merge", "whitespace", "tool_call_json", "reasonin
 other tokens, merged at a boundary; other white space; the same tool calls written differently; reasoning dropped; the turn
 ends with the token that the model ends it with and not with the one that the template has in a history; anything else."""
 
+UNEXPLAINED = KINDS[-1]
+"""The kind to look at. Each of the others is the template's way with a history, or the model's own way of writing: the
+sampled ids are right as they are, and it is a metric alone."""
+
 _STRIPPABLE = ("merge", "whitespace")
 _CONTEXT = 10
 

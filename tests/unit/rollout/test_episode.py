@@ -22,6 +22,7 @@ from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
+from polyturn.tokens.sanity import KINDS, Difference
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 
@@ -324,3 +325,11 @@ def test_engine_error_is_a_runtime_error():
 def test_the_first_episode_and_every_so_many_behind_it_are_compared_with_a_full_render():
     context = scripted_context([], sanity_every=3)
     assert [context.is_sanity_due() for _ in range(5)] == [True, False, False, True, False]
+
+
+def test_only_a_difference_that_nothing_explains_is_warned_of_and_once(caplog: pytest.LogCaptureFixture):
+    context = scripted_context([])
+    for kind in (*KINDS, *KINDS):
+        found = Difference(kind=kind, index=3, full_index=3, block=0, held="a b", full="a  b")
+        context.warn_of(found, where="g1/0")
+    assert [record.getMessage().partition(": ")[2][:16] for record in caplog.records] == ["other at token 3"]
