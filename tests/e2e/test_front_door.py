@@ -101,9 +101,11 @@ def test_a_run_from_objects_leaves_what_a_run_from_yaml_leaves(tmp_path: Path) -
     assert "eval-greedy-1/0" in run.trajectories._repr_html_()
 
 
-def test_a_run_goes_on_with_its_objects(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = polyturn.train(**given(tmp_path))
     more = run.resume(steps=3)
+    told = [said.partition("another setting: ")[2] for said in caplog.messages if "another setting" in said]
+    assert told == ["train.steps: 2 -> 3"], "other rows, functions or models would be said too"
     assert more.folder == run.folder
     assert more.metrics["step"] == [1, 2, 3]
     assert len(more.trajectories) == 3 * 2 * 3

@@ -10,7 +10,9 @@ goes to another process with the object, by pickle. Two objects never share a la
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -54,6 +56,15 @@ def hold(of: Any, *, name: str | None = None) -> LiveObject:
 def is_label(value: Any) -> bool:
     """Return whether `value` is written as the label of a live object."""
     return isinstance(value, str) and value.startswith(_START) and value.endswith(_END)
+
+
+def unnumbered(value: Any) -> Any:
+    """Return plain data with the labels in it as they are where each object is the first of its name."""
+    if isinstance(value, Mapping):
+        return {key: unnumbered(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [unnumbered(inner) for inner in value]
+    return re.sub(r" #\d+>$", _END, value) if is_label(value) else value
 
 
 def is_held(label: str) -> bool:
