@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import polyturn
+from polyturn.api.folders import hold_folder
 from polyturn.cli.main import main
 from polyturn.testing.tiny_models import tiny_tokenizer
 from support.models import tiny_model
@@ -111,6 +112,15 @@ def test_a_run_goes_on_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptur
     assert len(more.trajectories) == 3 * 2 * 3
     last = polyturn.train(**given(tmp_path, name=run.folder.name, steps=4, resume=True))
     assert (last.folder, last.metrics["step"]) == (run.folder, [1, 2, 3, 4])
+
+
+def test_a_run_that_begins_where_it_may_have_gone_on_leaves_the_folder_of_that_name_to_others(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    steps = polyturn.steps(**given(tmp_path, name="mine", steps=1, resume="auto"))
+    for _ in steps:
+        with hold_folder(tmp_path / "mine"):
+            pass
+    assert steps.run.folder.name == "mine-2"
 
 
 def test_a_run_is_a_model_to_evaluate_and_to_sample_from(tmp_path: Path) -> None:

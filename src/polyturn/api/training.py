@@ -177,8 +177,9 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         attempt.held.enter_context(hold_folder(folder))
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None
     former = latest or warm_checkpoints(folder).latest() if resume else None
-    if resume == "auto":
-        resume = former is not None
+    if resume == "auto" and former is None:
+        resume = False
+        attempt.held.close()  # the run gets a folder of its own
     if former is not None and config.model.lora is not None and (former / MODEL / CONFIG_FILE).is_file():
         require_same_settings(former / MODEL, rank=config.model.lora.rank, alpha=config.model.lora.alpha)
     if resume and former is None:
