@@ -39,7 +39,7 @@ def train(
 
     Args:
         model: A name on the hub, a folder, a run or its folder (which mean its newest checkpoint), the section `model` as a
-            dict, or a causal language model of transformers, which is trained in place.
+            dict, or a causal language model of transformers, which is trained in place. A YAML file here is `config`.
         tasks: What to train on: a list of rows (dicts with a `prompt`), of texts or of `polyturn.Task`; a data set of
             Hugging Face; the path of a jsonl or Parquet file, or several; a function that returns one of these.
         tools: What the model may call: functions with annotations and a docstring, or tools; or the path of a tools file.
@@ -137,7 +137,18 @@ def rollout(
     return Run(folder, resources=source)
 
 
-def steps(config: Any = None, *, resume: bool | Literal["auto"] = False, **given: Any) -> Steps:
+def steps(
+    model: Any = None,
+    tasks: Any = None,
+    *,
+    tools: Any = None,
+    interaction: Any = None,
+    reward: Any = None,
+    eval_tasks: Any = None,
+    config: Any = None,
+    resume: bool | Literal["auto"] = False,
+    **overrides: Any,
+) -> Steps:
     """Train a step at a time, with the groups, samples, advantages and metrics of each in hand before it is taken.
 
         for step in polyturn.steps("config.yaml", steps=100):
@@ -148,9 +159,7 @@ def steps(config: Any = None, *, resume: bool | Literal["auto"] = False, **given
     taken by `step.update()`, or when the loop asks for the next one; leaving the loop ends the run with a checkpoint.
 
     Args:
-        config: A YAML file, or the same as a dict.
-        resume: As for `train`.
-        given: The arguments of `train`.
+        model, tasks, tools, interaction, reward, eval_tasks, config, resume, overrides: As for `train`.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
@@ -158,7 +167,8 @@ def steps(config: Any = None, *, resume: bool | Literal["auto"] = False, **given
     from polyturn.api.given import GivenArguments, read
     from polyturn.api.stepping import Steps
 
-    told = GivenArguments.of(given, config=config)
+    own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
+    told = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
     source, resolved = read(told)
 
     def work(hooks: Any) -> Run:

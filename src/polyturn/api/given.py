@@ -35,6 +35,7 @@ from polyturn.tools.base import BaseTool
 from polyturn.tools.function import FunctionTool
 
 FILES = (".jsonl", ".ndjson", ".parquet")
+_YAML = (".yaml", ".yml")
 _EMPTY: Mapping[str, Any] = {"streaming": False, "columns": {}, "kwargs": {}}
 
 
@@ -59,11 +60,15 @@ class GivenArguments:
     def of(cls, keywords: Mapping[str, Any], **own: Any) -> GivenArguments:
         """Return what a function was called with: its own parameters, and further keywords, of which some are ours too.
 
+        A YAML file that stands first is the configuration.
+
         Raises:
             ConfigError: a keyword belongs to another function.
         """
         if strange := [name for name in keywords if name in own or name == "resume"]:
             raise ConfigError(f"{strange[0]!r} is for polyturn.train and polyturn.steps; leave it out here")
+        if isinstance(own["model"], str | Path) and own["config"] is None and Path(own["model"]).suffix in _YAML:
+            own |= {"model": None, "config": own["model"]}
         ours = {name: value for name, value in keywords.items() if name in cls.__dataclass_fields__ and name != "overrides"}
         return cls(**own, **ours, overrides={name: value for name, value in keywords.items() if name not in ours})
 
@@ -81,7 +86,7 @@ def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
         merge(values, reader.plain(given.config))
     elif isinstance(given.config, str | Path):
         path = Path(given.config)
-        if path.suffix not in (".yaml", ".yml", ".json") and not path.exists():
+        if path.suffix not in (*_YAML, ".json") and not path.exists():
             raise ConfigError(f"config is {str(path)!r}, and there is no such file; a model is given as model={str(path)!r}")
     elif given.config is not None:
         raise ConfigError(f"config is {shown(given.config)}; give the path of a YAML file, or the same as a dict")

@@ -215,7 +215,8 @@ def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
         (lambda: polyturn.rollout("tiny", ROWS, resume=True), "'resume' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny", ROWS, eval_tasks=ROWS), "'eval_tasks' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny"), "evaluation.data is not set.*tasks=rows"),
-        (lambda: polyturn.steps("Qwen/Qwen3-0.6B", tasks=ROWS), "a model is given as model='Qwen/Qwen3-0.6B'"),
+        (lambda: polyturn.steps("tiny", config="Qwen/Qwen3-0.6B"), "a model is given as model='Qwen/Qwen3-0.6B'"),
+        (lambda: polyturn.steps("nowhere.yaml"), "nowhere.yaml"),
     ],
 )
 def test_what_is_given_to_another_function_is_answered_too(call: Any, words: str) -> None:
