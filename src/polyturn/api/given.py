@@ -251,7 +251,7 @@ class _Reader:
             if not inspect.isroutine(tool):
                 public = inspect.getmembers(tool, lambda one: inspect.isfunction(one) or inspect.ismethod(one))
                 methods = [name for name, one in public if one.__doc__ and name != "reset" and name[0] != "_"]
-                if methods:
+                if methods and not isinstance(tool, functools.partial):
                     each = ", ".join(f"it.{name}" for name in methods)
                     kind = f"the class {tool.__name__}" if is_class else f"a {type(tool).__name__}"
                     raise ConfigError(f"{where} is {kind}; give methods of an object: tools=[{each}]")

@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from polyturn.core.contained import contained
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
 from polyturn.core.metrics_file import read_metrics
+from polyturn.core.reward import shown
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.store.bounded import BoundedFile
@@ -73,11 +74,23 @@ class Trajectories:
     def __len__(self) -> int:
         return len(self._run)
 
-    def __getitem__(self, key: str | int) -> Trajectory:
-        """Return a trajectory by its id, or by its number in the order of recording."""
+    @overload
+    def __getitem__(self, key: str | int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Trajectory]: ...
+    def __getitem__(self, key: str | int | slice) -> Trajectory | list[Trajectory]:
+        """Return a trajectory by its id, or by its number in the order of recording; of a slice of numbers, a list.
+
+        Raises:
+            DataError: there is none, or `key` is neither.
+        """
         if isinstance(key, str):
             return self._run.trajectory(key)
-        row = self._run.table(["id", "step", "split"]).slice(range(len(self))[key], 1).to_pylist()[0]
+        if isinstance(key, slice):
+            return [self[number] for number in range(len(self))[key]]
+        if not isinstance(key, int) or not -len(self) <= key < len(self):
+            raise DataError(f"there is no trajectory {shown(key)}; give an id, as 'g5/2', or a number below {len(self)}")
+        row = self._run.table(["id", "step", "split"]).slice(key % len(self), 1).to_pylist()[0]
         return self._run.trajectory(**row)
 
     def __repr__(self) -> str:
@@ -155,6 +168,8 @@ class StoredRun:
             DataError: the condition is not valid, or takes too much time or memory; the message says what.
             ConfigError: DuckDB is not installed.
         """
+        if not isinstance(condition, str):
+            raise DataError(f"condition is {shown(condition)}; write one over columns of table(): run.filter('reward < 1')")
         numbered = self.table().append_column(_AT, pa.array(np.arange(len(self))))
         found = run_query(numbered, f"select {_AT} from trajectories where ({condition})", stop=stop)
         if found.column_names != [_AT] or not pa.types.is_integer(found[_AT].type):

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from polyturn.core.errors import DataError, one_line
+from polyturn.core.reward import shown
 from polyturn.store.bounded import BoundedFile
 
 MAX_PATTERN = 500
@@ -57,6 +58,8 @@ class TextQuery:
         Raises:
             DataError: it is too long, or no expression.
         """
+        if not isinstance(self.text, str):
+            raise DataError(f"what is searched for is {shown(self.text)}; write words: run.search('lamp chair')")
         if len(self.text) > MAX_PATTERN:
             raise DataError(f"what is searched for has {len(self.text)} characters, and at most {MAX_PATTERN} are taken")
         for pattern in self.patterns:

@@ -185,7 +185,7 @@ def _end_turns(model: PreTrainedModel, eos: int, *, turn_tokens: int) -> None:
 
 def _published(name: str) -> Mapping[str, Any]:
     if name not in PUBLISHED:
-        raise ConfigError(f"there is no tiny {name!r}.{did_you_mean(name, PUBLISHED)}")
+        raise ConfigError(f"there is no tiny {name!r}.{did_you_mean(str(name), PUBLISHED)}")
     return PUBLISHED[name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another trainer's adapters": ({"peft_config": 3}, ["here it is **{'model.lora.rank': 16}"]),
     "a keyword like no other": ({"zzz": 3}, ["no keyword 'zzz'. A keyword is one of model, tokenizer, tasks"]),
     "an object with methods for a tool": ({"tools": [Game()]}, ["is a Game; give methods of an object: tools=[it.guess]"]),
+    "a partial for a tool": ({"tools": [functools.partial(of_split, "train")]}, ["which is no function", "tools=[price]"]),
+    "a schema for a tool": ({"tools": [{"type": "function"}]}, ["which is no function", "tools=[price]"]),
+    "a class that is no environment": ({"env": Game}, ["Game defines `guess`, but an environment needs `reset`"]),
+    "a number for a path": ({"out": None}, ["out is None", "must be a valid string"]),
+    "part of a step": ({"steps": 1.5}, ["train.steps is 1.5", "must be a valid integer"]),
+    "a rate below zero": ({"lr": -1}, ["train.optim.lr is -1", "must be greater than 0"]),
+    "tasks before the model": (
+        {"model": ROWS, "tasks": "tiny"},
+        ["model is [{'prompt'", "model='Qwen/Qwen3-0.6B'"],
+    ),
     "a set": ({"tasks": {"a", "b"}}, ["tasks is a set", "tasks=sorted(tasks)"]),
     "conversations for rows": (
         {"tasks": [[{"role": "user", "content": "1 + 1?"}]]},
@@ -222,6 +233,26 @@ def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
 def test_what_is_given_to_another_function_is_answered_too(call: Any, words: str) -> None:
     with pytest.raises(polyturn.ConfigError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run: run.filter(3), r"condition is 3; .*run\.filter\('reward < 1'\)"),
+        (lambda run: run.filter(lambda t: t.reward < 1), r"condition is <function"),
+        (lambda run: run.search(["lamp"]), r"is \['lamp'\]; write words"),
+        (lambda run: run.trajectories[1.5], r"no trajectory 1\.5; give an id"),
+        (lambda run: run.trajectories[0], r"no trajectory 0; .* below 0"),
+        (lambda run: run.select(stp=3), r"no column 'stp'\. Did you mean 'step'"),
+        (lambda run: polyturn.tiny(None), r"no tiny None\. Known"),
+    ],
+)
+def test_what_a_run_cannot_be_asked_is_one_sentence(call: Any, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    run = polyturn.Run(tmp_path)
+    assert run.trajectories[:3] == []
+    with pytest.raises(polyturn.PolyturnError, match=words):
+        call(run)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
