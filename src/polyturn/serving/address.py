@@ -49,8 +49,10 @@ def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
     """Return a socket that is bound to the port, or to the next free one unless the port is the only one that will do.
 
     Raises:
-        ConfigError: the host is not an address of this machine, or no port is free.
+        ConfigError: the host is not an address of this machine, the port is none, or no port is free.
     """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"the port is {port}; a port is a number from 0, which takes any, to 65535")
     last = port if port == 0 or is_only else min(port + _NUM_PORTS, 65535)
     for candidate in range(port, last + 1):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

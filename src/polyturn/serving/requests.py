@@ -94,7 +94,7 @@ def _marked(value: Any, kind: str) -> Any:
         return value if (marked := _marked(inner, kind)) is inner else marked
     if isinstance(value, str) and not value.startswith(("data:", "http:", "https:", "file:")):
         try:
-            content = base64.b64decode(value, validate=True)
+            content = base64.b64decode("".join(value.split()), validate=True)
         except ValueError:
             return value
         return to_source(kind, content) if content.startswith(_BEGINNINGS[kind]) else value

@@ -16,7 +16,7 @@ from polyturn.compat.swift.args.arguments import (
     table,
     to_native,
 )
-from polyturn.compat.swift.command import read_swift
+from polyturn.compat.swift.command import dispatch, read_swift
 from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
@@ -187,6 +187,11 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
         ({"columns": None}, {"data.train": {"files": ["rows.jsonl"]}}),
         ({"columns": {"query": "query"}}, {"data.train.columns": {"prompt": "query"}}),
         ({"polyturn": {"engine": {"num_slots": 8}}}, {"engine.num_slots": 8}),
+        (
+            {"dataset": "AI-MO/NuminaMath-TIR#9"},
+            {"data.train": {"dataset": "AI-MO/NuminaMath-TIR", "split": "train", "limit": 9}},
+        ),
+        ({"dataset": "hf::a/b:main"}, {"data.train": {"dataset": "a/b", "subset": "main", "split": "train"}}),
     ],
 )
 def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, Any]) -> None:
@@ -210,7 +215,17 @@ def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, 
         ({"fp16": True}, "use bf16"),
         ({"columns": {"question": "query", "task": "prompt"}}, "two columns would be 'prompt'"),
         *[({"columns": wrong}, "give the names of the files") for wrong in ("q", ["q", "query"], {"q": 3}, {"q": ""}, True)],
-        ({"dataset": ["AI-MO/NuminaMath-TIR"]}, "hub datasets are not read yet"),
+        ({"dataset": "ms::AI-MO/NuminaMath-TIR"}, "ModelScope, which is not read"),
+        ({"dataset": "a.csv"}, "neither a file of rows nor a data set"),
+        ({"dataset": "rows.jsonl#x"}, "is a number of rows"),
+        ({"dataset": ["a/b", "rows.jsonl"]}, "name it alone"),
+        *[({"reward_weights": [wrong]}, "a weight is a finite number") for wrong in ("a", float("nan"))],
+        *[
+            ({name: 2.5, "multi_turn_scheduler": "mine"}, "must be a whole number")
+            for name in ("max_turns", "num_generations", "steps_per_generation", "max_completion_length", "max_steps")
+        ],
+        ({"per_device_train_batch_size": 0}, "must be a whole number, 1 or more"),
+        ({"polyturn": 3}, "it is a section of native keys"),
         ({"soft_cache_length": None, "reward_funcs": ["soft_overlong"]}, "must be set when using soft overlong rewards"),
         ({"adapters": ["a"]}, "merge them into the model"),
         ({"quant_bits": 4}, "merge them into the model"),
@@ -231,7 +246,7 @@ def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, 
         ({"sdar_loss_coef": 0.1}, "self-distillation"),
         ({"chord_sft_dataset": ["d"]}, "warm_start"),
         ({"rlhf_type": "dpo"}, "that value is not known here"),
-        ({"dataset": ["AI-MO/NuminaMath-TIR"]}, "is no file of rows"),
+        ({"dataset": ["rows"]}, "neither a file of rows"),
         ({"stop_words": ["x"]}, "need a multi_turn_scheduler"),
         ({"reward_weights": [1, 2]}, "give as many weights"),
         ({"reward_funcs": []}, "there is no reward"),
@@ -242,7 +257,7 @@ def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, 
 )
 def test_arguments_that_ask_for_what_is_not_here(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as problem:
-        translate(per_device_train_batch_size=8, **arguments)
+        translate(**{"per_device_train_batch_size": 8, **arguments})
     assert says in str(problem.value)
     assert next(iter(arguments)) in str(problem.value)
 
@@ -344,8 +359,29 @@ def test_every_unknown_flag_is_an_error(prefix: list[str]) -> None:
 
 
 def test_a_server_option_that_is_unknown_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'polyturn\.serve\.prt'.*'port'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'serve\.prt'.*'serve\.port'"):
         read_swift(["--model", "m/x", "--polyturn.serve.prt", "3"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--port abc", "port (from the argument '--port') is 'abc'"),
+        ("--polyturn.serve.grace_s soon", "serve.grace_s; it must be a valid number"),
+        ("--polyturn.serve 3", "serve; it must be a section"),
+        ("--polyturn.engine x", "engine; it must be a section"),
+    ],
+)
+def test_a_native_key_of_another_type_is_told_as_such(flags: str, says: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        read_swift(["--model", "m/x", *flags.split()])
+    assert says in str(told.value)
+
+
+@pytest.mark.parametrize("line", [[], ["--help"], ["rlhf", "-h"], ["rollout", "--help"]])
+def test_a_question_for_help_is_answered_with_where_it_is(line: list[str]) -> None:
+    with pytest.raises(ConfigError, match="migrate/swift-args lists each argument"):
+        dispatch(line)
 
 
 @pytest.mark.parametrize(

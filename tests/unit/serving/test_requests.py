@@ -31,7 +31,8 @@ def test_an_image_in_bare_base64_is_whole():
     parts = [{"type": "image", "image": bare}]
     others = [[{"type": "image_url", "image_url": url}] for url in (bare, {"url": bare})]
     said = [{"messages": [{"role": "user", "content": content}]} for content in (parts, *others)]
-    for request in (*said, *({"messages": SAID, "images": [image]} for image in (bare, {"bytes": bare}, {"url": bare}))):
+    shown = (bare, {"bytes": bare}, {"url": bare}, f"{bare[:8]}\n{bare[8:]}\n")
+    for request in (*said, *({"messages": SAID, "images": [image]} for image in shown)):
         assert task_of(request, id="a").prompt[0].media[0].source == WHOLE
     gif = base64.b64encode(b"GIF89a....").decode()
     assert task_of({"messages": SAID, "images": gif}, id="a").prompt[0].media[0].source.endswith(gif)

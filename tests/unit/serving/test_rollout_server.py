@@ -232,6 +232,12 @@ def test_a_port_in_use_is_passed_over():
             assert isinstance(other, socket.socket) and other.getsockname()[1] != port
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_number_that_is_no_port_is_refused(port: int):
+    with pytest.raises(ConfigError, match=f"the port is {port};"):
+        bind("127.0.0.1", port)
+
+
 def test_swift_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").touch()

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,18 @@ from polyturn.compat.verl_config.compose import Composed
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.config.load import Loaded, load_values
 from polyturn.config.models import RunConfig
+from polyturn.config.models.base import Section
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.plugins import load_plugins
 
 logger = logging.getLogger(__name__)
+
+
+class _OfServer(Section):
+    """The keys of `swift rollout` that no run has."""
+
+    serve: ServeOptions = ServeOptions()
 
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
@@ -135,13 +141,9 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
     for notice in translation.notices():
         logger.info("%s", notice)
     native = absolute(translation, folder=None)
-    server = native.pop("serve", {})
-    known = [field.name for field in fields(ServeOptions)]
-    for name in server:
-        if name not in known:
-            raise ConfigError(f"unknown key 'polyturn.serve.{name}'.{did_you_mean(name, known)}")
+    server = {"serve": native.pop("serve")} if "serve" in native else {}
     loaded = load_values(RunConfig, native, origin=translation.origin)
-    return loaded, ServeOptions(**server)
+    return loaded, load_values(_OfServer, server, origin=translation.origin).config.serve
 
 
 def _num_processes() -> int:
@@ -162,6 +164,7 @@ def _num_processes() -> int:
     return int(given)
 
 
+_HELP = ("-h", "--help")
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
 
 
@@ -181,6 +184,11 @@ def dispatch(arguments: Sequence[str]) -> None:
         ConfigError: it is not available here.
     """
     name = arguments[0] if arguments else ""
+    if name in ("", *_HELP) or set(_HELP) & set(arguments):
+        raise ConfigError(
+            "write `swift rlhf` or `swift rollout` with ms-swift's arguments, or the name of a YAML file of them; the guide "
+            "migrate/swift-args lists each argument with what becomes of it"
+        )
     if name == "megatron":
         raise ConfigError(
             "`swift megatron` is not available here: run `swift rlhf` without Megatron's own arguments, and say what they "

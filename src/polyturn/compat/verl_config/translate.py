@@ -107,9 +107,12 @@ def translate(
                 raise ConfigError(f"one of {said} is not what it should be ({one_line(problem):.200})") from problem
         refused = source.problems
     problems += _sentences(refused, source.found, tree)
+    section = source.found.get("polyturn")
+    if section is not None and not isinstance(section, Mapping):
+        problems.append(f"polyturn is {_show(section)}{tree.where('polyturn')}; it is a section of native keys")
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    own = [(path, value) for path, value in leaves(source.found.get("polyturn") or {}) if path]
+    own = [(path, value) for path, value in leaves(section) if path]
     for path, value in own:
         source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
     _places_on_servers(source, {path for path, _ in own})
@@ -126,8 +129,8 @@ def translate(
 
 def _places_on_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
     """Give the number of sequences that an engine decodes at once to servers as the number of requests that each gets."""
-    engine, slots = source.native.get("engine", {}), ("engine", "num_slots")
-    if engine.get("kind") in ("vllm", "sglang") and slots in source.origin and slots not in own:
+    engine, slots = source.native.get("engine"), ("engine", "num_slots")
+    if isinstance(engine, dict) and engine.get("kind") in ("vllm", "sglang") and slots in source.origin and slots not in own:
         by, number = source.origin.pop(slots), engine.pop("num_slots")
         if "max_in_flight" not in engine:
             source.put("engine.max_in_flight", number, by=by)
@@ -135,8 +138,9 @@ def _places_on_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
 
 def _without_unread(source: Source, own: Collection[Sequence[Any]]) -> None:
     """Leave out the arguments of an estimator and a loss that the named one has none of, and say that it reads over them."""
-    for name in ("advantage", "loss"):
-        part, annotation = source.native.get("algorithm", {}).get(name), child(AlgorithmConfig, name)
+    algorithm = source.native.get("algorithm", {})
+    for name in ("advantage", "loss") if isinstance(algorithm, dict) else ():
+        part, annotation = algorithm.get(name), child(AlgorithmConfig, name)
         of = meant(annotation, part) if isinstance(part, dict) else None
         for key in [] if of is None or takes_more(of) else [k for k in part if k not in keys_of(of)]:
             if (path := ("algorithm", name, key)) not in own:

@@ -6,6 +6,9 @@ Each function reads arguments from a `Source` and writes native keys to it; `key
 from __future__ import annotations
 
 import logging
+import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,12 @@ from polyturn.compat.swift.args.convert_loss import (
 from polyturn.compat.verl_config.source import Source
 
 logger = logging.getLogger(__name__)
+
+_HUB = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[\w-][\w.-]*/[\w.-]+)(?::(?P<subset>[\w.-]+))?", re.IGNORECASE)
+"""A data set of a hub, with the one of its configurations that is read."""
+_READ = (".jsonl", ".parquet", ".ndjson")
+_FILES = (*_READ, ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip")
+"""How the name of a file with rows ends."""
 
 NO_LIMIT_TURNS = 100
 """What `max_turns: null` becomes: an episode must end."""
@@ -49,26 +58,18 @@ def plugins(s: Source) -> None:
 
 
 def dataset(s: Source) -> None:
-    """Set the files to train on; `file#500` takes the first 500 rows."""
-    files, limit = _files(s, "dataset")
-    if files:
-        s.put_path("data.train.files", files, by="dataset")
-    if limit is not None:
-        s.put("data.train.limit", limit, by="dataset")
+    """Set the files to train on, or the data set of the hub; `file#500` takes the first 500 rows."""
+    _rows(s, "dataset", "data.train")
 
 
 def val_dataset(s: Source) -> None:
     """Set what the run is judged by."""
-    files, limit = _files(s, "val_dataset")
-    if not files:
+    if not _rows(s, "val_dataset", "evaluation.data"):
         return
-    s.put_path("evaluation.data.files", files, by="val_dataset")
-    if limit is not None:
-        s.put("evaluation.data.limit", limit, by="val_dataset")
     sampling = {"temperature": s.get("temperature", 0.9)}
     s.put(
         "evaluation.sets",
-        {"val": {"samples": int(s.number("num_generations_eval", 1)), "sampling": sampling}},
+        {"val": {"samples": s.whole("num_generations_eval", 1, least=1), "sampling": sampling}},
         by="val_dataset",
     )
 
@@ -113,9 +114,11 @@ def rewards(s: Source) -> None:
         return
     num = len(names) + use_gym
     if weights is not None and len(as_list(weights)) != num:
-        s.refuse(
-            "reward_weights", f"there are {num} rewards ({', '.join([*names, *['gym'] * use_gym])}); give as many weights"
-        )
+        named = ", ".join([*names, *["gym"] * use_gym])
+        s.refuse("reward_weights", f"the number of rewards is {num} ({named}); give as many weights")
+        return
+    if not all(isinstance(w, int | float) and math.isfinite(w) for w in as_list(weights)):
+        s.refuse("reward_weights", "a weight is a finite number")
         return
     if "soft_overlong" in names and s.get("soft_cache_length") is None:
         s.refuse("soft_cache_length", "The soft_cache_length must be set when using soft overlong rewards.")
@@ -149,8 +152,8 @@ def scheduler(s: Source) -> None:
     kwargs = {"gym_env": environment, "stop_words": stops, "context_manager": s.get("context_manager")}
     if kwargs := {k: v for k, v in kwargs.items() if v}:
         s.put("rollout.scheduler_kwargs", kwargs, by="gym_env" if environment else "stop_words")
-    turns = int(s.number("max_turns", NO_LIMIT_TURNS))
-    s.put("rollout.limits.max_turns", turns if turns > 0 else NO_LIMIT_TURNS, by="max_turns")
+    turns = s.whole("max_turns", NO_LIMIT_TURNS, least=0)
+    s.put("rollout.limits.max_turns", turns or NO_LIMIT_TURNS, by="max_turns")
 
 
 def async_engine(s: Source) -> None:
@@ -161,7 +164,7 @@ def async_engine(s: Source) -> None:
 
 def engine_size(s: Source) -> None:
     """Set how many vLLM servers there are, and how many GPUs each has; the embedded engine is part of one process."""
-    tensor, data = int(s.number("vllm_tensor_parallel_size", 1)), int(s.number("vllm_data_parallel_size", 1))
+    tensor, data = s.whole("vllm_tensor_parallel_size", 1, least=1), s.whole("vllm_data_parallel_size", 1, least=1)
     if s.polyturn("engine.kind") != "vllm" or s.polyturn("engine.urls"):
         for key, value in (("vllm_tensor_parallel_size", tensor), ("vllm_data_parallel_size", data)):
             if value > 1:
@@ -178,7 +181,7 @@ def engine_size(s: Source) -> None:
 
 def lengths(s: Source) -> None:
     """Set how long a turn, or all of them, may be."""
-    length = int(s.number("max_completion_length", 512))
+    length = s.whole("max_completion_length", 512, least=1)
     s.put("rollout.limits.max_tokens_per_turn", length, by="max_completion_length")
     if s.get("completion_length_limit_scope") == "total":
         s.put("rollout.limits.max_tokens", length, by="completion_length_limit_scope")
@@ -186,25 +189,25 @@ def lengths(s: Source) -> None:
 
 def batches(s: Source) -> None:
     """Set how many tasks a rollout has, and how many updates are taken on it."""
-    group = int(s.number("num_generations", 8))
-    device = int(s.number("per_device_train_batch_size", 1))
-    accumulation = int(s.number("gradient_accumulation_steps", 1))
-    processes = int(s.number("nproc_per_node", 1))
+    group = s.whole("num_generations", 8, least=1)
+    device = s.whole("per_device_train_batch_size", 1, least=1)
+    accumulation = s.whole("gradient_accumulation_steps", 1, least=1)
+    processes = s.whole("nproc_per_node", 1, least=1)
     given, steps = s.get("generation_batch_size"), s.get("steps_per_generation")
     if given is not None and steps is not None:
         s.refuse("generation_batch_size", "steps_per_generation says the same; keep one of them")
         return
-    steps = int(s.number("steps_per_generation", accumulation))
-    total = int(s.number("generation_batch_size", processes * device * steps))
-    if group < 1:
-        s.refuse("num_generations", f"it is {group}; a group has one completion at least")
+    steps = s.whole("steps_per_generation", accumulation, least=1)
+    total = s.whole("generation_batch_size", processes * device * steps, least=1)
+    if s.problems:
         return
     if total % group or total < group:
-        near = sorted({n for n in range(1, min(total, 1024) + 1) if total % n == 0 and n > 1})
+        near = [n for n in range(2, min(total, 1024) + 1) if total % n == 0]
         s.refuse(
             "num_generations",
             f"a rollout has {total} completions (generation_batch_size, or per_device_train_batch_size x "
-            f"steps_per_generation x {processes} processes), which must be a multiple of it; possible are {near}",
+            f"steps_per_generation x {processes} processes), which must be a multiple of it"
+            + (f"; possible are {near}" if near else f"; give generation_batch_size {group}"),
         )
         return
     s.put("train.groups_per_step", total // group, by="generation_batch_size" if given else "per_device_train_batch_size")
@@ -221,7 +224,7 @@ def batches(s: Source) -> None:
 
 def steps(s: Source) -> None:
     """Set how long the run is."""
-    updates = int(s.number("max_steps", -1))
+    updates = s.whole("max_steps", -1)
     per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
     if updates > 0:
         s.put("train.steps", max(1, updates // per_rollout), by="max_steps")
@@ -237,12 +240,13 @@ def every(s: Source) -> None:
     """Set how often a run saves and is judged."""
     per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
     for key, native in (("save_steps", "train.checkpoint_every"), ("eval_steps", "evaluation.every")):
-        if (value := s.get(key)) is None:
+        if s.get(key) is None:
             continue
+        value = s.whole(key, 1, least=1)
         if key == "eval_steps" and not as_list(s.get("val_dataset")):
             logger.warning("eval_steps is %s and val_dataset is not set: nothing is evaluated during training", value)
         else:
-            s.put(native, max(1, int(value) // per_rollout), by=key)
+            s.put(native, max(1, value // per_rollout), by=key)
 
 
 def folder(s: Source) -> None:
@@ -286,22 +290,34 @@ def _uses_gym(s: Source) -> bool:
     return s.get("gym_env") is not None if value is None else bool(value)
 
 
-def _files(s: Source, key: str) -> tuple[list[str], int | None]:
-    """Return the files that an argument names, and how many rows of them are used."""
-    files: list[str] = []
-    limit: int | None = None
-    for entry in map(str, as_list(s.get(key))):
+def _rows(s: Source, key: str, to: str) -> bool:
+    """Set where rows come from, and how many are used; return whether an argument names any."""
+    entries = [str(one) for one in as_list(s.get(key))]
+    files = []
+    for entry in entries:
         path, mark, number = entry.partition("#")
-        if mark and number.isdigit():
-            if limit is not None or len(as_list(s.get(key))) > 1:
-                s.refuse(key, f"{entry!r} takes a part of one file among several; cut the file itself")
-            limit = int(number)
-        if Path(path).suffix not in (".jsonl", ".parquet", ".ndjson", ".json") or path.count(":") > 0:
-            s.refuse(key, f"{entry!r} is no file of rows, and hub datasets are not read yet; write it to .jsonl or .parquet")
-        elif Path(path).suffix == ".json":
+        hub = None if os.path.exists(path) or path.endswith(_FILES) else _HUB.fullmatch(path)
+        if mark and not number.isdigit():
+            s.refuse(key, f"{entry!r}: what stands behind # is a number of rows")
+        elif len(entries) > 1 and (mark or hub):
+            s.refuse(key, f"{entry!r} is {'a part of one file' if mark else 'a data set'} among several; name it alone")
+        elif hub and (hub["hub"] or "").lower() == "ms":
+            s.refuse(key, f"{entry!r} is on ModelScope, which is not read; take it from the Hugging Face hub, or a file")
+        elif hub:
+            for part, value in (("dataset", hub["name"]), ("subset", hub["subset"]), ("split", "train")):
+                if value is not None:
+                    s.put(f"{to}.{part}", value, by=key)
+        elif path.endswith(".json"):
             s.refuse(key, f"{entry!r} holds one JSON list; write a row to each line of a .jsonl file")
-        files.append(path)
-    return files, limit
+        elif not path.endswith(_READ):
+            s.refuse(key, f"{entry!r} is neither a file of rows nor a data set (owner/name); write it to .jsonl or .parquet")
+        else:
+            files.append(path)
+        if number.isdigit():
+            s.put(f"{to}.limit", int(number), by=key)
+    if files:
+        s.put_path(f"{to}.files", files, by=key)
+    return bool(entries)
 
 
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {

@@ -77,7 +77,7 @@ def kl_in_reward(s: Source) -> None:
 def resample(s: Source) -> None:
     """Set how often another task is tried in place of a group without any difference."""
     if s.get("dynamic_sample"):
-        s.put("train.dynamic_sampling", int(s.number("max_resample_times", 3)), by="dynamic_sample")
+        s.put("train.dynamic_sampling", s.whole("max_resample_times", 3, least=0), by="dynamic_sample")
         s.put("algorithm.drop_zero_variance", True, by="dynamic_sample")
 
 
@@ -141,7 +141,7 @@ def lora(s: Source) -> None:
     modules = s.get("target_modules", s.get("lora_target_modules", "all-linear"))
     names = _as_list(modules)
     chosen = {
-        "rank": int(s.number("lora_rank", 8)),
+        "rank": s.whole("lora_rank", 8, least=1),
         "alpha": s.number("lora_alpha", 32),
         "dropout": s.number("lora_dropout", 0.05),
         "target_modules": names[0] if names == ["all-linear"] else names,
