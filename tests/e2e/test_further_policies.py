@@ -212,7 +212,7 @@ def test_a_dry_run_shows_them_and_says_which_nobody_names(tmp_path: Path, caplog
     assert called.code == 0, called.err
     assert "past: a copy of the policy that is trained, taken every 7 steps; context of 448 tokens" in called.out
     assert "opponent: opponent; context of 99 tokens" in called.out
-    assert "policies.opponent is in memory, and no seat" in caplog.text and "policies.past is" not in caplog.text
+    assert "policies.opponent is loaded and not used: no seat" in caplog.text and "policies.past is" not in caplog.text
 
 
 def test_a_run_on_a_cluster_refuses_them(tmp_path: Path) -> None:

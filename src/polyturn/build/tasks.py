@@ -20,7 +20,7 @@ from polyturn.config.models import (
     TaskSourceConfig,
 )
 from polyturn.config.parts import arguments_of
-from polyturn.core.errors import ConfigError, DataError, TemplateError
+from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
 from polyturn.core.plugin_class import check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter
@@ -175,7 +175,9 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     check_use(parts.context, found)
     for name, one in parts.policies.by_name.items():
         if not one.is_named:
-            logger.warning("policies.%s is in memory, and no seat, simulated user or judge of the config names it", name)
+            logger.warning(
+                "policies.%s is loaded and not used: no seat, simulated user or judge of the config names it", name
+            )
 
 
 def check_warm_start(place: ConfigSource) -> None:
@@ -326,6 +328,13 @@ def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> N
     """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
     check_setup(context.interactions)
     _tell_of_shared_tools(context)
+    for part, summary in found.items():
+        for name, num in summary.unknown_tools.items():
+            logger.warning(
+                "%s: %d of %d tasks name the tool %r (tools_kwargs, tool_selection), which the run does not have: they go "
+                "without it.%s",
+                part, num, summary.num_tasks, name, did_you_mean(name, context.tools.tools) if context.tools.tools else "",
+            )  # fmt: skip
     which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
     if context.interactions and not any(set(s.interactions) - {None} for s in found.values()):
         raise ConfigError(

@@ -135,6 +135,8 @@ class DatasetSummary:
     """How many tasks ask for each tool by name."""
     num_with_tools: int
     """How many tasks may call at least one of the configured tools."""
+    unknown_tools: Mapping[str, int]
+    """How many tasks name each tool that is not configured, in the columns that serve several kinds of run."""
 
 
 class TaskDataset(TaskSequence):
@@ -277,17 +279,19 @@ def check_tasks(
     partners: Counter[str | None] = Counter()
     asked: Counter[str] = Counter()
     num_with_tools = 0
+    unknown: Counter[str] = Counter()
     seen: dict[str, int] = {}
     for index, task in enumerate(tasks):
         where = f"{name}, task {task.id!r} (number {index})"
         if seen.setdefault(task.id, index) != index:
             raise DataError(f"{where}: task number {seen[task.id]} has the same id; an id must be unique in its dataset")
         try:
-            chosen = select_tools(task, tools).names
+            chosen, skipped = select_tools(task, tools)
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
         asked.update(chosen if task.tools is not None else ())
         num_with_tools += bool(chosen)
+        unknown.update({*skipped, *task.tools_kwargs}.difference(tools))
         partner = task.interaction
         if partner is not None and partner.is_optional and not interactions:
             partner = None
@@ -300,7 +304,12 @@ def check_tasks(
         if also is not None:
             also(task)
     return DatasetSummary(
-        num_tasks=len(tasks), data_sources=sources, interactions=partners, tools=asked, num_with_tools=num_with_tools
+        num_tasks=len(tasks),
+        data_sources=sources,
+        interactions=partners,
+        tools=asked,
+        num_with_tools=num_with_tools,
+        unknown_tools=unknown,
     )
 
 

@@ -213,7 +213,7 @@ def test_tools_that_are_not_configured_are_left_out_unless_none_remains_and_the_
     both = {"prompt": "p", "tools_kwargs": {"calc": {}, "gone": {}}, "need_tools_kwargs": True}
     optional = {"prompt": "p", "tools_kwargs": {"gone": {}}}
     found = check_tasks(opened(tmp_path, both, optional, {"prompt": "p"}), tools=["calc"], interactions=())
-    assert (found.tools, found.num_with_tools) == ({"calc": 1}, 2)
+    assert (found.tools, found.num_with_tools, found.unknown_tools) == ({"calc": 1}, 2, {"gone": 2})
     lost = {"prompt": "p", "tools_kwargs": {"calk": {}}, "need_tools_kwargs": True}
     with pytest.raises(
         DataError, match=r"task 't-0' .*it needs tools \(need_tools_kwargs\) and has none: it names \['calk'\]"

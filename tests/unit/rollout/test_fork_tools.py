@@ -197,7 +197,7 @@ async def test_a_fork_does_not_see_what_happens_while_its_tools_begin():
 
 
 def test_a_run_says_which_tools_its_forks_share(caplog: pytest.LogCaptureFixture):
-    summary = type("Summary", (), {"num_tasks": 1, "interactions": {}, "num_with_tools": 1})
+    summary = type("Summary", (), {"num_tasks": 1, "interactions": {}, "num_with_tools": 1, "unknown_tools": {}})
     for tool, is_told in ((SharedNotes(), True), (Notes(), False)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
