@@ -80,6 +80,25 @@ def load_native(path: Path, overrides: Sequence[str], *, tells: bool = True) -> 
         ) from problem
 
 
+def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
+    """Train what a file describes in the keys of a dialect; of a file in polyturn's own it is said that it is one.
+
+    Raises:
+        ConfigError: there is no such dialect, or the file cannot be trained.
+    """
+    from polyturn.cli.console import command
+
+    try:
+        find_dialect(name).train(path, overrides, resume=resume, dry_run=dry_run)
+    except ConfigError as problem:
+        if dialect_of(path) is not None or not _is_native(path):
+            raise
+        raise ConfigError(
+            f"{path} is written in polyturn's own keys, not in those of {find_dialect(name).title}; leave out --{name}: "
+            f"{command('train', path, *overrides)}"
+        ) from problem
+
+
 def dialect_of(path: Path) -> str | None:
     """Return the name of the dialect that a file seems to be written in; None where it looks like one of ours."""
     from polyturn.config.models import RunConfig

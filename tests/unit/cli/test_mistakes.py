@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -183,3 +184,27 @@ def test_a_text_that_yaml_reads_as_something_else_is_told_to_be_quoted(tmp_path:
 def test_a_run_is_never_written_outside_its_folder_of_runs(name: str, tmp_path: Path) -> None:
     called = call_command(main, "train", write_tiny_run(tmp_path), f"name={name}", "--dry-run")
     assert called.code == 2 and "lies below `out`" in called.err and name in called.err
+
+
+def test_a_name_that_no_folder_can_have_is_refused(tmp_path: Path) -> None:
+    called = call("train", write_tiny_run(tmp_path), f"name={'é' * 101}", "--dry-run")
+    assert called.code == 2 and "200 bytes are room enough" in called.err
+
+
+@pytest.mark.parametrize("flag", ["--verl", "--swift"])
+def test_our_own_config_under_the_flag_of_another_library_is_recognised(flag: str, tmp_path: Path) -> None:
+    called = call("train", write_tiny_run(tmp_path), flag, "--dry-run")
+    assert called.code == 2 and "is written in polyturn's own keys, not in those of" in called.err
+    assert f"leave out {flag}: " in called.err and "Did you mean" not in called.err
+
+
+def test_a_tool_of_the_rows_that_the_run_does_not_have_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, tasks = write_tiny_run(tmp_path), tmp_path / "tasks.jsonl"
+    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    rows[0]["extra_info"]["tools_kwargs"] = {"shuot": {"create_kwargs": {}}}
+    rows[1] |= {"tools": ["shout"], "tools_kwargs": {"shuot": {}}}
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    called = call("train", config, "--dry-run")
+    assert called.code == 0, called.err
+    told = called.err + caplog.text
+    assert "data.train: 2 of 6 tasks name the tool 'shuot'" in told and "Did you mean 'shout'?" in told

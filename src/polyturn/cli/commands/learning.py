@@ -69,9 +69,9 @@ def train(
     if ray is not None:
         overrides = [*(overrides or []), f"cluster.address={ray}"]
     if names:
-        from polyturn.cli.dialects import find_dialect
+        from polyturn.cli.dialects import train_in_dialect
 
-        find_dialect(names[0]).train(config, overrides or [], resume=resume, dry_run=dry_run)
+        train_in_dialect(names[0], config, overrides or [], resume=resume, dry_run=dry_run)
         return
     _check_config(config, overrides or [])
     from polyturn.cli import train as native

@@ -32,6 +32,8 @@ from polyturn.training.options import SftOptions, TrainOptions
 
 TAKEN = ("policy", "random", SELF)
 """Names that no further policy may have."""
+MAX_NAME = 200
+"""Bytes of a folder's name, with room for what is written behind it; file systems end at 255."""
 
 
 class CompatConfig(Section):
@@ -90,6 +92,8 @@ class RunConfig(Section):
     def _stays_below_out(cls, name: str) -> str:
         if {"", ".", ".."} & set(name.split("/")):
             raise ValueError("a run's folder is out/name and lies below `out`; set out to the folder that it belongs in")
+        if any(len(part.encode()) > MAX_NAME for part in name.split("/")):
+            raise ValueError(f"a run's folder has this name, and {MAX_NAME} bytes are room enough for one")
         return name
 
     @field_validator("policies")
