@@ -78,7 +78,9 @@ def hold_folder(folder: Path) -> Iterator[None]:
                 "run of another name (name=NAME)"
             ) from problem
         except OSError as problem:
-            logger.warning("no other process is kept from training into %s, which cannot be locked (%s)", folder, problem)
+            logger.warning(
+                "%s cannot be locked (%s), so nothing keeps a second process from training into it", folder, problem
+            )
         yield
 
 

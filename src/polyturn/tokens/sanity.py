@@ -62,7 +62,7 @@ class Difference:
                 f"{self.kind} at token {self.index}: the text {self.held!r} is the same, in other tokens: the model sampled "
                 "it in pieces that the tokenizer would not choose"
             )
-        return f"{self.kind} at token {self.index}: held {self.held!r}, the template writes {self.full!r}"
+        return f"{self.kind} at token {self.index}: the episode has {self.held!r}, its template would write {self.full!r}"
 
 
 def check_mode(mode: str) -> str:

@@ -140,8 +140,8 @@ class WeightSync:
             num_groups=len(changes),
         )
         logger.info(
-            "the weights arrive%s: engine and trainer differ by %.1e, on changed weights by %.1e, and a missing group would "
-            "show %.1e at least",
+            "the weights arrive%s: logprobs of engine and trainer differ by %.1e, and by %.1e after a test change of all "
+            "weights; had a part of them not arrived, by %.1e or more",
             f" at {len(seen)} servers" if len(seen) > 1 else "",
             report.noise,
             report.canary,

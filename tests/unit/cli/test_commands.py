@@ -284,7 +284,7 @@ def test_a_file_system_without_locks_is_a_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("fcntl.flock", refuse)
     with hold_folder(tmp_path), hold_folder(tmp_path):
         pass
-    assert "no other process is kept from training" in caplog.text and "No locks available" in caplog.text
+    assert "so nothing keeps a second process from training" in caplog.text and "No locks available" in caplog.text
 
 
 def test_an_older_step_is_taken_with_a_line_where_the_newest_has_no_model(tmp_path: Path, caplog: Any):
