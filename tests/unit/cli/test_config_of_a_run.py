@@ -10,16 +10,16 @@ from polyturn.cli.main import main
 from support.runs import call_command, write_tiny_run
 
 
-@pytest.mark.parametrize("named", ["", "config.yaml"])
-def test_a_run_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_a_run_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "project").mkdir()
     called = call_command(main, "train", write_tiny_run(tmp_path / "project"), "train.steps=1")
     assert called.code == 0, called.err
     (run,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
     monkeypatch.chdir(tmp_path)  # none of the paths of the config is found from here, or from the run's folder
-    again = call_command(main, "train", run / named, "--resume", "train.steps=2")
-    assert again.code == 0, again.err
-    assert (run / "checkpoints/step-000002").is_dir()
+    for steps, named in ((2, run), (3, run / "config.yaml")):
+        again = call_command(main, "train", named, "--resume", f"train.steps={steps}")
+        assert again.code == 0, again.err
+        assert (run / f"checkpoints/step-{steps:06d}").is_dir()
 
 
 def test_a_resume_that_is_refused_leaves_the_settings_and_the_tokenizer_of_the_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,14 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("made") / "one")
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "runs" / "one")
+def run(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "runs" / "one")
 
 
 def client_of(*folders: Path) -> TestClient:
@@ -78,22 +84,30 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_line_of_metrics_costs_itself_alone(run: Path, line: bytes, tmp_path: Path) -> None:
-    """Also in what lists, draws and reports runs."""
-    good = make_run(tmp_path / "runs" / "two")
+def add_lines(run: Path, *lines: bytes) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
-        file.write(line + b"\n" + json.dumps({"step": 3, "reward/mean": 0.75}).encode() + b"\n")
-    client = client_of(run, good)
+        file.write(b"\n".join([*lines, json.dumps({"step": 3, "reward/mean": 0.75}).encode(), b""]))
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_of_metrics_costs_itself_alone(run: Path, line: bytes, made: Path) -> None:
+    add_lines(run, line)
+    client = client_of(run, made)
     listed = client.get("/api/runs")
     assert listed.status_code == 200
     assert [one["last_step"] for one in listed.json()] == [3, 1]
     assert any("1 lines of metrics.jsonl" in p for p in listed.json()[0]["problems"])
     drawn = client.get("/api/runs/0/curves?name=reward/mean").json()["reward/mean"]
     assert (drawn["x"], drawn["y"][-1]) == ([1.0, 3.0], 0.75)
+
+
+def test_bad_lines_of_metrics_cost_themselves_alone_in_what_lists_and_reports_runs(
+    run: Path, made: Path, tmp_path: Path
+) -> None:
+    add_lines(run, *BAD_LINES)
     shown = call_command(main, "runs", run.parent)
     assert shown.code == 0 and "0.750" in shown.out, shown.err
-    reported = call_command(main, "report", run, good, "-o", tmp_path / "report.html")
+    reported = call_command(main, "report", run, made, "-o", tmp_path / "report.html")
     assert reported.code == 0, reported.err
 
 
@@ -208,33 +222,30 @@ HOSTILE = "\x1b]0;mine\x07\x1b[31m[/red][/][bold\u202e"
 """What a terminal obeys, and what rich takes for markup."""
 
 
-def hostile(trajectory: Trajectory, part: str) -> Trajectory:
-    """Return a trajectory with such text in one part of it."""
+def hostile(trajectory: Trajectory, *, says: bool) -> Trajectory:
+    """Return a trajectory with such text in what it says and what came of it, or in who says it and what it is called."""
     (turn,) = trajectory.turns
     message = Message(role="tool", content=HOSTILE, tool_call_id="c")
     result = ToolResult(call_id="c", name=HOSTILE, content=HOSTILE, error=HOSTILE)
     assert trajectory.reward is not None
-    made = {
-        "tool": {"turns": (dataclasses.replace(turn, tool_results=(result,), observation=(message,)),)},
-        "role": {"turns": (dataclasses.replace(turn, observation=(Message(role=HOSTILE, content="x"),)),)},
-        "text": {"turns": (dataclasses.replace(turn, message=Message(role="assistant", content=HOSTILE)),)},
-        "error": {"error": HOSTILE},
-        "reward": {"reward": dataclasses.replace(trajectory.reward, components={f"tool/{HOSTILE}": 1.0})},
-        "task": {"task": dataclasses.replace(trajectory.task, id=HOSTILE, data_source=HOSTILE, ground_truth=HOSTILE)},
-        "id": {"id": HOSTILE},
-        "split": {},
-    }
-    return dataclasses.replace(trajectory, **made[part])  # type: ignore[arg-type]
+    if says:
+        own = Message(role="assistant", content=HOSTILE)
+        told = dataclasses.replace(turn, message=own, tool_results=(result,), observation=(message,))
+        reward = dataclasses.replace(trajectory.reward, components={f"tool/{HOSTILE}": 1.0})
+        return dataclasses.replace(trajectory, turns=(told,), error=HOSTILE, reward=reward)
+    heard = dataclasses.replace(turn, observation=(Message(role=HOSTILE, content="x"),))
+    asked = dataclasses.replace(trajectory.task, id=HOSTILE, data_source=HOSTILE, ground_truth=HOSTILE)
+    return dataclasses.replace(trajectory, turns=(heard,), task=asked, id=HOSTILE)
 
 
-@pytest.mark.parametrize("part", ["tool", "role", "text", "error", "reward", "task", "id", "split"])
-def test_what_a_run_holds_is_printed_as_text_and_obeyed_by_no_terminal(run: Path, tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize("says", [True, False])
+def test_what_a_run_holds_is_printed_as_text_and_obeyed_by_no_terminal(run: Path, tmp_path: Path, says: bool) -> None:
     group = next(open_store(run).groups())
-    first = hostile(group.trajectories[0], part)
+    first = hostile(group.trajectories[0], says=says)
     made = tmp_path / "made" / f"one{HOSTILE.replace('/', '')}"
     with ParquetStore(made) as store:
         store.add(dataclasses.replace(group, trajectories=(first, group.trajectories[1])), step=1,
-                  split=f"eval/{HOSTILE if part == 'split' else 'greedy'}")  # fmt: skip
+                  split=f"eval/{'greedy' if says else HOSTILE}")  # fmt: skip
     for words in (
         ("runs", made.parent),
         ("show", made),
@@ -249,8 +260,8 @@ def test_what_a_run_holds_is_printed_as_text_and_obeyed_by_no_terminal(run: Path
         called = call_command(main, *words)
         assert called.code in (0, 2), (words, called.err)
         assert not set("\x1b\x07\u202e") & set(called.out + called.err), words
-        if words[:3] == ("show", made, first.id) and len(words) == 3 and part in ("tool", "text", "error", "id"):
-            assert "[/red][/][bold" in called.out, words
+        if words == ("show", made, first.id):
+            assert called.out.count("[/red][/][bold") >= (3 if says else 1), "its text, its tool's and its error; its name"
 
 
 def test_lines_of_the_log_and_results_hold_no_markup_and_nothing_to_obey(capsys: pytest.CaptureFixture[str]) -> None:

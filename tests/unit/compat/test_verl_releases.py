@@ -28,6 +28,8 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 RELEASES = ["0.4.1", "0.5.0", "0.6.1", "0.7.0", "0.7.1", "0.9.1"]
 OPEN = ("hydra.", "polyturn.")
 """Sections that are not verl's."""
+ENDS = [pytest.param(r, marks=() if r in (RELEASES[0], RELEASES[-1]) else pytest.mark.slow) for r in RELEASES]
+"""The first and the last release; those between them in the long form."""
 
 
 def keys_of(release: str) -> list[str]:
@@ -174,7 +176,7 @@ NUM_MISSPELT = 200 - len(FOREIGN) - len(OVERRIDES) - len(FLAGS) - len(FILES)
 """With the others, two hundred wrong inputs of each release."""
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", ENDS)
 def test_two_hundred_wrong_inputs_of_a_release_are_all_errors(release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Over the release's own tree where POLYTURN_VERL_WHEELS names its package, else over the shipped one."""
     a_checkout(release, tmp_path)
