@@ -101,7 +101,7 @@ async def test_abort_returns_what_there_is_and_cancelling_leaves_it_usable(engin
 
 
 @on_one_loop
-async def test_a_request_that_is_aborted_while_the_process_starts_does_not_run_on():
+async def test_a_request_that_is_aborted_while_it_starts_does_not_run_on_and_one_of_a_process_that_dies_has_its_last_words():
     engine = ProcessEngine(MODEL, num_slots=8)
     first = asyncio.create_task(engine.generate(ask("first", max_tokens=1)))
     aborted = asyncio.create_task(engine.generate(ask("aborted", max_tokens=2000)))
@@ -110,7 +110,17 @@ async def test_a_request_that_is_aborted_while_the_process_starts_does_not_run_o
     await engine.abort("aborted")
     assert (await aborted).finish_reason is FinishReason.ABORT
     assert len((await first).token_ids) == 1
+    assert engine.pid is not None
+    os.write(engine._process._log.fileno(), b"a last word\n")
+    running = await under_way(engine, ask("long", max_tokens=2000))
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineLostError, match=r"(?s)ended with status -9 .*a last word"):
+        await running
+    with pytest.raises(EngineLostError, match="ended with status -9"):
+        await engine.update_weights(1)
     await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(ask("late"))
 
 
 @on_one_loop
@@ -158,23 +168,6 @@ async def test_weights_that_the_model_does_not_have_and_requests_that_cannot_wor
     with pytest.raises(EngineError, match="vocabulary ends at 63"):
         await engine.generate(ask("beyond", prompt=(1, VOCAB)))
     assert len((await engine.generate(ask("fine", max_tokens=2))).token_ids) == 2
-
-
-@on_one_loop
-async def test_a_process_that_dies_fails_what_runs_with_its_last_words_and_stays_lost():
-    engine = ProcessEngine(MODEL, num_slots=8)
-    await engine.generate(ask("first", max_tokens=1))
-    assert engine.pid is not None
-    os.write(engine._process._log.fileno(), b"a last word\n")
-    running = await under_way(engine, ask("long", max_tokens=2000))
-    os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineLostError, match=r"(?s)ended with status -9 .*a last word"):
-        await running
-    with pytest.raises(EngineLostError, match="ended with status -9"):
-        await engine.update_weights(1)
-    await engine.close()
-    with pytest.raises(EngineError, match="closed"):
-        await engine.generate(ask("late"))
 
 
 def test_it_dies_with_the_process_that_started_it():

@@ -9,7 +9,7 @@ from support.turn_credit import TURN_LEVEL, Game, Learner, best_median
 
 @functools.cache
 def episodes(name: str) -> float:
-    return best_median(Game(), name, TURN_LEVEL.get(name, {}), lrs=(2.0, 4.0, 8.0), seeds=range(5))
+    return best_median(Game(), name, TURN_LEVEL.get(name, {}), lrs=(2.0, 4.0, 8.0), seeds=range(3))
 
 
 @pytest.mark.parametrize("name", TURN_LEVEL)

@@ -69,7 +69,15 @@ TEMPLATES = sorted((Path(__file__).resolve().parents[4] / "shared" / "data" / "c
 USER = Message(role="user", content="Hi")
 
 
-@pytest.mark.parametrize("source", [*ENDLESS.values(), *EXPLODING.values()], ids=[*ENDLESS, *EXPLODING])
+LONG = ("lists of lists", "a chain of filters")
+"""What computes for seconds until it meets its bound."""
+SOURCES = [
+    pytest.param(source, id=name, marks=pytest.mark.slow if name in LONG else ())
+    for name, source in {**ENDLESS, **EXPLODING}.items()
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_template_without_an_end_or_a_bound_fails_with_a_sentence(source):
     with pytest.raises(
         TemplateError, match=r"more than .* steps|up to .* characters|of any width|recursion depth|no blocks"
