@@ -33,7 +33,7 @@ def test_the_commands_that_are_printed_work_as_they_are_in_a_folder_with_a_space
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "tool" else pytest.mark.slow) for k in KINDS])
 def test_a_project_passes_its_own_tests_one_of_which_trains(kind: str, tmp_path: Path):
     folder = begun(tmp_path / f"my_{kind}", kind)
     done = Forked("-q", "-p", "no:cacheprovider", "--rootdir", folder, folder, cwd=folder, call="pytest:console_main")
@@ -41,13 +41,15 @@ def test_a_project_passes_its_own_tests_one_of_which_trains(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_doctor_explains_a_project(kind: str, tmp_path: Path):
+def test_doctor_explains_a_project_and_it_would_train(kind: str, tmp_path: Path):
     folder = begun(tmp_path / "mine", kind)
     called = call_command(main, "doctor", folder)
     assert called.code == 0 and "PROBLEM" not in called.out, called.out
     told = " ".join(called.out.split())
     for part in ("Qwen3ForCausalLM", "30 steps of 4 tasks x 8 episodes", "run them with pytest"):
         assert part in told
+    planned = call_command(main, "train", folder / "config.yaml", "--dry-run")
+    assert planned.code == 0 and "to train on" in planned.out, planned.err
 
 
 def test_doctor_names_every_part_that_is_wrong(tmp_path: Path):

@@ -298,7 +298,13 @@ def test_supervised_training_that_is_interrupted_goes_on_in_its_folder(tmp_path:
     assert (run / "model" / "config.json").is_file() and not (run / "warm_start").exists()
 
 
-@pytest.mark.parametrize("place", ["polyturn.build:build_trainer", "polyturn.training.weight_sync:SharedWeights.start"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "polyturn.build:build_trainer",
+        pytest.param("polyturn.training.weight_sync:SharedWeights.start", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_between_warm_start_and_training_leaves_a_checkpoint(
     tmp_path: Path, warmed: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -239,7 +239,11 @@ def retrieval() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+LONG = ("games", "gsm8k_user", "thinking_tips")
+"""Whose parts are trained by tests of their own; the others have parts that only they have."""
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in NAMES])
 def test_each_recipe_takes_an_optimizer_step(
     recipe: str,
     models: dict[str, Path],

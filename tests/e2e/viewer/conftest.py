@@ -19,12 +19,18 @@ from support.viewer_runs import write_run
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
     for name in ("first", "second", "growing"):
         write_run(folder / name)
     return folder
+
+
+@pytest.fixture(scope="module")
+def runs(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the runs for this module, whose tests may add to them."""
+    return shutil.copytree(written, tmp_path_factory.mktemp("runs"), dirs_exist_ok=True)
 
 
 @pytest.fixture
