@@ -140,7 +140,7 @@ def test_a_server_ends_after_a_signal(tmp_path: Path):
         assert "the scheduler's step took longer" in str(reply), reply
 
 
-@pytest.mark.parametrize("name", ["train", "rollout"])
+@pytest.mark.parametrize("name", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_ctrl_c_in_the_middle_of_what_ignores_it(tmp_path: Path, name: str):
     config = stubborn_run(tmp_path, "interaction")
     plugins = tmp_path / "plugins.py"
@@ -174,7 +174,7 @@ async def scored(trajectory):
 """
 
 
-@pytest.mark.parametrize("standing", ["time.sleep(3600)", "Stands()"])
+@pytest.mark.parametrize("standing", ["time.sleep(3600)", pytest.param("Stands()", marks=pytest.mark.slow)])
 def test_a_run_whose_thread_is_never_given_back_ends_with_a_sentence_and_goes_on_from_its_checkpoint(
     tmp_path: Path, standing: str
 ):
