@@ -9,23 +9,15 @@ costs its time limit, its process is replaced, and it counts as wrong.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
-import json
 import logging
-import os
 import re
-import sys
-import threading
-import time
 from math import isclose, pi
 from typing import Any
 
-from polyturn.core.errors import ConfigError, RewardError
-from polyturn.core.own_time import OwnTime
-from polyturn.core.readable import is_readable
-from polyturn.infra.process import ManagedProcess
+from polyturn.core.errors import ConfigError
+from polyturn.rewards.processes import EndedCallError, LateCallError, Processes
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +27,6 @@ TIMEOUT_S = 10.0
 """How long one comparison may take."""
 NUM_CHECKERS = 4
 """Comparisons at once."""
-_START_S = 60.0
 _PLAIN = (
     *((mark, "") for mark in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ")),
     ("tfrac", "frac"),
@@ -175,68 +166,12 @@ def _plain(text: str) -> str:
 @functools.lru_cache(maxsize=1 << 14)
 def _compare(truth: str, answer: str) -> bool:
     """Compare once: the trajectories of a group tend to give the same answers."""
-    return _checkers.ask(truth, answer)
+    require()
+    try:
+        return bool(_checkers(truth=truth, answer=answer))
+    except (LateCallError, EndedCallError) as problem:
+        logger.debug("the answer %.80r could not be compared with %.80r: %s", answer, truth, problem)
+        return False
 
 
-class _Checker:
-    """One process that compares answers; see `math_worker`."""
-
-    def __init__(self) -> None:
-        require()
-        self._process = ManagedProcess([sys.executable, "-m", "polyturn.rewards.math_worker"], pipes=True, log="none")
-        if self._line(_START_S) != "ready":
-            self.close()
-            raise RewardError("the process that compares answers in mathematics does not start")
-
-    def ask(self, truth: str, answer: str) -> bool | None:
-        """Return whether they are equal; None if it was not found out, which leaves this process unusable."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps([truth, answer]).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            return None
-        return {"true": True, "false": False}.get(self._line(TIMEOUT_S))
-
-    def _line(self, timeout_s: float) -> str:
-        """Return the next line; empty if there is none in time."""
-        assert self._process.stdout is not None
-        number, got, deadline = self._process.stdout.fileno(), b"", time.monotonic() + timeout_s
-        while not got.endswith(b"\n"):
-            is_ready = is_readable(number, timeout_s=deadline - time.monotonic())
-            piece = os.read(number, 4096) if is_ready else b""
-            if not piece:
-                return ""
-            got += piece
-        return got.decode().strip()
-
-    def close(self) -> None:
-        """End the process, whatever it is doing."""
-        self._process.end()
-
-
-class _Checkers:
-    """At most `NUM_CHECKERS` processes, started when they are needed and used again."""
-
-    def __init__(self) -> None:
-        self._free = threading.Semaphore(NUM_CHECKERS)
-        self._idle: list[_Checker] = []
-
-    def ask(self, truth: str, answer: str) -> bool:
-        with OwnTime.asked(), self._free:
-            checker = self._idle.pop() if self._idle else _Checker()
-            verdict = checker.ask(truth, answer)
-            if verdict is None:
-                logger.debug("the answer %.80r could not be compared with %.80r in %g s", answer, truth, TIMEOUT_S)
-                checker.close()
-            else:
-                self._idle.append(checker)
-        return bool(verdict)
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
-
-
-_checkers = _Checkers()
-atexit.register(_checkers.close)
+_checkers = Processes("polyturn.rewards.math_worker:MathComparison", num=NUM_CHECKERS, timeout_s=TIMEOUT_S, log="none")

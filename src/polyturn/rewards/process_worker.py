@@ -20,7 +20,8 @@ def main() -> None:
     sys.path[:] = path
     for root in stand_ins:
         install_namespace(root)
-    function = import_attr(name, base=base)
+    found = import_attr(name, base=base)
+    function = found() if isinstance(found, type) else found
     connection.send("ready")
     while True:
         try:

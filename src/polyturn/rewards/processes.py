@@ -16,7 +16,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from polyturn.core.entry_points import offered
 from polyturn.core.errors import RewardError
@@ -30,21 +30,39 @@ START_S = 300.0
 """How long a process may take to import the function's module."""
 
 
+class LateCallError(TimeoutError):
+    """A call took longer than it may."""
+
+
+class EndedCallError(RewardError):
+    """A process ended while it was called."""
+
+
 class Processes:
     """At most `num` processes that call one function, started when they are needed and used again."""
 
-    def __init__(self, function: str, *, base: Path | None = None, num: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        function: str,
+        *,
+        base: Path | None = None,
+        num: int,
+        timeout_s: float,
+        log: Literal["inherited", "none"] = "inherited",
+    ) -> None:
         """Name the function; nothing starts yet.
 
         Args:
-            function: `file.py:name` or `pkg.mod:name`.
+            function: `file.py:name` or `pkg.mod:name`; a class makes one object in each process, which is called.
             base: The folder that a relative file path starts from.
             num: Calls at once.
             timeout_s: How long one call may take.
+            log: Where goes what it prints: with what this process prints, or nowhere.
         """
         self._function = function
         self._base = base
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._log = log
         self._free = threading.Semaphore(num)
         self._idle: list[_Process] = []
         atexit.register(self.close)
@@ -53,13 +71,14 @@ class Processes:
         """Return what the function returns.
 
         Raises:
-            TimeoutError: it takes longer than it may.
-            RewardError: it raised, its process ended, or arguments or result cannot be sent to or from a process.
+            LateCallError: it takes longer than it may.
+            EndedCallError: its process ended.
+            RewardError: it raised, no process could be started, or arguments or result cannot be sent to or from a process.
         """
         with OwnTime.asked(), self._free:
-            process = self._idle.pop() if self._idle else _Process(self._function, self._base)
+            process = self._idle.pop() if self._idle else _Process(self._function, self._base, self._log)
             try:
-                is_returned, value = process.call(told, timeout_s=self._timeout_s)
+                is_returned, value = process.call(told, timeout_s=self.timeout_s)
             except BaseException:
                 process.close()
                 raise
@@ -77,18 +96,20 @@ class Processes:
 class _Process:
     """One process that calls a function; see `process_worker`."""
 
-    def __init__(self, function: str, base: Path | None) -> None:
+    def __init__(self, function: str, base: Path | None, log: Literal["inherited", "none"]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-m", "polyturn.rewards.process_worker", str(number)]
-            self._process = ManagedProcess(command, pass_fds=[number], log="inherited")
+            self._process = ManagedProcess(command, pass_fds=[number], log=log)
         self._connection = Connection(ours.detach())
         stand_ins = [root for root in offered(NAMESPACES) if root in sys.modules]
         try:
-            self._exchange((sys.path, stand_ins, function, base), timeout_s=START_S, what="to import its module")
-        except BaseException:
+            self._exchange((sys.path, stand_ins, function, base), timeout_s=START_S, what=" to import its module")
+        except BaseException as problem:
             self.close()
+            if isinstance(problem, LateCallError | EndedCallError):
+                raise RewardError(str(problem)) from problem  # of no call
             raise
 
     def call(self, told: dict[str, Any], *, timeout_s: float) -> tuple[bool, Any]:
@@ -100,12 +121,12 @@ class _Process:
         try:
             self._connection.send(message)
             if not self._connection.poll(timeout_s):
-                raise TimeoutError(f"it took longer than {timeout_s:g} s{' ' if what else ''}{what}")
+                raise LateCallError(f"it took longer than {timeout_s:g} s{what}")
             answer = self._connection.recv()
         except (EOFError, ConnectionError) as problem:
             self._process.wait(END_S)
             code = self._process.returncode
-            raise RewardError(
+            raise EndedCallError(
                 f"the process that called it ended with exit code {code}; what it printed says why"
             ) from problem
         return answer

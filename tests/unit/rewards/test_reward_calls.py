@@ -310,7 +310,7 @@ async def test_endless_programs_are_worth_nothing_and_cost_the_right_one_beside_
 async def test_hostile_answers_are_worth_nothing_and_cost_the_right_one_beside_them_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(math, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(math._checkers, "timeout_s", 3.0)
     monkeypatch.setattr(math._checkers, "_free", threading.Semaphore(1))
     router = RewardRouter(calls=CallOptions(timeout_s=4.0))
     answers = [*(rf"9^{{9^{{9^{{9^{n}}}}}}} + {n}" for n in (5, 6, 7)), r"\frac{143}{286}"]

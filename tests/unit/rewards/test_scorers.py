@@ -67,9 +67,9 @@ def test_only_a_boxed_answer_of_the_model_counts() -> None:
 
 def test_an_answer_that_is_never_compared_is_wrong_and_its_process_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.is_equal("0.25", r"\frac{1}{4}")
-    monkeypatch.setattr(math, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(math._checkers, "timeout_s", 0.3)
     assert math.compute_score(r"\boxed{9^{9^{9^{9^9}}} + 1}", "7") == 0.0
-    monkeypatch.setattr(math, "TIMEOUT_S", 120.0)
+    monkeypatch.setattr(math._checkers, "timeout_s", 120.0)
     assert math.is_equal("0.75", r"\frac{3}{4}")
 
 
