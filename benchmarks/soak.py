@@ -35,7 +35,7 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.simulated import SimulatedEngine, Speed
+from polyturn.engines.simulated import Speed
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
@@ -47,6 +47,7 @@ from polyturn.testing.episodes import tiny_codec, turn_ids
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
+from support.failing_engine import FailingEngine
 
 EPISODES = 200_000
 BATCH = 500
@@ -109,7 +110,7 @@ def _ids(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return turn_ids(SAYS[number])
 
 
-class Speaking(SimulatedEngine):
+class Speaking(FailingEngine):
     """A simulated server that says something."""
 
     async def generate(self, request: GenerateRequest) -> Completion:

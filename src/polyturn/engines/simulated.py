@@ -108,7 +108,6 @@ class SimulatedEngine:
         plan: Callable[[GenerateRequest], int],
         token_id: int = 0,
         says_stop: bool = True,
-        timeout_s: float = 600.0,
         name: str = "simulated",
     ) -> None:
         """Take what it costs and what it says.
@@ -118,14 +117,12 @@ class SimulatedEngine:
             plan: How many tokens a completion has, its stop token included; `max_tokens` cuts it.
             token_id: What it says, again and again.
             says_stop: Whether the first stop token of the request is the last of a completion that ends as planned.
-            timeout_s: How long a server that hangs is waited for.
             name: Shown in errors.
         """
         self.name = name
         self.speed = speed or Speed()
         self._plan = plan
         self._token_id, self._says_stop = token_id, says_stop
-        self._timeout_s = timeout_s
         self._version = 0
         self._queue: list[tuple[tuple[float, int], _SimulatedRequest]] = []
         self._batch: dict[str, _SimulatedRequest] = {}
@@ -142,7 +139,7 @@ class SimulatedEngine:
         """When step `_step` ended, or the prefill before the next one ends."""
         self._timer: asyncio.TimerHandle | None = None
         self._order = 0
-        self._state = "up"
+        self._is_closed = False
         self.prefilled_tokens = 0
         self.recomputed_tokens = 0
         """Tokens of sequences that were put back, which are computed again."""
@@ -167,13 +164,10 @@ class SimulatedEngine:
         """Return a completion as long as the plan says, when the server would have.
 
         Raises:
-            EngineLostError: the server is dead, or hangs for longer than its time.
-            EngineError: the request does not fit into the server.
+            EngineError: the request does not fit into the server, or that was closed.
         """
-        if self._state == "closed":
+        if self._is_closed:
             raise EngineError(f"request {request.request_id!r} came after {self.name} was closed")
-        if self._state == "dead":
-            raise EngineLostError(f"{self.name} cannot be reached")
         if request.request_id in self._live:
             raise EngineError(f"request id {request.request_id!r} is in use")
         length = max(1, min(self._plan(request), request.sampling.max_tokens))
@@ -186,11 +180,7 @@ class SimulatedEngine:
         self._order += 1
         run = _SimulatedRequest(request, length, loop.create_future(), self._order, [(0, self._version)])
         self._live[request.request_id] = run
-        if self._state == "hung":
-            loop.call_later(self._timeout_s, self._fail, run, f"{self.name} did not answer within {self._timeout_s:g} s")
-        else:
-            heapq.heappush(self._queue, (run.rank, run))
-            self._wake()
+        self._take(run)
         try:
             return await run.future
         finally:
@@ -199,8 +189,7 @@ class SimulatedEngine:
     async def abort(self, request_id: str) -> None:
         """End a request now; it returns what it has."""
         if (run := self._live.get(request_id)) is not None and not run.future.done():
-            if self._state == "up":
-                self._catch_up()
+            self._catch_up()
             self._finish(run, FinishReason.ABORT)
             self._wake()
 
@@ -210,10 +199,7 @@ class SimulatedEngine:
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Let completions carry `version`, and drop what was computed before."""
-        if self._state == "dead":
-            raise EngineLostError(f"{self.name} cannot be reached")
-        if self._state == "up":
-            self._catch_up()
+        self._catch_up()
         for run in self._live.values():
             if run.future.done():
                 continue
@@ -226,48 +212,32 @@ class SimulatedEngine:
         self._cached = 0
 
     async def close(self) -> None:
-        """Refuse all further requests."""
-        self.kill()
-        self._state = "closed"
+        """Refuse all further requests, and lose those that run."""
+        self._is_closed = True
+        self._lose_all(f"{self.name} was closed")
 
-    # Faults.
-
-    def kill(self) -> None:
-        """Die: everything in flight and everything that follows is lost."""
-        self._stop("dead")
+    def _lose_all(self, why: str) -> None:
+        self._empty()
         for run in list(self._live.values()):
-            self._fail(run, f"{self.name} was killed")
+            self._fail(run, why)
 
-    def hang(self) -> None:
-        """Accept everything from now on and answer nothing."""
-        self._stop("hung")
-        loop = asyncio.get_running_loop()
-        for run in list(self._live.values()):
-            loop.call_later(self._timeout_s, self._fail, run, f"{self.name} did not answer within {self._timeout_s:g} s")
-
-    def restart(self, *, version: int | None = None) -> None:
-        """Come back empty, with the weights that it had, or with those of `version`."""
-        self._stop("up")
-        for run in list(self._live.values()):
-            self._fail(run, f"{self.name} was restarted")
-        self._version = self._version if version is None else version
-
-    def _stop(self, state: str) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _empty(self) -> None:
+        """Work on nothing, and keep nothing that was computed."""
+        self._wake_at(None)
         self._queue, self._batch, self._ends = [], {}, []
         self._cache.clear()
         self._cached = self._kv = 0
         self._at = 0.0
-        self._state = state
 
     # The batch.
 
+    def _take(self, run: _SimulatedRequest) -> None:
+        """Let a request wait for its turn."""
+        heapq.heappush(self._queue, (run.rank, run))
+        self._wake()
+
     def _wake(self) -> None:
         """Set the timer for the next thing that happens; new requests join at the next step boundary."""
-        if self._state != "up":
-            return
         now = asyncio.get_running_loop().time()
         if not self._batch:
             self._wake_at(max(now, self._at) if self._queue else None)

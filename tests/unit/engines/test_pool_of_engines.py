@@ -16,6 +16,7 @@ from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import EngineLostError
 from polyturn.engines.simulated import SimulatedEngine, Speed
 from polyturn.engines.virtual_time import run_virtual
+from support.failing_engine import FailingEngine
 
 
 def ask(session: str, turn: int = 0, prompt: int = 10) -> GenerateRequest:
@@ -27,8 +28,8 @@ def ask(session: str, turn: int = 0, prompt: int = 10) -> GenerateRequest:
     )
 
 
-def servers(count: int, length: int = 100, **options: Any) -> list[SimulatedEngine]:
-    return [SimulatedEngine(Speed(), plan=lambda r: length, name=f"s{i}", **options) for i in range(count)]
+def servers(count: int, length: int = 100, **options: Any) -> list[FailingEngine]:
+    return [FailingEngine(Speed(), plan=lambda r: length, name=f"s{i}", **options) for i in range(count)]
 
 
 def test_turns_of_a_session_go_where_its_prefix_is_and_new_ones_where_the_least_runs() -> None:

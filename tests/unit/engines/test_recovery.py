@@ -17,12 +17,13 @@ from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PoolWeights, recover
 from polyturn.engines.replica import Replica
-from polyturn.engines.simulated import SimulatedEngine, Speed
+from polyturn.engines.simulated import Speed
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.engines.weight_files import WeightFolder
+from support.failing_engine import FailingEngine
 
 
-class Restartable(SimulatedEngine):
+class Restartable(FailingEngine):
     """A server that can be asked how it is, and is started again after `dead_s`, so often and no more."""
 
     def __init__(self, *, dead_s: float = 10.0, max_restarts: int = 1, keeps_weights: bool = False) -> None:

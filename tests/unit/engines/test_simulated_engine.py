@@ -12,6 +12,7 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest, 
 from polyturn.engines.remote import EngineLostError
 from polyturn.engines.simulated import SimulatedEngine, Speed
 from polyturn.engines.virtual_time import run_virtual
+from support.failing_engine import FailingEngine
 
 SPEED = Speed(step_s=1.0, per_sequence_s=0.5, prefill_token_s=0.1, slots=2, kv_tokens=1000)
 
@@ -123,7 +124,7 @@ def test_the_highest_priority_goes_first() -> None:
 
 def test_a_killed_server_loses_what_it_held_and_a_hung_one_after_its_time() -> None:
     async def main(fault: str) -> float:
-        engine = SimulatedEngine(SPEED, plan=lambda r: 400, timeout_s=30.0)
+        engine = FailingEngine(SPEED, plan=lambda r: 400, timeout_s=30.0)
         asyncio.get_running_loop().call_later(5.0, engine.kill if fault == "kill" else engine.hang)
         with pytest.raises(EngineLostError):
             await engine.generate(ask("a"))
