@@ -18,10 +18,7 @@ from polyturn.core.arrays import Floats
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.codec import read_json, restore, restore_all
-from polyturn.store.schema import StoredTrajectory, Trained
-
-_JSON = ("arguments", "metrics", "scores", "info", "timings")
-"""Members of structs that are JSON in a string."""
+from polyturn.store.schema import JSON_MEMBERS, StoredTrajectory, Trained
 
 
 def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
@@ -131,7 +128,7 @@ def _messages(row: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
 def _plain(struct: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a struct with its texts restored and its JSON read, without the members that only say where it belongs."""
     return {
-        name: read_json(value) if name in _JSON else restore(value) if isinstance(value, str) else value
+        name: read_json(value) if name in JSON_MEMBERS else restore(value) if isinstance(value, str) else value
         for name, value in struct.items()
         if name not in but
     }

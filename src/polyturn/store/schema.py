@@ -107,6 +107,8 @@ NESTED: dict[str, dict[str, pa.DataType]] = {
     },
 }
 """The lists of structs, and what each struct holds."""
+JSON_MEMBERS = ("arguments", "metrics", "scores", "info", "timings")
+"""Members of structs that are JSON in a string."""
 
 _ARRAYS: dict[str, pa.DataType] = {
     "ids": pa.int32(),

@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from polyturn.core.arrays import Floats
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Span, SpanSource, Trajectory
 from polyturn.store.codec import as_json, clean
-from polyturn.store.schema import INDEX, MAX_QUESTION, NESTED, SCHEMA, StoredTrajectory
+from polyturn.store.schema import INDEX, JSON_MEMBERS, MAX_QUESTION, NESTED, SCHEMA, StoredTrajectory
 
 _TIMES = ("generate", "tools", "interaction")
 
@@ -60,9 +62,10 @@ class _Nested:
         self._flat: dict[str, list[Any]] = {name: [] for name in fields}
         self._count, self._offsets = 0, [0]
 
-    def add(self, **values: Any) -> None:
+    def add(self, value: object = None, **own: Any) -> None:
+        """Add a struct: what `own` says, and the attributes of `value` under the other names."""
         for name, of in self._flat.items():
-            of.append(values[name])
+            of.append(own[name] if name in own else _written(name, attrgetter(name)(value)))
         self._count += 1
 
     def end_row(self) -> None:
@@ -87,15 +90,8 @@ def _add_nested(nested: Mapping[str, _Nested], trajectory: Trajectory) -> None:
             nested["media"].add(segment=number, kind=medium.kind, source=as_json(medium.source))
         for place, span in enumerate(segment.spans):
             at[number, place] = len(at)
-            nested["spans"].add(
-                segment=number,
-                source=span.source.value,
-                turn=span.turn,
-                length=len(span),
-                policy_version=span.policy_version,
-                has_logprobs=span.logprobs is not None,
-                has_weights=span.weights is not None,
-            )
+            has = {"has_logprobs": span.logprobs is not None, "has_weights": span.weights is not None}
+            nested["spans"].add(span, segment=number, length=len(span), **has)
     count = 0
     for message in trajectory.task.prompt:
         count = _add_message(nested, message, turn=-1, number=count)
@@ -104,51 +100,23 @@ def _add_nested(nested: Mapping[str, _Nested], trajectory: Trajectory) -> None:
             count = _add_message(nested, message, turn=number, number=count)
         for result in turn.tool_results:
             text, parts = _split(result.content)
-            nested["tool_results"].add(
-                turn=number,
-                call_id=result.call_id,
-                name=result.name,
-                text=text,
-                parts=parts,
-                reward=result.reward,
-                metrics=as_json(result.metrics),
-                error=result.error,
-                duration_s=result.duration_s,
-            )
-        nested["turns"].add(
-            index=turn.index,
-            finish_reason=turn.finish_reason.value,
-            spans=[at[ref.segment, ref.span] for ref in turn.spans],
-            scores=as_json(turn.scores),
-            info=as_json(turn.info),
-            timings=as_json(turn.timings),
-            is_continued=turn.is_continued,
-        )
+            nested["tool_results"].add(result, turn=number, text=text, parts=parts)
+        nested["turns"].add(turn, spans=[at[ref.segment, ref.span] for ref in turn.spans])
 
 
 def _add_message(nested: Mapping[str, _Nested], message: Message, *, turn: int, number: int) -> int:
     text, parts = _split(message.content)
-    nested["messages"].add(
-        turn=turn,
-        role=message.role,
-        text=text,
-        parts=parts,
-        reasoning=message.reasoning,
-        name=message.name,
-        tool_call_id=message.tool_call_id,
-        origin=None if message.origin is None else message.origin.value,
-    )
+    nested["messages"].add(message, turn=turn, text=text, parts=parts)
     for call in message.tool_calls:
-        nested["tool_calls"].add(
-            message=number,
-            turn=turn,
-            id=call.id,
-            name=call.name,
-            arguments=as_json(call.arguments),
-            raw=call.raw,
-            error=call.error,
-        )
+        nested["tool_calls"].add(call, message=number, turn=turn)
     return number + 1
+
+
+def _written(name: str, value: Any) -> Any:
+    """Return a member of a struct as its column holds it."""
+    if name in JSON_MEMBERS:
+        return as_json(value)
+    return value.value if isinstance(value, Enum) else value
 
 
 def _index_row(row: StoredTrajectory) -> dict[str, Any]:
