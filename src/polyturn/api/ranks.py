@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.infra.process import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def launch(num_ranks: int) -> None:
             f"into a file and run `torchrun --nproc-per-node {num_ranks} FILE`, or stay here with ray='auto'"
         )
     logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))
-    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared[_LAUNCHER] = str(os.getpid())
     if num_ranks > 1:  # as torchrun does: ranks on one machine would each take all of its cores
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
@@ -189,9 +189,3 @@ def last_lines(log: Path, *, count: int = _NUM_LINES) -> str:
     """Return the end of a log, indented."""
     lines = log.read_text(errors="replace").splitlines()[-count:]
     return "\n".join(f"  {line}" for line in lines)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

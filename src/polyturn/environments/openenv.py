@@ -100,7 +100,7 @@ class OpenEnv(Adapter):
         """
         if self._url is not None:
             return _Slot(url=self._url)
-        async with self._condition() as freed:
+        async with (freed := self._condition()):
             while True:
                 if self._is_closed:
                     raise SchedulerError(f"the environment {self.name!r}: the run has ended")
@@ -131,15 +131,15 @@ class OpenEnv(Adapter):
     async def give_back(self, slot: _Slot) -> None:
         """Let another episode use the place."""
         if self._url is None:
-            async with self._condition() as freed:
+            async with (freed := self._condition()):
                 slot.num_used -= 1
                 freed.notify_all()
 
-    def _condition(self) -> _Entered:
+    def _condition(self) -> asyncio.Condition:
         loop = asyncio.get_running_loop()
         if self._freed is None or self._freed[0] is not loop:
             self._freed = loop, asyncio.Condition()
-        return _Entered(self._freed[1])
+        return self._freed[1]
 
     def _launch_spec(self) -> LaunchSpec:
         folder, app = self.base, self.id
@@ -185,20 +185,6 @@ class _Slot:
     @property
     def is_alive(self) -> bool:
         return self.server is None or self.server.is_alive
-
-
-class _Entered:
-    """A condition, entered: `async with` gives the condition itself."""
-
-    def __init__(self, condition: asyncio.Condition) -> None:
-        self._condition = condition
-
-    async def __aenter__(self) -> asyncio.Condition:
-        await self._condition.acquire()
-        return self._condition
-
-    async def __aexit__(self, *_: object) -> None:
-        self._condition.release()
 
 
 @keeps_deadlines

@@ -23,7 +23,7 @@ from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop
 from polyturn.tools.http_client import http_client
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
-from polyturn.tools.mcp_stdio import StderrTail, StdioCommand, stdio_transport
+from polyturn.tools.mcp_stdio import StderrTail, stdio_transport
 from polyturn.tools.schema import OpenAIFunctionToolSchema
 
 __all__ = ["McpConnection", "McpLimits", "McpServer", "list_tools", "make_client", "read_servers", "reason"]
@@ -58,16 +58,17 @@ def make_client(
         ConfigError: the SDK is not installed.
     """
     try:
-        from mcp import Client
+        from mcp import Client, StdioServerParameters
         from mcp.client.sse import sse_client
         from mcp.client.streamable_http import streamable_http_client
     except ImportError as problem:
         raise ConfigError("tools of type 'mcp' need the MCP SDK: pip install 'polyturn[mcp]'") from problem
     words = StderrTail() if words is None else words
     if "command" in settings:
-        return Client(
-            stdio_transport(_command(settings), words, max_answer_bytes=max_answer_bytes), message_handler=on_message
-        )
+        env = {str(k): str(v) for k, v in (settings.get("env") or {}).items()}
+        args = [str(one) for one in settings.get("args") or ()]
+        server = StdioServerParameters(command=str(settings["command"]), args=args, env=env, cwd=settings.get("cwd"))
+        return Client(stdio_transport(server, words, max_answer_bytes=max_answer_bytes), message_handler=on_message)
     url, headers = str(settings["url"]), dict(settings.get("headers") or {})
     headers |= bearer(token_of(settings))
 
@@ -109,15 +110,6 @@ def transport_of(settings: Mapping[str, Any]) -> str:
         is_old = path.endswith("/sse") or (has_token and not path.endswith("/mcp"))
         return "sse" if is_old else "streamable_http"
     return "sse" if kind == "sse" else "streamable_http"
-
-
-def _command(settings: Mapping[str, Any]) -> StdioCommand:
-    return StdioCommand(
-        command=str(settings["command"]),
-        args=tuple(map(str, settings.get("args") or ())),
-        env={str(k): str(v) for k, v in (settings.get("env") or {}).items()},
-        cwd=settings.get("cwd"),
-    )
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """An MCP server as a process of ours: its standard input and output as a transport of the SDK.
 
-    async with stdio_transport(StdioCommand(command="python", args=("server.py",)), words) as (read, write): ...
+    async with stdio_transport(StdioServerParameters(command="python", args=["server.py"]), words, …) as (read, write): ...
 
 Separate because a server is foreign code, so nothing that it does may hurt the run: a line longer than the limit is
 answered with an error in its place and never held whole, its standard error is read and only its end is kept (to be shown
@@ -14,14 +14,16 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import one_line
 from polyturn.core.secret import hide
 from polyturn.infra.process import dies_with_parent, end_async
+
+if TYPE_CHECKING:
+    from mcp import StdioServerParameters
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +36,6 @@ _MAX_READ = 1 << 16
 """Bytes of a line of a wrong shape up to which it is read; in a longer one its id is looked for at both ends."""
 _ID_FIRST = re.compile(rb'^\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)')
 _ID_LAST = re.compile(rb'"id"\s*:\s*(\d+)\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StdioCommand:
-    """How a server is started."""
-
-    command: str
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Beside the few variables (PATH, HOME, …) that every server gets."""
-    cwd: str | None = None
 
 
 class StderrTail:
@@ -83,8 +74,9 @@ class StderrTail:
 
 
 @asynccontextmanager
-async def stdio_transport(command: StdioCommand, words: StderrTail, *, max_answer_bytes: int) -> AsyncIterator[Any]:
-    """Start a server and yield the SDK's two streams; the process is gone afterwards.
+async def stdio_transport(server: StdioServerParameters, words: StderrTail, *, max_answer_bytes: int) -> AsyncIterator[Any]:
+    """Start a server and yield the SDK's two streams; the process is gone afterwards. Its environment is `server.env` beside
+    the few variables (PATH, HOME, …) that every server gets.
 
     Raises:
         OSError: it cannot be started.
@@ -92,14 +84,14 @@ async def stdio_transport(command: StdioCommand, words: StderrTail, *, max_answe
     import anyio
     from mcp.client.stdio import get_default_environment
 
-    env = get_default_environment() | dict(command.env)
+    env = get_default_environment() | (server.env or {})
     process = await asyncio.create_subprocess_exec(
-        *dies_with_parent([command.command, *command.args], env=env, cwd=command.cwd),
+        *dies_with_parent([server.command, *server.args], env=env, cwd=server.cwd),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=env,
-        cwd=command.cwd,
+        cwd=server.cwd,
         start_new_session=True,
         limit=max_answer_bytes,
     )
