@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 import uvicorn
 
-from polyturn.cli import serve_search
 from polyturn.cli.serve import ServeOptions
+from polyturn.cli.serve_services import serve_search
 from polyturn.core.errors import ConfigError
 from polyturn.retrieval.index import SearchIndex, build_index
 from polyturn.retrieval.passages import Passage
@@ -142,9 +142,9 @@ def test_a_config_that_cannot_work_is_refused(config: dict[str, Any], said: str,
 
 def test_the_command_refuses_an_open_address_and_a_missing_index(tmp_path: Path, folder: Path):
     with pytest.raises(ConfigError, match="has no token"):
-        serve_search.run(ServeOptions(host="0.0.0.0"), folder)
+        serve_search(ServeOptions(host="0.0.0.0"), folder)
     with pytest.raises(ConfigError, match="there is nothing at"):
-        serve_search.run(ServeOptions(), tmp_path / "missing")
+        serve_search(ServeOptions(), tmp_path / "missing")
 
 
 def make_tool(config: dict[str, Any], *, base: Path | None = None) -> Any:

@@ -104,7 +104,7 @@ def serve(
     """Serve rollouts over HTTP, to a trainer elsewhere."""
     _refuse_unused_here(context)
     from polyturn.cli import serve as command
-    from polyturn.cli import serve_mcp, serve_openai, serve_sandbox, serve_search
+    from polyturn.cli import serve_openai, serve_services
 
     options = command.ServeOptions(
         host=host,
@@ -116,11 +116,11 @@ def serve(
         allowed_hosts=tuple(allow_host or ()),
     )
     if sandbox:
-        return serve_sandbox.run(options, python=sandbox_python)
+        return serve_services.serve_sandbox(options, python=sandbox_python)
     if search is not None:
-        return serve_search.run(options, search, topk=topk, embed=embed, model=embed_model)
+        return serve_services.serve_search(options, search, topk=topk, embed=embed, model=embed_model)
     if mcp is not None:
-        return serve_mcp.run(mcp, options, stdio=stdio, idle_s=idle)
+        return serve_services.serve_mcp(options, mcp, stdio=stdio, idle_s=idle)
     if config is None and model is None and not any(o.startswith("model.") for o in overrides or ()):
         raise ConfigError("nothing says which model is served; name it with --model FOLDER, or a run with --config run.yaml")
     flags = command.overrides_of(
