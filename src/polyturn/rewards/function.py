@@ -30,7 +30,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.calls import Batch, CallRateLimit, RunningEpisodes
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
-from polyturn.rewards.registry import CHECKS, QUICK
+from polyturn.rewards.registry import CHECKS, COMPARING, QUICK, truth_of
 from polyturn.rewards.rendered_text import written
 from polyturn.tools.deadline import CallWithDeadline
 from polyturn.tools.result_shape import finite
@@ -105,15 +105,18 @@ class RewardFunction:
             batch = self._options.batch
             self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s, running=running)
 
-    def require(self) -> None:
-        """Check that the function can work at all.
+    def require(self, task: Task | None = None) -> None:
+        """Check that the function can work at all, and on a task.
 
         Raises:
             ConfigError: it is a shipped one, and what it needs is not there.
+            DataError: it is one that compares with the right answer, and the task has none.
         """
         check = next((check for function, check in CHECKS if function is self._function), None)
         if check is not None:
             check(self._kwargs)
+        if task is not None and any(function is self._function for function in COMPARING):
+            truth_of(task)
 
     async def __call__(self, trajectory: Trajectory, *, tool_rewards: Mapping[str, float | None]) -> Score:
         """Score a finished trajectory.

@@ -11,12 +11,13 @@ from typing import Any
 
 from polyturn.core.errors import DataError
 from polyturn.core.registry import Registry
+from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, judge, math, math_dapo, search_r1
 from polyturn.rewards.default import ROUTES
 from polyturn.rewards.rendered_text import written
 
-__all__ = ["BUILT_IN_ROUTES", "CHECKS", "QUICK", "ground_truth", "last_answer", "rewards"]
+__all__ = ["BUILT_IN_ROUTES", "CHECKS", "COMPARING", "QUICK", "ground_truth", "last_answer", "rewards", "truth_of"]
 
 BUILT_IN_ROUTES: Mapping[str, str] = {**ROUTES, "env/*": "environment"}
 """data_source, exact or as a glob, to the reward that scores it where a run says nothing else."""
@@ -87,6 +88,12 @@ def score_code(trajectory: Trajectory, sandbox: code.Sandbox, continuous: bool =
 
 rewards.register("judge")(judge.score_conversation)
 
+COMPARING = (
+    score_gsm8k, score_gsm8k_flexible, score_exact_match, score_math, score_math_stated, score_math_dapo, score_geo3k,
+    score_search_r1, score_code,
+)  # fmt: skip
+"""Functions that need the task's right answer."""
+
 QUICK = (score_environment, score_gsm8k, score_gsm8k_flexible, score_exact_match, score_math_dapo, score_search_r1)
 """Functions that take microseconds whatever the model wrote, and so are called without a thread."""
 
@@ -111,8 +118,17 @@ def ground_truth(trajectory: Trajectory) -> Any:
     Raises:
         DataError: it has none.
     """
-    if trajectory.task.ground_truth is None:
+    return truth_of(trajectory.task)
+
+
+def truth_of(task: Task) -> Any:
+    """Return a task's right answer.
+
+    Raises:
+        DataError: it has none.
+    """
+    if task.ground_truth is None:
         raise DataError(
-            f"task {trajectory.task.id!r} has no ground_truth; give its row one (ground_truth, or reward_model.ground_truth)"
+            f"task {task.id!r} has no ground_truth; give its row one (ground_truth, or reward_model.ground_truth)"
         )
-    return trajectory.task.ground_truth
+    return task.ground_truth

@@ -170,7 +170,7 @@ class RewardRouter:
                     continue
                 raise
             if isinstance(target, RewardFunction):
-                target.require()
+                target.require(None if self._may_be_given else task)
             may_call = list(tools if task.tools is None else task.tools)
             may_score = may_call if scoring is None else [name for name in may_call if name in scoring]
             is_alone = target == "tools" and not may_score and not self._may_be_given

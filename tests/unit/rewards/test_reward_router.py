@@ -256,8 +256,14 @@ async def test_a_reward_that_fails_is_an_error_never_zero(function: Any, message
 
 
 async def test_a_shipped_reward_without_a_ground_truth_is_an_error() -> None:
+    made = trajectory(turn("#### 1"), data_source=GSM8K)
     with pytest.raises(RewardError, match="'t1' has no ground_truth"):
-        await RewardRouter().score(trajectory(turn("#### 1"), data_source=GSM8K))
+        await RewardRouter().score(made)
+    for reward in ("gsm8k", "gsm8k_flexible", "exact_match", "math_dapo", "search_r1"):
+        with pytest.raises(DataError, match="'t1' has no ground_truth"):
+            RewardRouter({GSM8K: reward}).check([made.task])
+    RewardRouter({GSM8K: constant(1)}).check([made.task])
+    RewardRouter().check([trajectory(data_source=GSM8K, ground_truth=0).task])
 
 
 @pytest.mark.parametrize(
