@@ -132,6 +132,7 @@ class Completion(Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", ids_array(self.token_ids))
+        object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", float_array(self.logprobs))
             if len(self.logprobs) != len(self.token_ids):

@@ -36,6 +36,12 @@ def test_an_engine_returns_one_logprob_a_token() -> None:
         Completion(token_ids=[1, 2], logprobs=[-1.0], finish_reason=FinishReason.STOP)
 
 
+def test_a_finish_reason_is_one_of_the_three_also_by_its_name() -> None:
+    assert Completion(token_ids=[1], finish_reason="length").finish_reason is FinishReason.LENGTH  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'done' is not a valid FinishReason"):
+        Completion(token_ids=[1], finish_reason="done")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("runs", [(), ((1, 0),), ((0, 1), (0, 2)), ((0, 1), (5, 2), (3, 3))])
 def test_policy_versions_are_rising_runs_from_token_zero(runs: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(AlignmentError, match="rising runs that start at token 0"):
