@@ -315,12 +315,12 @@ def _nothing_left(counts: Metrics) -> str:
     of = {name: int(counts[f"buffer/{name}"].value) for name in names}
     rest = of["groups"] - sum(of[name] for name in names[1:])
     said = {
-        "have the same reward for every member": of["groups_zero_variance"],
-        "failed": of["groups_all_failed"],
-        "have one trajectory left that did not fail": of["groups_one_left"],
-        "are truncated, rejected or of weight 0": rest,
+        "with the same reward for every member": of["groups_zero_variance"],
+        "in which every trajectory failed": of["groups_all_failed"],
+        "with one trajectory left that did not fail": of["groups_one_left"],
+        "truncated, rejected or of weight 0": rest,
     }
-    return f"of {of['groups']} groups " + ", ".join(f"{number} {what}" for what, number in said.items() if number)
+    return f"groups: {of['groups']}, " + ", ".join(f"{number} {what}" for what, number in said.items() if number)
 
 
 def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:

@@ -310,7 +310,7 @@ def test_a_step_with_nothing_to_learn_from_takes_no_optimizer_step_and_the_run_g
     assert rig.policy.steps == 1 and rig.trainer.state.step == 3
     assert [rig.observer.metrics[s]["buffer/groups_zero_variance"] for s in (1, 2, 3)] == [2, 0, 2]
     assert "step 3: no group" in caplog.text and (
-        "step 1: no group has anything to learn from (of 2 groups 2 have the same reward for every member)" in caplog.text
+        "step 1: no group has anything to learn from (groups: 2, 2 with the same reward for every member)" in caplog.text
     )
 
 
