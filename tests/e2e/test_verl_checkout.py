@@ -15,12 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 import polyturn.testing
-from polyturn.core.trajectory import Trajectory
+from polyturn import compat
+from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
+from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.rollout.run_episode import run_episode
 from polyturn.store.stored_run import open_store
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.tiny_models import tiny_tokenizer
 from support.models import tiny_model, write_brief_model
 
@@ -207,3 +212,27 @@ def test_an_agent_loop_of_langgraph(home: Path):
     )
     assert {t.task.extra["agent_name"] for t in found} == {"math_expression"}
     assert all(t.turns for t in found)
+
+
+CALCULATE = '<tool_call>\n{"name": "calculate", "arguments": {"a": 3, "b": 2, "operand": "%s"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("operand", "result"), [("@", "5"), ("?", "unknown operand")])
+async def test_a_tool_call_in_langgraphs_loop(monkeypatch: pytest.MonkeyPatch, operand: str, result: str):
+    """The recipe's own loop, chat model, graph and tool; only the model's words are written down."""
+    pytest.importorskip("langgraph")
+    if not (CHECKOUT / "recipe" / "langgraph_agent").is_dir():
+        pytest.skip("this release has no recipe langgraph_agent")
+    compat.install("verl")
+    monkeypatch.syspath_prepend(CHECKOUT)
+    name = "recipe.langgraph_agent.example.math_expression.MathExpressionReactAgentLoop"
+    rollout = {"multi_turn": {"max_parallel_calls": 1, "max_assistant_turns": 4, "format": "hermes"}}
+    tree = {"actor_rollout_ref": {"model": {"path": "org/tiny"}, "rollout": rollout}}
+    scheduler = AgentLoopScheduler(loops={"math": {"_target_": name}}, default="math", config=tree)
+    context = scripted_context([CALCULATE % operand, "It is 5."], scheduler=scheduler)
+    found = await run_episode(context, task("3 @ 2?", ground_truth="5"), id="e")
+    asked, answered = (turn.message for turn in found.turns)
+    assert [call.name for call in asked.tool_calls] == ["calculate"] and answered.text == "It is 5."
+    (segment,) = found.segments
+    assert result in tiny_codec().decode(segment.spans[2].ids) and segment.spans[2].source is SpanSource.OBSERVATION
+    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import Any
@@ -161,6 +162,50 @@ async def test_a_limit_that_a_loop_swallows_ends_the_trajectory_all_the_same() -
 
     trajectory = await run(Swallows, ["x"], limits=Limits(max_context=2))
     assert (trajectory.stop_reason, trajectory.error) == (StopReason.CONTEXT_FULL, None)
+
+
+CALL = '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call>'
+
+
+class React(AgentLoopBase):
+    """A graph of model and tool as the recipe langgraph_agent drives it: in tasks of its own, and swallowing errors."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        schema = {"name": "double", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+        tools = [{"type": "function", "function": schema}]
+        self.mask: list[int] = []
+        render = self.tokenizer.apply_chat_template
+        self.ids = render(list(kwargs["raw_prompt"]), tools=tools, add_generation_prompt=True, tokenize=True)
+        try:
+            while call := await asyncio.create_task(self.say(sampling_params)):
+                result = {"role": "tool", "content": str(json.loads(call.arguments)["x"] * 2)}
+                answer = render([result], add_generation_prompt=True, tokenize=True)[len(self.system_prompt) :]
+                self.ids, self.mask = [*self.ids, *answer], [*self.mask, *[0] * len(answer)]
+        except Exception:
+            return AgentLoopOutput(prompt_ids=[0], response_ids=[0], response_mask=[1])
+        first = len(self.ids) - len(self.mask)
+        return AgentLoopOutput(prompt_ids=self.ids[:first], response_ids=self.ids[first:], response_mask=self.mask)
+
+    async def say(self, sampling_params: dict[str, Any]) -> FunctionCall | None:
+        said = await self.server_manager.generate("r", prompt_ids=self.ids, sampling_params=sampling_params)
+        self.ids, self.mask = [*self.ids, *said.token_ids], [*self.mask, *[1] * len(said.token_ids)]
+        _, calls = await ToolParser.get_tool_parser("hermes", self.tokenizer).extract_tool_calls(said.token_ids)
+        return calls[0] if calls else None
+
+
+async def test_a_loop_calls_the_tool_that_the_model_asked_it_for() -> None:
+    trajectory = await run(React, [CALL, "It is 42."])
+    asked, answered = (turn.message for turn in trajectory.turns)
+    assert [call.name for call in asked.tool_calls] == ["double"] and answered.text == "It is 42."
+    (segment,) = trajectory.segments
+    assert "42" in tiny_codec().decode(segment.spans[2].ids) and segment.spans[2].source is SpanSource.OBSERVATION
+    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)
+
+
+async def test_a_limit_ends_a_loop_that_answers_every_error_with_what_it_sampled() -> None:
+    trajectory = await run(React, [CALL], limits=Limits(max_turns=2))
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.MAX_TURNS, 2)
+    assert all(np.array_equal(s.loss_weights > 0, s.sampled_mask) for s in trajectory.segments)
 
 
 @pytest.mark.parametrize("answer", ["raises", "none", "silent"])

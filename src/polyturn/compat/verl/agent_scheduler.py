@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class EpisodeOver(Exception):
-    """A limit of the episode forbids another turn; raised out of `generate`, and not meant to be caught."""
+class EpisodeOver(BaseException):
+    """A limit of the episode forbids another turn; raised out of `generate`, past loops that answer every `Exception`."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(f"the episode is over: {reason.value}")
@@ -196,7 +196,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
             return end.reason
         except (PolyturnError, asyncio.CancelledError):
             raise
-        except Exception as problem:
+        except (Exception, BaseExceptionGroup) as problem:
             if server.over is not None:
                 return server.over
             raise SchedulerError(f"the agent loop raised {one_line(problem)}") from problem
