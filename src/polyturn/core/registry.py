@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from polyturn.core import live
@@ -52,14 +52,14 @@ class Registry(Generic[T]):
         """Return a decorator that registers its argument under `name`; with `replace` whatever has that name gives way.
 
         Raises:
-            ConfigError: the name is taken by something else.
+            ConfigError: the name is taken by something else; a file that is imported under a second name registers the same.
         """
 
         def add(entry: T) -> T:
             is_own = any(offer.distribution == OWN for offer in offered(self.group).get(name, ()))
             if replace:
                 self._replaced.add(name)
-            elif (name in self._entries or is_own) and (taken := self.resolve(name)) is not entry:
+            elif (name in self._entries or is_own) and not is_same_source(taken := self.resolve(name), entry):
                 raise ConfigError(f"{self.kind}: the name {name!r} is registered already, as {taken!r}")
             self._entries[name] = entry
             return entry
@@ -99,6 +99,22 @@ class Registry(Generic[T]):
             loaded: T = load_offered(self.group, name, where=key or self.kind)
             return loaded
         raise UnknownNameError(f"{key or self.kind}: there is no {name!r}.{did_you_mean(name, self)}")
+
+
+def is_same_source(one: Any, other: Any) -> bool:
+    """Return whether two values are one, or one function or class of a file that was imported under two names."""
+    return one is other or (_source(one) is not None and _source(one) == _source(other))
+
+
+def _source(entry: Any) -> tuple[Any, ...] | None:
+    """Return where a function or class of a module is written; None for what is made while a program runs."""
+    name: str = getattr(entry, "__qualname__", "<locals>")
+    if "<locals>" in name:
+        return None
+    if isinstance(entry, FunctionType):
+        return name, Path(entry.__code__.co_filename).absolute(), entry.__code__.co_firstlineno
+    file = getattr(sys.modules.get(entry.__module__), "__file__", None) if isinstance(entry, type) else None
+    return None if file is None else (name, Path(file).absolute())
 
 
 def import_attr(path: str, *, base: Path | None = None) -> Any:

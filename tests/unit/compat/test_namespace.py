@@ -19,8 +19,8 @@ import polyturn.tools.schema
 from polyturn import compat
 from polyturn.compat.finder import AliasFinder, Namespace, digest
 from polyturn.compat.namespaces import NAMESPACES, VERL
-from polyturn.core.errors import ConfigError, UnknownNameError
-from polyturn.core.registry import import_attr
+from polyturn.core.errors import ConfigError, MissingModuleError, UnknownNameError
+from polyturn.core.registry import import_attr, import_file
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.tools.registry import initialize_tools_from_config
 
@@ -197,3 +197,54 @@ def test_a_module_as_a_release_has_it_is_no_change(
     assert finder.find_spec("mine_in_test.thing") is not None and caplog.text == ""
     file.write_bytes(b"x = 2\n")
     assert finder.find_spec("mine_in_test.thing") is not None and "is as in no release" in caplog.text
+
+
+REGISTERS = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register as agent
+from verl.tools.function_tool import function_tool
+from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
+from verl.workers.reward_manager import register
+from polyturn.algorithms.advantages import advantages
+
+@register_adv_est("twice_named")
+def estimate(token_level_rewards, response_mask, **kwargs):
+    return token_level_rewards, token_level_rewards
+
+@register_policy_loss("twice_named")
+def loss(old_log_prob, log_prob, advantages, response_mask, **kwargs):
+    return log_prob.sum(), {}
+
+@register("twice_named")
+class Manager:
+    pass
+
+@function_tool("twice_named")
+def look_up(query: str) -> str:
+    '''Look something up.
+
+    Args:
+        query: What.
+    '''
+    return query
+
+@agent("twice_named")
+class Loop(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        pass
+
+@advantages.register("twice_named_native")
+def native(rewards, samples):
+    return []
+"""
+
+
+def test_a_file_that_is_imported_under_two_names_registers_the_same_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once as `file.py` of a config, and once as a module of the project."""
+    compat.install("verl")
+    (tmp_path / "my_registrations.py").write_text(REGISTERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second = import_file(tmp_path / "my_registrations.py"), importlib.import_module("my_registrations")
+    assert first is not second
+    (tmp_path / "others.py").write_text(REGISTERS)
+    with pytest.raises(MissingModuleError, match="already been registered"):
+        import_file(tmp_path / "others.py")

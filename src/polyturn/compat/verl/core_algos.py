@@ -33,6 +33,7 @@ from polyturn.compat.verl.estimators import (
 from polyturn.compat.verl.loss_aggregation import PolicyLossFn, agg_loss, as_policy_loss
 from polyturn.compat.verl.torch_functional import masked_mean, masked_whiten
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.registry import is_same_source
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY", "AdvantageEstimator", "agg_loss", "as_estimator", "as_policy_loss",
@@ -74,8 +75,9 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
     name = _name(name_or_enum)
 
     def add(fn: AdvFn) -> AdvFn:
-        if ADV_ESTIMATOR_REGISTRY.setdefault(name, fn) is not fn:
-            raise ConfigError(f"Adv estimator {name} has already been registered: {ADV_ESTIMATOR_REGISTRY[name]} vs {fn}")
+        held = ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)
+        if not is_same_source(held, fn):
+            raise ConfigError(f"Adv estimator {name} has already been registered: {held} vs {fn}")
         if name not in advantages:
             advantages.register(name)(as_estimator(fn))
         return fn

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.registry import import_file
+from polyturn.core.registry import import_file, is_same_source
 from polyturn.tools import function as native
 from polyturn.tools.result_shape import normalize
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
@@ -71,7 +71,7 @@ def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema =
 
 def _register(fn: Callable[..., Any], name: str | None, schema: Schema) -> FunctionTool:
     chosen = name or fn.__name__
-    if chosen in FUNCTION_TOOL_REGISTRY and FUNCTION_TOOL_REGISTRY[chosen].function is not fn:
+    if chosen in FUNCTION_TOOL_REGISTRY and not is_same_source(FUNCTION_TOOL_REGISTRY[chosen].function, fn):
         raise ConfigError(f"function tool {chosen!r} is already registered; give this one another name")
     tool = FUNCTION_TOOL_REGISTRY[chosen] = FunctionTool(chosen, fn, schema)
     return tool

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
+from polyturn.core.registry import is_same_source
 from polyturn.rewards.default import default_compute_score
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ def register(name: str) -> Callable[[_Class], _Class]:
 
     def add(cls: _Class) -> _Class:
         held = REWARD_MANAGER_REGISTRY.get(name, cls)
-        if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+        is_former = (held.__module__, held.__qualname__) == (cls.__module__, cls.__qualname__)
+        if not is_former and not is_same_source(held, cls):
             raise ConfigError(f"Reward manager {name} has already been registered: {held} vs {cls}")
         REWARD_MANAGER_REGISTRY[name] = cls
         return cls
