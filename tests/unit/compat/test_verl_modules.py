@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import polyturn.compat.verl
 from polyturn import compat
+from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl import hdfs_io, reward_manager
 from polyturn.compat.verl.agent_loop_utils import (
     add_generation_prompt_for_gpt_oss,
@@ -191,3 +193,15 @@ def test_the_first_releases_load_tools_beside_their_base_class():
 
     item = {"class_name": "polyturn.tools.gsm8k.Gsm8kTool", "config": {}}
     assert [isinstance(tool, BaseTool) for tool in initialize_tools_from_config({"tools": [item]})] == [True]
+
+
+def test_the_page_of_modules_names_each_of_them() -> None:
+    page = (Path(__file__).parents[3] / "docs/migrate/verl-code.md").read_text(encoding="utf-8")
+    named: set[str] = set()
+    for row in re.findall(r"^\| [^|]+ \|([^|]+)\| [^|]+ \|$", page.partition("Anything else")[0], flags=re.MULTILINE):
+        last = ""
+        for name in re.findall(r"`([a-zA-Z0-9_.]+)`", row):
+            last = last.rpartition(".")[0] + name if name.startswith(".") else name
+            named.add(f"verl.{last}")
+    offered = {*VERL.modules, *VERL.packages} - {"verl", "verl.utils"}
+    assert offered <= named
