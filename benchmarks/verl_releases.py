@@ -32,7 +32,7 @@ from typing import Any
 from polyturn.compat.finder import digest
 from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl_config.command import HydraArguments, config_path, parse_arguments
-from polyturn.compat.verl_config.compose import OF_VERL, Unresolved, compose_name
+from polyturn.compat.verl_config.compose import BASE_NAMES, OF_VERL, Unresolved, compose_name
 from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.table import NULL, OTHER, kind_of, table
@@ -99,7 +99,7 @@ def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def tree_values(package: Path) -> dict[str, set[str]]:
-    """Return the keys of the trees of a wheel or a checkout, `ppo_trainer` composed and the generated ones as they are.
+    """Return the keys of the trees of a wheel or a checkout: `ppo_trainer` and Megatron's composed, generated ones as is.
 
     Each with the kinds of its values: null, bool, number, or other; of an expression those of its value.
     """
@@ -112,7 +112,7 @@ def tree_values(package: Path) -> dict[str, set[str]]:
             path.stem: read_yaml(path) for path in sorted((Path(where) / OF_VERL).glob("_generated_*.yaml"))
         }
         with contextlib.chdir(where):
-            trees["ppo_trainer"] = compose_name("ppo_trainer", folder=None).values
+            trees |= {name: compose_name(name, folder=None).values for name in BASE_NAMES}
     found: dict[str, set[str]] = {}
     for path, value in (leaf for tree in trees.values() for leaf in leaves(tree)):
         kinds = found.setdefault(".".join(path), set())

@@ -90,10 +90,22 @@ def test_a_circle_is_refused(tmp_path: Path):
         composed(write(tmp_path, main="defaults: [other]\n", other="defaults: [main]\n"))
 
 
-@pytest.mark.parametrize("default", ["ppo_megatron_trainer", "{actor@actor_rollout_ref.actor: megatron_actor}"])
-def test_megatron_is_refused_by_name(tmp_path: Path, default: str):
-    with pytest.raises(ConfigError, match="Megatron's backend"):
-        composed(write(tmp_path, main=f"defaults: [{default}]\n"))
+@pytest.mark.parametrize(
+    "defaults",
+    ["ppo_megatron_trainer", "ppo_trainer, {override actor@actor_rollout_ref.actor: megatron_actor}"],
+)
+def test_trees_and_parts_of_megatron_are_found(tmp_path: Path, defaults: str):
+    actor = composed(write(tmp_path, main=f"defaults: [{defaults}, _self_]\n"))["actor_rollout_ref"]["actor"]
+    assert actor["strategy"] == "megatron" and actor["optim"]["lr_decay_style"] == "constant"
+    assert actor["megatron"]["tensor_model_parallel_size"] == 1 and actor["clip_ratio"] == 0.2
+
+
+def test_a_choice_of_parts_is_made_on_the_command_line_too(tmp_path: Path):
+    path = write(tmp_path, main=PLAIN)
+    assert composed(path, "actor@actor_rollout_ref.actor=megatron_actor")["actor_rollout_ref"]["actor"]["megatron"]
+    named = compose_name("ppo_trainer", folder=None, overrides=["model_engine=megatron"]).values
+    assert named["model_engine"] == "megatron" and named["actor_rollout_ref"]["actor"]["strategy"] == "megatron"
+    assert compose_name("ppo_megatron_trainer", folder=tmp_path).values == named
 
 
 def test_references_are_resolved_after_everything_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -235,7 +247,7 @@ def test_a_group_override_chooses_another_file(tmp_path: Path):
         ("data/foo=bar", r"data/foo"),
         ("rollout=mine", r"rollout"),
         ("~rollout@nowhere", r"rollout@nowhere"),
-        ("actor@actor_rollout_ref.actor=megatron_actor", "Megatron's backend"),
+        ("actor@actor_rollout_ref.actor=veomni_actor", "VeOmni's backend"),
         ("model_engine=veomni", "VeOmni's backend"),
         ("hydra/launcher=slurm", "slurm"),
         ("data.seed=1,2", "several values"),

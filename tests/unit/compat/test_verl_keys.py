@@ -277,7 +277,11 @@ REJECTED = [
     ("reward_model.enable=True", "custom_reward_function"),
     (f"{ACTOR}.strategy=torchtitan", "strategy"),
     (f"+{ACTOR}.megatron.tensor_model_parallel_size=2", "strategy is megatron"),
-    (f"+{ACTOR}.megatron.context_parallel_size=2", "not split further"),
+    (f"+{ACTOR}.megatron.context_parallel_size=2", "a sequence is not split over ranks"),
+    (f"+{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2", "follow one another"),
+    (f"+{ACTOR}.megatron.dtype=float16", "model.dtype"),
+    (f"+{ACTOR}.optim.lr_decay_style=cosine", "lr_scheduler_type"),
+    (f"+{ACTOR}.optim.lr_warmup_init=1e-8", "begins at 0"),
     (f"+{ACTOR}.megatron.use_dist_checkpointing=True", "option of Megatron's"),
     (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
     (f"{ACTOR}.ppo_mini_batch_size=2000", "from 1 to data.train_batch_size, which is 1024"),
@@ -444,14 +448,65 @@ def test_a_kl_in_the_loss_and_one_in_the_rewards_are_both_kept():
     ]
 
 
-def test_sizes_of_megatron_are_those_of_its_backend():
-    sizes = [f"+{ACTOR}.megatron.{what}_model_parallel_size=2" for what in ("tensor", "pipeline")]
+def of_megatron(*overrides: str) -> Translation:
+    return translate(compose_name("ppo_megatron_trainer", folder=None, overrides=[*REQUIRED, *overrides]))
+
+
+@pytest.mark.parametrize("tree", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_sizes_of_megatron_are_those_of_its_backend(tree: str):
+    sizes = [f"+{ACTOR}.megatron.{what}_model_parallel_size=2" for what in ("tensor", "pipeline", "expert")]
     ignored = [f"+{ACTOR}.megatron.param_offload=True", "+actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4"]
-    made = translated(f"{ACTOR}.strategy=megatron", *sizes, *ignored).native["train"]
-    assert made["backend"] == "megatron" and made["distributed"] == {"tensor_parallel": 2, "pipeline_parallel": 2}
-    assert "backend" not in translated().native["train"]
-    with pytest.raises(ConfigError, match="Megatron's backend"):
-        compose_name("ppo_megatron_trainer", folder=None)
+    asked = [*REQUIRED, f"{ACTOR}.strategy=megatron", *sizes, *ignored]
+    made = translate(compose_name(tree, folder=None, overrides=asked))
+    assert made.native["train"]["backend"] == "megatron" and len(made.notices()) == 2
+    split = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
+    assert made.native["train"]["distributed"] == {**split, "ranks": 4}  # ranks of one stage share its experts
+    more = translate(compose_name(tree, folder=None, overrides=[*asked, "+polyturn.train.distributed.ranks=8"]))
+    assert more.native["train"]["distributed"] == {**split, "ranks": 8}
+    assert "backend" not in translated().native["train"] and "distributed" not in of_megatron().native["train"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "schedule"),
+    [
+        ([], None),
+        (["min_lr=1e-7"], None),
+        (["lr_decay_style=cosine", "min_lr=1e-7"], {"name": "cosine", "min_lr_ratio": pytest.approx(0.1)}),
+        (["lr_decay_style=linear", "lr_decay_steps=50"], {"name": "linear", "total_steps": 50}),
+    ],
+)
+def test_the_learning_rate_of_megatrons_trees_falls_as_they_say(asked: list[str], schedule: dict[str, Any] | None):
+    made = of_megatron(*(f"{ACTOR}.optim.{one}" for one in asked))
+    assert made.native["train"]["optim"].get("schedule") == schedule
+    assert len(made.notices()) == (asked == ["min_lr=1e-7"])  # a constant rate never comes to its least
+
+
+def test_no_steps_of_warm_up_are_megatrons_share_and_fsdps_none():
+    asked = [f"{ACTOR}.optim.lr_warmup_steps=0", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"]
+    assert of_megatron(*asked).native["train"]["optim"]["warmup_steps"] == 0.1
+    assert translated(*asked).native["train"]["optim"]["warmup_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (f"{ACTOR}.optim.lr_decay_style=WSD", "lr_decay_style is 'WSD'"),
+        (f"+{ACTOR}.optim.weight_decay_incr_style=linear", "weight_decay stays"),
+        ("algorithm.adv_estimator=gae", "Megatron trains none"),
+        ("+reward_model.enable=True", "no reward models"),
+        (f"+{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=3", "option of Megatron's"),
+        (f"+{ACTOR}.megatron.router_replay.mode=R2", "routing is not replayed"),
+    ],
+)
+def test_what_only_megatron_has_is_refused_by_name(override: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        of_megatron(override)
+
+
+def test_what_the_first_trees_leave_to_the_code_is_what_the_code_takes():
+    """0.4.1's tree has no betas and no length of a tool's text; its code takes (0.9, 0.999) and the whole text."""
+    made = translated(f"~{ACTOR}.optim.betas", f"~{TURNS}.max_tool_response_length").native
+    assert made["train"]["optim"]["betas"] == [0.9, 0.999] and made["rollout"]["tools"]["max_result_chars"] == 1_000_000
 
 
 def test_no_key_has_two_rows():

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 BASE = Path(__file__).parent / "base"
 """The tree that is read where the working directory holds none of verl's own."""
 BASE_NAME = "ppo_trainer"
+BASE_NAMES = (BASE_NAME, "ppo_megatron_trainer")
 OF_VERL = Path("verl", "trainer", "config")
 """Where a checkout of verl has its tree."""
 MAX_NAME = 200
@@ -103,14 +104,12 @@ def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (
     file = f"{name.removesuffix('.yaml')}.yaml"
     folders = [folder or base_folder(), *more]
     found = next((f for f in folders if len(file) < MAX_NAME and "\0" not in file and (f / file).is_file()), None)
-    if found is None and file == f"{BASE_NAME}.yaml":
+    if found is None and file.removesuffix(".yaml") in BASE_NAMES:
         found = base_folder()
     if found is None:
         if folder is None and not more:
-            known = [p.stem for p in base_folder().glob("*.yaml")]
-            raise ConfigError(
-                f"verl has no config {name!r}; name its folder with --config-path.{did_you_mean(name, [*known, BASE_NAME])}"
-            )
+            known = [*(p.stem for p in base_folder().glob("*.yaml")), *BASE_NAMES]
+            raise ConfigError(f"verl has no config {name!r}; name its folder with --config-path.{did_you_mean(name, known)}")
         return compose_file(folders[-1] / file, overrides)
     return _composed(found / file, overrides, more=more)
 
@@ -143,7 +142,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
         parts = hydra.parts if groups else []
     else:
         tree, parts = hydra.compose(own, groups), hydra.parts
-        if path.stem != BASE_NAME and all(part.config_path != BASE_NAME for part in parts):
+        if {path.stem, *(part.config_path for part in parts)}.isdisjoint(BASE_NAMES):
             below = _verls_own(base, BASE_NAME)
             below.merge_with(tree)
             tree = below

@@ -19,8 +19,9 @@ from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
+from polyturn.compat.verl_config.convert_optim import STRATEGY, backend, megatron_schedule, optimizer, warmup
 from polyturn.compat.verl_config.convert_reward import reward_function, reward_manager
-from polyturn.compat.verl_config.convert_run import backend, every, keep, run_folder, steps, trackers
+from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import is_of_verl
 from polyturn.config.models import AlgorithmConfig
@@ -163,25 +164,6 @@ def clip(s: Source) -> None:
         s.put("algorithm.loss.dual_clip", dual, by=last)
 
 
-def grad_clip(s: Source) -> None:
-    """Set the bound of the gradient's norm, which has two places."""
-    keys = (f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
-    meant = next((key for key in keys if s.number(key, 1.0) != 1.0), keys[0])
-    s.put("train.optim.max_grad_norm", s.number(meant, 1.0), by=meant)
-
-
-def warmup(s: Source) -> None:
-    """Set the warm-up in steps, or as a share of the run's steps."""
-    key = f"{ACTOR}.optim.lr_warmup_steps"
-    steps, ratio = s.whole(key, -1, least=-1), s.number(f"{key}_ratio", 0.0)
-    if steps >= 0:
-        s.put("train.optim.warmup_steps", steps, by=key)
-    elif ratio >= 1:
-        s.refuse(f"{key}_ratio", "a share of the run's steps is below 1")
-    elif ratio:
-        s.put("train.optim.warmup_steps", ratio, by=f"{key}_ratio")
-
-
 def temperature(s: Source) -> None:
     """Set how completions are sampled."""
     key = f"{ROLLOUT}.temperature"
@@ -223,7 +205,9 @@ def limits(s: Source) -> None:
 
 
 def turns(s: Source) -> None:
-    """Set the number of turns, where anybody but the model speaks at all."""
+    """Bound the text of a tool's answer where somebody asked for it, and the turns where anybody but the model speaks."""
+    length = f"{MULTI_TURN}.max_tool_response_length"
+    s.put("rollout.tools.max_result_chars", s.get(length, NO_LIMIT_CHARS), by=length)
     partners = [
         k for k in ("tool_config_path", "function_tool_path", "interaction_config_path") if s.get(f"{MULTI_TURN}.{k}")
     ]
@@ -268,12 +252,6 @@ def agent_loop(s: Source) -> None:
         s.put("rollout.scheduler", AGENT_SCHEDULER, by=file_key)
         own = {"loops": loops, "default": name, "config": s.sections("actor_rollout_ref", "algorithm", "data", "trainer")}
         s.put("rollout.scheduler_kwargs", own, by=file_key)
-
-
-def tool_response(s: Source) -> None:
-    """Bound the text of a tool's answer, where somebody asked for it."""
-    key = f"{MULTI_TURN}.max_tool_response_length"
-    s.put("rollout.tools.max_result_chars", s.get(key, NO_LIMIT_CHARS), by=key)
 
 
 def engine(s: Source) -> None:
@@ -321,7 +299,9 @@ def advantage(s: Source) -> None:
     names = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
     name = s.text(key, "grpo")
     found = names.get(name, name)
-    if found in advantages or ":" in found:
+    if found == "gae" and s.get(STRATEGY) == "megatron":
+        s.refuse(key, "its critic needs actor.strategy=fsdp: Megatron trains none here; use grpo")
+    elif found in advantages or ":" in found:
         _put_function(s, "algorithm.advantage.name", found, by=key)
     else:
         s.refuse(key, f"there is no such estimator; {_OWN}.{did_you_mean(name, advantages)}")
@@ -386,9 +366,9 @@ def _max_context(s: Source) -> int:
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
-        model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
-        temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, futures, sanity_mode, parser,
-        advantage, discount, critic, kl_in_reward, trackers,
+        model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, optimizer, warmup,
+        temperature, agent_loop, engine, top_k, validation, limits, turns, futures, sanity_mode, parser,
+        advantage, discount, critic, kl_in_reward, trackers, megatron_schedule,
         policy_loss, lora, correction, reward_function, reward_manager, steps, backend, run_folder, every, keep,
     )
 }  # fmt: skip

@@ -30,21 +30,6 @@ def steps(s: Source) -> None:
         s.put("train.epochs", s.get("trainer.total_epochs", 30), by="trainer.total_epochs")
 
 
-def backend(s: Source) -> None:
-    """Set what holds the model that trains, and over how many ranks it splits what; fewer keys than Megatron's own."""
-    actor = "actor_rollout_ref.actor"
-    is_megatron = s.get(f"{actor}.strategy") == "megatron"
-    if is_megatron:
-        s.put("train.backend", "megatron", by=f"{actor}.strategy")
-    for what in ("tensor", "pipeline", "expert"):
-        key = f"{actor}.megatron.{what}_model_parallel_size"
-        size = s.number(key, 1)
-        if size != 1 and not is_megatron:
-            s.refuse(key, "it is read where actor_rollout_ref.actor.strategy is megatron, and it is not")
-        elif size != 1:
-            s.put(f"train.distributed.{what}_parallel", size, by=key)
-
-
 def run_folder(s: Source) -> None:
     """Set the folder of the run."""
     key = "trainer.default_local_dir"

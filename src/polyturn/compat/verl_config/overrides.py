@@ -108,12 +108,6 @@ class Override:
 
 
 def refuse_backend(text: str, *, what: str) -> None:
-    if "megatron" in text:
-        raise ConfigError(
-            f"{what}: verl's trees of Megatron's backend are not here: start from ppo_trainer, and write "
-            "actor_rollout_ref.actor.strategy=megatron with sizes such as "
-            "+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-        )
     for name, backend in BACKENDS.items():
         if name in text:
             raise ConfigError(

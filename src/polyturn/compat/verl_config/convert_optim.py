@@ -1,0 +1,66 @@
+"""Converters of what trains in verl: its backend with the sizes that it splits a model by, the optimizer, the learning rate.
+
+Apart from `convert.py` because two kinds of trees say it, those of FSDP and those of Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyturn.compat.verl_config.source import Source
+
+ACTOR = "actor_rollout_ref.actor"
+STRATEGY = f"{ACTOR}.strategy"
+
+
+def backend(s: Source) -> None:
+    """Set what holds the model that trains, and over how many ranks it splits what: at least as many as that takes."""
+    is_megatron = s.get(STRATEGY) == "megatron"
+    if is_megatron:
+        s.put("train.backend", "megatron", by=STRATEGY)
+    ranks = 1
+    for what in ("tensor", "pipeline", "expert"):
+        key = f"{ACTOR}.megatron.{what}_model_parallel_size"
+        size = s.whole(key, 1, least=1)
+        if size != 1 and not is_megatron:
+            s.refuse(key, "it is read where actor_rollout_ref.actor.strategy is megatron, and it is not")
+        elif size != 1:
+            s.put(f"train.distributed.{what}_parallel", size, by=key)
+            ranks *= 1 if what == "expert" else size
+            s.put("train.distributed.ranks", ranks, by=key)
+
+
+def megatron_schedule(s: Source) -> None:
+    """Set how the learning rate falls, as Megatron's trees say it: to a rate of its own, by a step of its own."""
+    style, low, last = (f"{ACTOR}.optim.{name}" for name in ("lr_decay_style", "min_lr", "lr_decay_steps"))
+    twins = [key for name in ("lr_scheduler_type", "warmup_style") if (key := f"{ACTOR}.optim.{name}") in s.written]
+    if s.get(STRATEGY) != "megatron" or (twins and style in s.written):
+        for key in (key for key in (style, low, last) if key in s.written):
+            s.refuse(key, "it is read where actor.strategy is megatron; else write lr_scheduler_type and min_lr_ratio")
+    elif (name := s.text(style, "constant")) != "constant":
+        s.put("train.optim.schedule.name", name, by=style)
+        if least := s.number(low, 0.0):
+            s.put("train.optim.schedule.min_lr_ratio", least / s.number(f"{ACTOR}.optim.lr", 1e-6), by=low)
+        if (end := s.get(last)) is not None:
+            s.put("train.optim.schedule.total_steps", end, by=last)
+
+
+def optimizer(s: Source) -> None:
+    """Set the bound of the gradient's norm, which has two places, and Adam's betas, which the first trees do not name."""
+    keys = (f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
+    meant = next((key for key in keys if s.number(key, 1.0) != 1.0), keys[0])
+    s.put("train.optim.max_grad_norm", s.number(meant, 1.0), by=meant)
+    s.put("train.optim.betas", s.get(f"{ACTOR}.optim.betas", [0.9, 0.999]), by=f"{ACTOR}.optim.betas")
+
+
+def warmup(s: Source) -> None:
+    """Set the warm-up in steps, or as a share of the run's steps."""
+    key = f"{ACTOR}.optim.lr_warmup_steps"
+    steps, ratio = s.whole(key, -1, least=-1), s.number(f"{key}_ratio", 0.0)
+    if steps > 0 or (steps == 0 and s.get(STRATEGY) != "megatron"):  # Megatron's trees take the ratio at 0 steps too
+        s.put("train.optim.warmup_steps", steps, by=key)
+    elif ratio >= 1:
+        s.refuse(f"{key}_ratio", "a share of the run's steps is below 1")
+    elif ratio:
+        s.put("train.optim.warmup_steps", ratio, by=f"{key}_ratio")
