@@ -48,7 +48,9 @@ def explain(
         if problem["type"] == "missing":
             sentences.append(f"{dotted(path)!r} is missing{sources.of(path[:-1])}; give it a value")
         elif problem["type"] in ("value_error", "assertion_error") and isinstance(problem["input"], Mapping):
-            sentences.append(f"{dotted(path)}: {message}" if path else message)
+            name = message.partition(" is ")[0]
+            of_name = sources.of((*path, name)) if sources.translated and name in problem["input"] else ""
+            sentences.append(f"{dotted(path)}: {message}{of_name}" if path else message)
             told.add(path)
         else:
             text = re.sub(r"^Input should be", "it must be", message)

@@ -263,6 +263,8 @@ REJECTED = [
     ("data.reward_fn_key=source", "must be called data_source"),
     ("data.image_key=pictures", "must be called images"),
     ("data.video_key=films", "must be called videos"),
+    ("data.train_files=7", "a file, or a list of files"),
+    ("data.val_files={a: b}", "a file, or a list of files"),
     ("data.truncation=left", "filter_overlong_prompts"),
     ("data.truncation=right", "filter_overlong_prompts"),
     ("data.truncation=middle", "filter_overlong_prompts"),
@@ -507,6 +509,12 @@ def test_what_the_first_trees_leave_to_the_code_is_what_the_code_takes():
     """0.4.1's tree has no betas and no length of a tool's text; its code takes (0.9, 0.999) and the whole text."""
     made = translated(f"~{ACTOR}.optim.betas", f"~{TURNS}.max_tool_response_length").native
     assert made["train"]["optim"]["betas"] == [0.9, 0.999] and made["rollout"]["tools"]["max_result_chars"] == 1_000_000
+
+
+def test_a_value_that_a_whole_section_refuses_is_told_with_the_key_it_was_written_in():
+    made = translated(f"{ROLLOUT}.top_p=2")
+    with pytest.raises(ConfigError, match=rf"top_p is 2.0; .* \(from {ROLLOUT}.top_p \(from the override"):
+        load_values(RunConfig, made.native, origin=made.origin)
 
 
 def test_no_key_has_two_rows():

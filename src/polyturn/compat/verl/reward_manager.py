@@ -4,8 +4,8 @@
     manager(data)                       the reward of each row on the last token of its response, 0 elsewhere
     manager(data, return_dict=True)     {"reward_tensor": …, "reward_extra_info": {"pred": [B values], …}}
 
-For scripts and tests that call one, and for subclasses. A run calls reward functions itself; a configuration that names a
-manager of one's own is refused. A function that raises is an error here too, never 0.0.
+For scripts and tests that call one, and for subclasses. A run calls reward functions itself, and managers of a project's own
+as `managed_reward` shows them trajectories. A function that raises is an error here too, never 0.0.
 """
 
 from __future__ import annotations

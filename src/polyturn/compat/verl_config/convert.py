@@ -86,7 +86,11 @@ def files(s: Source) -> None:
             if key in s.written and value is not None:
                 s.refuse(key, "it names no file")
             continue
-        names = [str(Path(str(n)).expanduser()) for n in ([value] if isinstance(value, str) else list(value))]
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+            s.refuse(key, "it must be a file, or a list of files")
+            continue
+        names = [str(Path(name).expanduser()) for name in given]
         if where is not None:
             file = str(where).removeprefix("pkg://")
             kwargs = {
