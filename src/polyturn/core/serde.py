@@ -35,7 +35,7 @@ def to_json(value: Any, depth: int = 0) -> Any:
 
 
 def from_json(cls: type[_T], data: Any) -> _T:
-    """Return the `cls` that `data`, the output of `to_json`, describes.
+    """Return the `cls` that `data`, the output of `to_json`, describes; what is a record in it already stays that.
 
     Raises:
         TypeError: `data` has a field that `cls` lacks, or lacks one without a default.
@@ -131,6 +131,8 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         as_it_is = {name for name, reader in readers.items() if reader is _unchanged}
 
         def read(data: Any) -> Any:
+            if isinstance(data, hint):
+                return data
             values = {k: v if v is None or k in as_it_is or k not in readers else readers[k](v) for k, v in data.items()}
             return hint(**values)
 

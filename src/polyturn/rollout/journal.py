@@ -42,7 +42,7 @@ from polyturn.rollout.open_turn import OpenTurn
 
 __all__ = ["EpisodeJournal", "Journal", "JournaledEpisode"]
 
-FORMAT = 3
+FORMAT = 4
 """Of what is kept; a conversation that was kept in another one starts from its task."""
 
 

@@ -11,26 +11,30 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from polyturn.core.errors import SnapshotError
-from polyturn.core.generation import FinishReason
-from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
-from polyturn.core.messages import Message, Origin, ToolCall
+from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
-from polyturn.core.serde import read_array, to_json
+from polyturn.core.serde import from_json, read_array, to_json
 from polyturn.core.task import Task
-from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource, ToolResult, Trajectory, Turn
+from polyturn.core.trajectory import Span, ToolResult, Trajectory
 
+_RECORDS: Mapping[str, type[Any]] = {"span": Span, "message": Message, "result": ToolResult, "media": Media}
+"""Kind, as lines name it -> what is written once; any other dataclass is written where it stands."""
+_KINDS = {of: kind for kind, of in _RECORDS.items()}
 _REF = "#record"
+_LEFT = "#json"
+"""What a plug-in left, as JSON in a text: whatever keys it has, none of them means anything here."""
 _AS_IS = frozenset({int, float, bool, type(None)})
 _ARRAYS: dict[str, type[Any]] = {"#int32": np.int32, "#float32": np.float32}
 _ROUTES = "#routes"
@@ -105,21 +109,40 @@ class JournalCodec:
         kind = type(value)
         if kind in _AS_IS or (kind is str and len(value) < _LONG):
             return value
-        if kind in _WRITERS or kind is str:
+        if kind in _KINDS or kind is str:
             return {_REF: self._number(value)}
         if kind is dict:
             return {k: v if type(v) in _AS_IS else self.encode(v) for k, v in value.items()}
         if kind is list or kind is tuple or isinstance(value, list | tuple):
             return [v if type(v) in _AS_IS else self.encode(v) for v in value]
-        if isinstance(value, Enum):
-            return value.value
-        if kind is np.ndarray and value.dtype in _ARRAYS.values():
-            return {f"#{value.dtype.name}": pack(value)}
+        if kind is np.ndarray and (name := f"#{value.dtype.name}") in _ARRAYS:
+            return {name: base64.b64encode(value.tobytes()).decode()}
         if kind is np.ndarray and value.ndim == 3 and value.dtype.kind == "u":
             return {_ROUTES: to_json(value)}
+        if isinstance(value, Enum):
+            return value.value
+        if dataclasses.is_dataclass(kind):
+            return self.fields(value)
+        if isinstance(value, Mapping):
+            return self.encode(dict(value))
         if isinstance(value, np.generic):
             return value.item()
         raise SnapshotError(f"a conversation holds {value!r:.80} ({kind.__name__}), which JSON cannot write")
+
+    def fields(self, record: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
+        """Return the fields of a dataclass, other than those named in `but`, as what JSON can write.
+
+        Raises:
+            SnapshotError: one holds something that JSON cannot write.
+        """
+        kind: Any = type(record)
+        found: dict[str, Any] = {}
+        for name, is_left in _fields(kind):
+            if name not in but:
+                value = getattr(record, name)
+                written = value if type(value) in _AS_IS else {_LEFT: to_text(value)} if is_left else self.encode(value)
+                found[name] = written
+        return found
 
     def encode_text(self, text: str) -> Any:
         """Return a text that is written once, whichever object has it."""
@@ -136,8 +159,8 @@ class JournalCodec:
     def read(self, new: Sequence[Mapping[str, Any]]) -> None:
         """Take up the records of a line."""
         for data in new:
-            fields = {k: v for k, v in data.items() if k != "k"}
-            record = _READERS[data["k"]](self, fields)
+            fields = {name: self.decode(value) for name, value in data.items() if name != "k"}
+            record = fields["text"] if data["k"] == "text" else from_json(_RECORDS[data["k"]], fields)
             self._add(record)
             if isinstance(record, str):
                 self._texts.setdefault(record, len(self._records) - 1)
@@ -147,11 +170,13 @@ class JournalCodec:
         if isinstance(value, dict):
             if _REF in value:
                 return self._records[value[_REF]]
+            if _LEFT in value:
+                return json.loads(value[_LEFT])
             if _ROUTES in value:
                 return read_array(value[_ROUTES], None)
             for name, dtype in _ARRAYS.items():
                 if name in value:
-                    return unpack(value[name], dtype)
+                    return np.frombuffer(base64.b64decode(value[name]), dtype)
             return {k: self.decode(v) for k, v in value.items()}
         if isinstance(value, list):
             return [self.decode(v) for v in value]
@@ -160,9 +185,9 @@ class JournalCodec:
     def _number(self, record: Any) -> int:
         number = self._numbers.get(id(record))
         if number is None:
-            written = _WRITERS[type(record)](self, record)  # first what it names itself
+            fields = {"text": record} if isinstance(record, str) else self.fields(record)  # first what it names itself
             number = self._add(record)
-            self._new.append(written)
+            self._new.append({"k": _KINDS.get(type(record), "text"), **fields})
         return number
 
     def _add(self, record: Any) -> int:
@@ -184,16 +209,6 @@ def to_text(value: Any) -> str:
         raise SnapshotError(f"{value!r:.80} cannot be written as JSON: {problem}") from problem
 
 
-def pack(array: NDArray[Any] | None) -> str | None:
-    """Return the bytes of an array as text."""
-    return None if array is None else base64.b64encode(array.tobytes()).decode()
-
-
-def unpack(text: str | None, dtype: type[Any]) -> Any:
-    """Return the array that `pack` was given."""
-    return None if text is None else np.frombuffer(base64.b64decode(text), dtype)
-
-
 def _is_long(value: Any) -> bool:
     return isinstance(value, str) and len(value) >= _LONG
 
@@ -209,144 +224,24 @@ def _simple(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no type of JSON")
 
 
-def _write_span(book: JournalCodec, span: Span) -> dict[str, Any]:
-    return {
-        "k": "span",
-        "ids": pack(span.ids),
-        "source": span.source.value,
-        "turn": span.turn,
-        "logprobs": pack(span.logprobs),
-        "version": span.policy_version,
-        "weights": pack(span.weights),
-        "routed": book.encode(span.routed_experts),
-    }
-
-
-def _read_span(book: JournalCodec, data: dict[str, Any]) -> Span:
-    return Span(
-        ids=unpack(data["ids"], np.int32),
-        source=SpanSource(data["source"]),
-        turn=data["turn"],
-        logprobs=unpack(data["logprobs"], np.float32),
-        policy_version=data["version"],
-        weights=unpack(data["weights"], np.float32),
-        routed_experts=book.decode(data.get("routed")),
-    )
-
-
-def _write_content(book: JournalCodec, content: Any) -> Any:
-    return book.encode(content) if isinstance(content, str) else [book.encode(dict(part)) for part in content]
-
-
-def _read_content(book: JournalCodec, content: Any) -> Any:
-    found = book.decode(content)
-    return tuple(found) if isinstance(found, list) else found
-
-
-def _write_message(book: JournalCodec, message: Message) -> dict[str, Any]:
-    calls = [{**_fields(call), "arguments": to_text(call.arguments)} for call in message.tool_calls]
-    content = _write_content(book, message.content)
-    origin = None if message.origin is None else message.origin.value
-    return {"k": "message", **_fields(message), "content": content, "tool_calls": calls, "origin": origin}
-
-
-def _read_message(book: JournalCodec, data: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(**{**call, "arguments": json.loads(call["arguments"])}) for call in data["tool_calls"])
-    origin = None if data.get("origin") is None else Origin(data["origin"])
-    return Message(**{**data, "content": _read_content(book, data["content"]), "tool_calls": calls, "origin": origin})
-
-
-def _write_result(book: JournalCodec, result: ToolResult) -> dict[str, Any]:
-    content = _write_content(book, result.content)
-    return {"k": "result", **_fields(result), "content": content, "metrics": to_text(result.metrics)}
-
-
-def _read_result(book: JournalCodec, data: dict[str, Any]) -> ToolResult:
-    content = _read_content(book, data["content"])
-    return ToolResult(**{**data, "content": content, "metrics": json.loads(data["metrics"])})
-
-
-def _write_media(book: JournalCodec, media: Media) -> dict[str, Any]:
-    return {"k": "media", "kind": media.kind, "source": book.encode(media.source)}
-
-
-def _read_media(book: JournalCodec, data: dict[str, Any]) -> Media:
-    source = book.decode(data["source"])
-    return Media(kind=data["kind"], source=tuple(source) if isinstance(source, list) else source)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in _NAMES[type(record)]}
-
-
-_NAMES = {
-    kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in (Message, ToolCall, ToolResult, Segment, Turn)
-}
-
-
-_WRITERS: dict[type[Any], Any] = {
-    Span: _write_span,
-    Message: _write_message,
-    ToolResult: _write_result,
-    Media: _write_media,
-    str: lambda book, text: {"k": "text", "text": text},
-}
-_READERS: dict[str, Any] = {
-    "span": _read_span,
-    "message": _read_message,
-    "result": _read_result,
-    "media": _read_media,
-    "text": lambda book, data: data["text"],
-}
+@functools.cache
+def _fields(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
+    """Return the names of a dataclass's fields, each with whether it holds what a plug-in left: a mapping of any keys."""
+    hints = typing.get_type_hints(kind)
+    return tuple((f.name, typing.get_origin(hints[f.name]) is Mapping) for f in dataclasses.fields(kind))
 
 
 def write_trajectory(book: JournalCodec, trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory that is scored."""
-    turns = [{**_fields(t), "scores": to_text(t.scores), "info": to_text(t.info)} for t in trajectory.turns]
-    segments = [_fields(segment) for segment in trajectory.segments]
-    reward = trajectory.reward
-    return {
-        "shown": book.encode(trajectory.task.prompt),
-        "segments": book.encode(segments),
-        "turns": book.encode(turns),
-        "stop": trajectory.stop_reason.value,
-        "reward": None if reward is None else to_text([reward.total, reward.components, reward.info]),
-        "metrics": to_text(trajectory.metrics),
-    }
+    """Return a trajectory that is scored, but for its id and its task, of which the prompt alone may be another."""
+    return {**book.fields(trajectory, but=("id", "task")), "shown": book.encode(trajectory.task.prompt)}
 
 
 def read_trajectory(book: JournalCodec, data: Mapping[str, Any], id: str, task: Task) -> Trajectory:
     """Return the trajectory that `write_trajectory` wrote."""
-    shown, segments, turns = (book.decode(data[name]) for name in ("shown", "segments", "turns"))
-    reward = None if data["reward"] is None else json.loads(data["reward"])
+    fields = book.decode(data)
+    shown = fields.pop("shown")
     is_same = len(shown) == len(task.prompt) and all(a is b for a, b in zip(shown, task.prompt, strict=True))
-    return Trajectory(
-        id=id,
-        task=task if is_same else dataclasses.replace(task, prompt=tuple(shown)),
-        segments=tuple(
-            Segment(
-                spans=tuple(s["spans"]),
-                media=tuple(s["media"]),
-                agent=s["agent"],
-                parent=None if s["parent"] is None else Branch(*s["parent"]),
-            )
-            for s in segments
-        ),
-        turns=tuple(
-            Turn(
-                **{
-                    **turn,
-                    "finish_reason": FinishReason(turn["finish_reason"]),
-                    "spans": tuple(SpanRef(*ref) for ref in turn["spans"]),
-                    "tool_results": tuple(turn["tool_results"]),
-                    "observation": tuple(turn["observation"]),
-                    "scores": json.loads(turn["scores"]),
-                    "info": json.loads(turn["info"]),
-                }
-            )
-            for turn in turns
-        ),
-        stop_reason=StopReason(data["stop"]),
-        reward=None if reward is None else Reward(total=reward[0], components=reward[1], info=reward[2]),
-        metrics=json.loads(data["metrics"]),
-    )
+    run_of = task if is_same else dataclasses.replace(task, prompt=tuple(shown))
+    reward = None if fields["reward"] is None else Reward(**fields["reward"])
+    found = from_json(Trajectory, {**fields, "id": id, "task": run_of, "reward": reward})
+    return dataclasses.replace(found, metrics=fields["metrics"])  # whole numbers stay such

@@ -373,7 +373,7 @@ def _choose(found: _Found, *, step: int, oldest: int) -> list[_Place]:
     for line, place in found.others:
         if held.lines and line["from"] != held.lines[-1]["from"] + len(held.lines[-1]["new"]):
             break  # a line is missing: the disk was full for a while
-        versions = [r["version"] for r in line["new"] if r["k"] == "span" and r["version"] is not None]
+        versions = [r["policy_version"] for r in line["new"] if r["k"] == "span" and r["policy_version"] is not None]
         if versions and max(versions) > step:
             if not held.lines:
                 held.why_not = held.why_not or "weights that came after the checkpoint sampled it"

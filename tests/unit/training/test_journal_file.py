@@ -13,7 +13,7 @@ from polyturn.training.journal_file import JournalFile
 
 
 def span(version: int | None) -> dict[str, Any]:
-    return {"k": "span", "version": version}
+    return {"k": "span", "policy_version": version}
 
 
 class Life:
