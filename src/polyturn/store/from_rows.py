@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from polyturn.core.arrays import Floats
+from polyturn.core.errors import DataError
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.codec import read_json, restore, restore_all
@@ -22,7 +23,11 @@ from polyturn.store.schema import JSON_MEMBERS, StoredTrajectory, Trained
 
 
 def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
-    """Return the trajectory of one row, as `pa.Table.to_pylist` gives it, arrays as lists or as NumPy arrays."""
+    """Return the trajectory of one row, as `pa.Table.to_pylist` gives it, arrays as lists or as NumPy arrays.
+
+    Raises:
+        DataError: an array has another length than the tokens that it describes.
+    """
     segments, places = _segments(row)
     messages = _messages(row)
     results: dict[int, list[dict[str, Any]]] = {}
@@ -51,6 +56,7 @@ def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
         "error": restore(row["error"]),
         "metrics": read_json(row["metrics"]),
     }
+    made = from_json(Trajectory, trajectory)
     trained = Trained(
         advantages=_floats(row["advantages"]),
         policy_logprobs=_floats(row["policy_logprobs"]),
@@ -58,8 +64,11 @@ def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
         weights=_floats(row["trained_weights"]),
         dropped=row["dropped"],
     )
+    for name in ("advantages", "policy_logprobs", "entropies", "trained_weights"):
+        if row.get(name) is not None:
+            _check_length(name, len(row[name]), made.num_sampled_tokens, "tokens were sampled")
     return StoredTrajectory(
-        trajectory=from_json(Trajectory, trajectory),
+        trajectory=made,
         group=row["group"],
         step=row["step"],
         split=row["split"],
@@ -99,10 +108,17 @@ def _segments(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[tuple[
                 "routed_experts": routes.get(len(places) - 1),
             }
         )
+    for name, array in arrays.items():
+        _check_length(name, len(array), at[name], "belong to its spans")
     for medium in row["media"]:
         source = read_json(medium["source"])
         segments[medium["segment"]]["media"].append({"kind": medium["kind"], "source": source})
     return segments, places
+
+
+def _check_length(name: str, length: int, expected: int, what: str) -> None:
+    if length != expected:
+        raise DataError(f"its column {name} holds {length} numbers, and {expected} {what}")
 
 
 def _routes(row: Mapping[str, Any], lengths: Sequence[int]) -> Iterator[Any]:

@@ -107,7 +107,7 @@ class StoredRun:
         """Read the choosing columns of every part in `folder`, the folder of a run."""
         self.folder = folder
         self.problems: dict[str, str] = {}
-        """Part -> why it cannot be read."""
+        """Part, or a row of one, -> why it cannot be read."""
         self._parts: dict[str, pa.Table] = {}
         self._stamps: dict[str, _Stamp] = {}
         self._num_listed = 0
@@ -135,7 +135,7 @@ class StoredRun:
         self._parts = {name: kept[name] for name in stamps if name in kept}
         self._search.keep(same)
         self._stamps = stamps
-        self.problems = {name: why for name, why in self.problems.items() if name in stamps}
+        self.problems = {name: why for name, why in self.problems.items() if name.partition(",")[0] in stamps}
         self._table = self._joined()
         return True
 
@@ -266,9 +266,10 @@ class StoredRun:
         part = last[_PART][0].as_py()
         found = self._read_rows(part, [last[_ROW][0].as_py()])
         if not found:
-            raise DataError(
-                f"the trajectory {id!r} is in {self.folder / FOLDER / part}, which cannot be read: {self.problems.get(part)}"
-            )
+            row = _row_of(part, last[_ROW][0].as_py())
+            place = row if row in self.problems else part
+            why = self.problems.get(place)
+            raise DataError(f"the trajectory {id!r} is in {self.folder / FOLDER / place}, which cannot be read: {why}")
         return found[0]
 
     def records(self) -> Iterator[StoredTrajectory]:
@@ -350,7 +351,7 @@ class StoredRun:
         return self._try(name, read)
 
     def _read_rows(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of one part, in this order; nothing where the part is damaged."""
+        """Return rows of one part, in this order, without those that are damaged; nothing where the part is."""
 
         def read(path: Path) -> list[StoredTrajectory]:
             file = BoundedFile(path)
@@ -359,11 +360,19 @@ class StoredRun:
                 return _first_version(file, rows)
             if version > VERSION:
                 raise DataError(f"it is of version {version} and this polyturn reads up to {VERSION}; use a newer one")
-            return _second_version(file, rows)
+            return [made for row, values in _second_version(file, rows) if (made := self._made(part, row, values))]
 
         if not (self.folder / FOLDER / part).exists():
             return self._read_moved(part, rows)
         return self._try(part, read) or []
+
+    def _made(self, part: str, row: int, values: dict[str, Any]) -> StoredTrajectory | None:
+        """Return the trajectory of a row; None where it is damaged, which is noted and costs no other one."""
+        try:
+            return from_row(values)
+        except _UNREADABLE as problem:
+            self._note(_row_of(part, row), one_line(problem))
+            return None
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
         """Return rows of a part that was joined with others since it was listed, from where they are now."""
@@ -379,19 +388,19 @@ class StoredRun:
         return found
 
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
-        path = self.folder / FOLDER / name
         try:
             place = contained(self.folder, f"{FOLDER}/{name}")
             return None if place is None else read(place)  # None: joined with others since it was listed
         except FileNotFoundError:
             return None
         except _UNREADABLE as problem:
-            if name not in self.problems:
-                logger.warning(
-                    "%s is damaged and was skipped (%s); the other parts are not affected", path, one_line(problem)
-                )
-            self.problems[name] = one_line(problem)
+            self._note(name, one_line(problem))
             return None
+
+    def _note(self, name: str, why: str) -> None:
+        if name not in self.problems:
+            logger.warning("%s is damaged and was skipped (%s); nothing else is affected", self.folder / FOLDER / name, why)
+        self.problems[name] = why
 
 
 _UNREADABLE = (
@@ -422,9 +431,14 @@ def open_store(run_folder: str | Path) -> StoredRun:
 _ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "entropies", "trained_weights")
 
 
-def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
+def _row_of(part: str, row: int) -> str:
+    return f"{part}, row {row}"
+
+
+def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the values of rows, arrays over tokens as NumPy arrays, each behind its number."""
     starts = np.cumsum([0, *file.rows_of_groups])
-    found: dict[int, StoredTrajectory] = {}
+    found: dict[int, dict[str, Any]] = {}
     for number in range(len(file.rows_of_groups)):
         inside = [row for row in rows if starts[number] <= row < starts[number + 1]]
         if not inside:
@@ -436,8 +450,8 @@ def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajec
         for place, (row, values) in enumerate(zip(inside, plain, strict=True)):
             for name, column in arrays.items():
                 values[name] = column[place].values.to_numpy() if column[place].is_valid else None
-            found[row] = from_row(values)
-    return [found[row] for row in rows]
+            found[row] = values
+    return [(row, found[row]) for row in rows]
 
 
 def _first_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
