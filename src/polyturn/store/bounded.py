@@ -40,7 +40,7 @@ class BoundedFile:
         if head.num_rows > MAX_ROWS:
             raise DataError(f"it has {head.num_rows} rows, and at most {MAX_ROWS} are read")
         columns = [head.schema.column(i) for i in range(len(head.schema))]
-        self._paths = [c.path for c in columns]
+        self._head, self._paths = head, [c.path for c in columns]
         self._file = pq.ParquetFile(
             path, read_dictionary=[c.path for c in columns if c.physical_type == "BYTE_ARRAY"], metadata=head
         )
@@ -56,8 +56,9 @@ class BoundedFile:
             DataError: they take more memory than the size of the file allows.
         """
         chosen = range(len(self.rows_of_groups)) if groups is None else list(groups)
-        roots = frozenset(column.partition(".")[0] for column in columns)
-        self._check(sum(self._size(number, roots) for number in chosen))
+        wanted = frozenset(columns)
+        places = [i for i, path in enumerate(self._paths) if path in wanted or path.partition(".")[0] in wanted]
+        self._check(sum(self._size(number, places) for number in chosen))
         # One at a time: each group has dictionaries of its own, and nested texts of several cannot be read together.
         # Groups are small: to share out the columns of one among threads costs more than to read them.
         read = [self._file.read_row_group(number, columns=list(columns), use_threads=False) for number in chosen]
@@ -76,14 +77,12 @@ class BoundedFile:
         self._check(sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks))
         return table
 
-    def _size(self, group: int, columns: frozenset[str]) -> int:
-        of = self._file.metadata.row_group(group)
-        total = 0
-        for number in range(of.num_columns):
-            column = of.column(number)
-            if column.path_in_schema.partition(".")[0] in columns:
-                decoded = max(0, column.num_values) * _WIDTHS.get(column.physical_type, 4)
-                total += max(decoded, column.total_uncompressed_size)
+    def _size(self, group: int, places: Iterable[int]) -> int:
+        """Return what columns of a row group, given by their places in `_paths`, take."""
+        of, total = self._head.row_group(group), 0
+        for column in map(of.column, places):
+            decoded = max(0, column.num_values) * _WIDTHS.get(column.physical_type, 4)
+            total += max(decoded, column.total_uncompressed_size)
         return total
 
     def _check(self, size: int) -> None:

@@ -153,6 +153,6 @@ def _texts_in(file: BoundedFile) -> Iterator[_Texts]:
 def _texts_of(values: pa.Array, row: NDArray[np.int64]) -> _Texts:
     if not pa.types.is_dictionary(values.type):
         values = values.dictionary_encode()
-    known = values.indices.is_valid().to_numpy(zero_copy_only=False)
-    which = pc.fill_null(values.indices, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    return _Texts(values.dictionary, which[known], row[known])
+    if values.indices.null_count:
+        row = row[values.indices.is_valid().to_numpy(zero_copy_only=False)]
+    return _Texts(values.dictionary, values.indices.drop_null().to_numpy().astype(np.int64), row)
