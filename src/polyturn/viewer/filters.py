@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.serde import to_json
@@ -22,6 +23,7 @@ from polyturn.store.schema import INDEX_COLUMNS, SCHEMA
 from polyturn.store.stored_run import StoredRun
 from polyturn.viewer.labels import Label
 
+Counts = NDArray[np.int64]
 NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
 PLAIN = tuple(name for name in INDEX_COLUMNS if not pa.types.is_nested(SCHEMA.field(name).type))
 """Columns of single values, which can be compared and sorted by."""
@@ -31,8 +33,11 @@ MAX_VALUES = 12
 """Values of one kind that are counted, the most frequent ones."""
 MAX_EXPORT = 20_000
 """Trajectories of one file."""
+NUM_RANGES = 8
+"""Ranges of a number that has more values than are counted."""
 FACETS = (
     ("split", "Split"),
+    ("step", "Step"),
     ("stop_reason", "Stop reason"),
     ("data_source", "Data source"),
     ("num_tool_errors", "Failed tool calls"),
@@ -72,19 +77,47 @@ def narrow(
 
 
 def facets(table: pa.Table) -> list[dict[str, Any]]:
-    """Return for each kind its most frequent values with how many rows have each; training comes before evaluations."""
+    """Return for each kind its values with how many rows have each; training comes before evaluations.
+
+    Of a number with more than `MAX_VALUES` values there are ranges, `low` to `high`, that hold about as many rows each; of
+    anything else the most frequent values, and how many more there are.
+    """
     found = []
     for name, title in FACETS:
         counts = pc.value_counts(table[name].drop_null())
-        first = pc.sort_indices(counts.field("counts"), sort_keys=[("", "descending")])[:MAX_VALUES]
-        values = [(c["values"], c["counts"]) for c in counts.take(first).to_pylist() if c["values"] == c["values"]]  # no NaN
-        values.sort(key=lambda one: (not str(one[0]).startswith("train"), str(one[0])) if name == "split" else (False, 0))
+        values, numbers = counts.field("values"), counts.field("counts").to_numpy()
         if name in NUMERIC:
-            values.sort()
-        if len(values) > 1:
-            shown = [{"value": str(value), "count": count} for value, count in values]
-            found.append({"name": name, "title": title, "values": shown, "num_more": max(0, len(counts) - MAX_VALUES)})
+            known = values.to_numpy(zero_copy_only=False)
+            order = np.argsort(known, kind="stable")[: np.count_nonzero(known == known)]  # NaN comes last, and is left out
+            known, numbers = known[order], numbers[order]
+            shown = _ranges(known, numbers) if len(known) > MAX_VALUES else _values(known.tolist(), numbers)
+        else:
+            order = np.argsort(-numbers, kind="stable")[:MAX_VALUES]
+            shown = _values(values.take(pa.array(order)).to_pylist(), numbers[order])
+            if name == "split":
+                shown.sort(key=lambda one: (not one["value"].startswith("train"), one["value"]))
+        if len(shown) > 1:
+            num_more = 0 if name in NUMERIC else max(0, len(counts) - MAX_VALUES)
+            found.append({"name": name, "title": title, "values": shown, "num_more": num_more})
     return found
+
+
+def _values(values: Iterable[Any], numbers: Counts) -> list[dict[str, Any]]:
+    return [{"value": str(value), "count": count} for value, count in zip(values, numbers.tolist(), strict=True)]
+
+
+def _ranges(known: NDArray[Any], numbers: Counts) -> list[dict[str, Any]]:
+    """Cut ascending values [N], of which `numbers` [N] rows each have one, into ranges of about as many rows each.
+
+    A value that fills a range of its own stands alone.
+    """
+    share = numbers.sum() / NUM_RANGES
+    even = np.searchsorted(np.cumsum(numbers) - numbers, np.arange(NUM_RANGES) * share)
+    full = np.flatnonzero(numbers >= share)
+    starts = np.unique(np.concatenate([even, full, full + 1]))
+    starts = starts[starts < len(known)]
+    parts = zip(np.split(known, starts[1:]), np.split(numbers, starts[1:]), strict=True)
+    return [{"low": str(v[0].item()), "high": str(v[-1].item()), "count": int(n.sum())} for v, n in parts]
 
 
 def check_size(chosen: StoredRun) -> None:

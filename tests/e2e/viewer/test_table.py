@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.viewer_runs import add_step
+
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,3 +76,18 @@ def test_what_is_typed_while_the_table_is_read_again_stays_with_its_focus(page):
     page.get_by_role("button", name="Reset").click()
     playwright.expect(page.locator("tbody tr")).to_have_count(19)
     assert box.input_value() == ""
+
+
+def test_a_range_of_steps_is_chosen_among_the_kinds_and_stands_in_the_address(page, growing: Path, keep):
+    for step in range(4, 15):
+        add_step(growing, step)
+    page.goto("/#/2/trajectories")
+    page.locator(".facets", has_text="Step").get_by_role("link", name="13 – 14 (4)").click()
+    page.wait_for_url("**min_step=13&max_step=14")
+    playwright.expect(page.locator("tbody tr")).to_have_count(4)
+    assert page.input_value("input[name=min_step]") == "13"
+    page.goto("/#/2/trajectories?min_step=12.5")
+    playwright.expect(page.locator("tbody tr")).to_have_count(4)
+    keep(page, "range")
+    page.get_by_role("link", name="step from 12.5 ×").click()
+    playwright.expect(page.locator("tbody tr")).to_have_count(40)

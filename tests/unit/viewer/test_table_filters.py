@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
@@ -16,6 +18,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.serving.rules import ServerRules
 from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.schema import INDEX_COLUMNS, SCHEMA
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.viewer import filters
@@ -52,6 +55,19 @@ def test_kinds_are_counted_with_training_first_and_empty_columns_left_out(client
     assert "stop_reason" not in counted, "all are of one kind"
     assert client.get("/api/runs/0/trajectories?text=apples&reward=1.0").json()["total"] == 2
     assert client.get("/api/runs/0/trajectories?text=(&regex=1").status_code == 422
+
+
+def test_a_number_of_many_values_has_ranges_that_hold_every_row_once(client: TestClient):
+    steps = [*range(100), 7, 7]
+    nothing = {name: pa.nulls(len(steps), SCHEMA.field(name).type) for name in INDEX_COLUMNS}
+    reward = pa.array([None, float("nan"), *(float(i // 50) for i in range(100))])
+    found = {f["name"]: f for f in filters.facets(pa.table({**nothing, "step": steps, "reward": reward}))}
+    ranges = found["step"]["values"]
+    assert len(ranges) == filters.NUM_RANGES and sum(one["count"] for one in ranges) == len(steps)
+    assert ranges[0] == {"low": "0", "high": "10", "count": 13} and ranges[-1]["high"] == "99"
+    assert all(int(b["low"]) == int(a["high"]) + 1 for a, b in itertools.pairwise(ranges))
+    assert found["reward"]["values"] == [{"value": v, "count": 50} for v in ("0.0", "1.0")]
+    assert client.get("/api/runs/0/trajectories?min_step=2&max_step=2").json()["total"] == 2
 
 
 def test_a_label_is_kept_beside_the_run_and_narrows_the_table(client: TestClient, run: Path):

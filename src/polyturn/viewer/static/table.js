@@ -8,7 +8,9 @@ const COLUMNS = [["id", "id"], ["step", "step", 1], ["split", "split"], ["reward
 const DEFAULT = COLUMNS.slice(0, 12).map(([name]) => name);
 const NOT_SORTED = ["label", "note"];
 const SIZE = 100;
-const OTHER = ["group", "sort", "desc", "cols", "task_id", "label", "num_tool_errors", "num_turns", "reward"];
+const NUMBERS = ["step", "reward", "num_turns", "num_tool_errors"];
+const ONLY = ["group", "task_id", "label", "stop_reason", "data_source", "split", ...NUMBERS];
+const OTHER = ["group", "sort", "desc", "cols", "task_id", "label", "min_num_tool_errors", "max_num_tool_errors", ...NUMBERS];
 
 function filterForm(run, values, info) {
   const number = (name, label) => el("label", {}, label, el("input", { type: "number", step: "any", name, value: values[name] ?? "" }));
@@ -16,7 +18,7 @@ function filterForm(run, values, info) {
     el("label", {}, "Search", el("input", { type: "search", name: "text", value: values.text ?? "", placeholder: "words in what was said" })),
     el("label", { class: "check" }, el("input", { type: "checkbox", name: "regex", value: "1", checked: values.regex === "1" }), "regular expression"),
     select("split", values, info.splits, "Split"), select("stop_reason", values, info.stop_reasons, "Stop reason"), select("data_source", values, info.data_sources, "Data source"),
-    number("min_step", "Step from"), number("max_step", "to"), number("min_reward", "Reward from"), number("max_reward", "to"), number("min_num_turns", "Turns from"),
+    number("min_step", "Step from"), number("max_step", "to"), number("min_reward", "Reward from"), number("max_reward", "to"), number("min_num_turns", "Turns from"), number("max_num_turns", "to"),
     el("label", { class: "check" }, el("input", { type: "checkbox", name: "errors", value: "1", checked: values.errors === "1" }), "errors only"),
     el("label", {}, "SQL condition", el("input", { type: "text", name: "where", value: values.where ?? "", placeholder: "num_tokens > 500", size: 24 })),
     el("button", { type: "submit" }, "Filter"), el("button", { type: "button", onclick: () => { form.reset(); go("trajectories", { cols: values.cols }); } }, "Reset"));
@@ -26,17 +28,28 @@ function filterForm(run, values, info) {
   return form;
 }
 
-// How many of the rows are of which kind: a click narrows the table to them, a second one takes that back.
+// How many of the rows are of which kind: a click narrows the table to them, a second one takes that back. Of a number with many
+// values there are ranges; those that the address names and the form has no field for stand in front, to be taken back.
 function facetBar(run, values, found) {
-  const link = (name, value, text) => {
-    const isOn = values[name] === value;
-    return el("a", { class: "facet", "aria-current": isOn ? "true" : null, href: address("trajectories", { ...values, offset: "", [name]: isOn ? "" : value }, run) }, isOn ? `${text} ×` : text);
+  const link = (wanted, text) => {
+    const isOn = Object.entries(wanted).every(([name, value]) => values[name] === value);
+    const off = Object.fromEntries(Object.keys(wanted).map((name) => [name, ""]));
+    return el("a", { class: "facet", "aria-current": isOn ? "true" : null, href: address("trajectories", { ...values, offset: "", ...(isOn ? off : wanted) }, run) }, isOn ? `${text} ×` : text);
   };
-  const active = ["group", "task_id", "label", "stop_reason", "num_tool_errors", "num_turns", "reward", "data_source", "split"].filter((name) => values[name] && !found.facets.some((f) => f.name === name));
-  const kinds = found.facets.map((f) => el("div", { class: "facets" }, el("b", {}, f.title), ...f.values.map((v) => link(f.name, v.value, `${short(f.name === "reward" ? Number(v.value) : v.value)} (${v.count})`)), f.num_more ? el("span", { class: "muted" }, `${f.num_more} further values`) : null));
-  if (found.labels.length) kinds.push(el("div", { class: "facets" }, el("b", {}, "Label"), link("label", "*", "any"), ...found.labels.map((label) => link("label", label, label))));
-  return el("nav", { "aria-label": "Kinds of trajectories" }, active.length ? el("div", { class: "facets" }, el("b", {}, "Only"), ...active.map((name) => link(name, values[name], `${name} ${values[name]}`))) : null, ...kinds);
+  const said = (value, name) => (NUMBERS.includes(name) ? short(Number(value)) : value);
+  const facet = ({ name, title, values: of, num_more: more }) => el("div", { class: "facets" }, el("b", {}, title), ...of.map(({ value, low, high, count }) =>
+    value === undefined ? link({ [`min_${name}`]: low, [`max_${name}`]: high }, `${low === high ? said(low, name) : `${said(low, name)} – ${said(high, name)}`} (${count})`) : link({ [name]: value }, `${said(value, name)} (${count})`)), more ? el("span", { class: "muted" }, `${more} further values`) : null);
+  const isCounted = (name) => found.facets.some((f) => f.name === name && f.values.some((v) => v.value === values[name]));
+  const only = ONLY.filter((name) => values[name] && !isCounted(name)).map((name) => link({ [name]: values[name] }, `${title(name)} ${values[name]}`));
+  for (const name of NUMBERS) {
+    const [low, high] = [values[`min_${name}`], values[`max_${name}`]], isShown = found.facets.some((f) => f.name === name && f.values.some((v) => v.low === low && v.high === high));
+    if ((low || high) && !isShown) only.push(link(Object.fromEntries([["min", low], ["max", high]].filter(([, v]) => v).map(([which, v]) => [`${which}_${name}`, v])), `${title(name)} ${low ? `from ${said(low, name)} ` : ""}${high ? `to ${said(high, name)}` : ""}`.trim()));
+  }
+  const labels = found.labels.length ? el("div", { class: "facets" }, el("b", {}, "Label"), link({ label: "*" }, "any"), ...found.labels.map((label) => link({ label }, label))) : null;
+  return el("nav", { "aria-label": "Kinds of trajectories" }, only.length ? el("div", { class: "facets" }, el("b", {}, "Only"), ...only) : null, ...found.facets.map(facet), ...(labels ? [labels] : []));
 }
+
+const title = (name) => COLUMNS.find(([one]) => one === name)?.[1] ?? name;
 
 function columnPicker(values, shown) {
   const box = ([name, label]) => el("label", { class: "check" }, el("input", { type: "checkbox", value: name, checked: shown.includes(name) }), label);
