@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import polyturn
-from polyturn.api.folders import hold_folder
 from polyturn.cli.main import main
+from polyturn.infra.folder_lock import hold_folder
 from polyturn.testing.tiny_models import tiny_tokenizer
 from support.models import tiny_model
 from support.runs import call_command

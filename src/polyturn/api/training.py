@@ -24,7 +24,7 @@ import yaml
 from polyturn import build
 from polyturn.api import ranks
 from polyturn.api.console import logging_to, stderr_console
-from polyturn.api.folders import ANOTHER_FOLDER, hold_folder, keep_tokenizer, new_run_folder
+from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
@@ -32,6 +32,7 @@ from polyturn.config.unknown import as_of_now
 from polyturn.core.errors import CheckpointError, ConfigError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
+from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.writable import check_writable
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.checkpoint import MODEL, WARM_START, Checkpoints, SavingClock

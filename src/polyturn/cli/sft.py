@@ -9,12 +9,13 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import ANOTHER_FOLDER, hold_folder, new_run_folder, open_place
+from polyturn.api.folders import ANOTHER_FOLDER, new_run_folder, open_place
 from polyturn.api.signals import Signals
 from polyturn.api.training import warm_checkpoints, warm_start
 from polyturn.cli.console import Output, command
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
+from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.writable import check_writable
 from polyturn.training.observer import RunObserver
 

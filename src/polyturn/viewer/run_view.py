@@ -6,9 +6,9 @@ metrics file whether there is more. What cannot be read is named in `problems`, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +23,7 @@ from polyturn.core.errors import DataError, did_you_mean, one_line
 from polyturn.core.metrics_file import MAX_BYTES
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import FOLDER
+from polyturn.store.schema import KEY
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.metric_docs import meaning
 from polyturn.viewer.curves import Window, draw
@@ -42,16 +43,15 @@ from polyturn.viewer.labels import Label, Labels, known_labels
 from polyturn.viewer.metric_file import MetricFile
 from polyturn.viewer.overview import before_after, facts, settings, stop_reasons, tool_calls, tools
 from polyturn.viewer.panels import panels_of
+from polyturn.viewer.progress import NOTHING, progress
 from polyturn.viewer.run_config import MAX_BYTES as MAX_CONFIG_BYTES
 from polyturn.viewer.run_config import read_config
 from polyturn.viewer.tokens import TokenTexts
-from polyturn.viewer.trajectory_page import MAX_TOKENS, plain, trajectory_page
+from polyturn.viewer.trajectory_page import MAX_TOKENS, cut, plain, trajectory_page
 from polyturn.viewer.why_advantage import why_advantage
 
 MAX_CURVES = 60
 """Curves of a run that are drawn at once."""
-SILENT_S = 300.0
-"""Seconds without a line, or ten of its longest late steps, after which a run that is not at its end is called silent."""
 WARM_START = "warm_start/"
 """Stands before the names of the warm start's metrics."""
 FIRST = (
@@ -61,6 +61,8 @@ FIRST = (
     "system/cpu_share", "system/gpu*/busy_share", "engine/queue", "engine/kv_use",
 )  # fmt: skip
 """Metrics that a run is first judged by."""
+LATEST = ("reward/mean", "eval/*/success")
+"""Metrics whose last value stands in the list of runs."""
 
 
 class RunView:
@@ -75,7 +77,7 @@ class RunView:
         self._labels = Labels(folder)
         self._metrics = MetricFile(folder, "metrics.jsonl")
         self._warm_start = MetricFile(folder, "sft_metrics.jsonl")
-        self._planned: int | None = None
+        self._config: tuple[int, Mapping[str, Any]] = (0, {})
         self._calls: dict[Any, pa.Table] = {}
         self._values: dict[Any, dict[str, TokenValues]] = {}
 
@@ -86,7 +88,6 @@ class RunView:
         def known(column: str) -> list[str]:
             return sorted(v for v in pc.unique(self._store.table([column])[column]).to_pylist() if v)
 
-        steps = [m["step"] for m in self._metrics.lines if "step" in m]
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -94,30 +95,34 @@ class RunView:
             "splits": known("split"),
             "stop_reasons": known("stop_reason"),
             "data_sources": known("data_source"),
-            "last_step": max(steps, default=None),
-            **self._progress(max(steps, default=0)),
+            **self._progress(),
+            "latest": self._latest(),
             "num_metrics": len(self._metrics.lines) + len(self._warm_start.lines),
             "problems": self.problems(),
             "has_tokenizer": self._tokens().is_known,
         }
 
-    def _progress(self, last_step: int) -> dict[str, Any]:
-        """Return whether the run goes on, as far as its files tell, how long nothing was written, and how long it took."""
-        if self._planned is None:
-            train = read_config(self.folder).values.get("train")
-            steps = train.get("steps") if isinstance(train, Mapping) else None
-            self._planned = steps if type(steps) is int else 0
-        spent = [min(max(s, 0.0), 2.0**53) for line in self._metrics.lines if (s := line.get("time/step_s"))]
-        written = max(self._metrics.written_at, self._warm_start.written_at)
-        silent = time.time() - written if written else 0.0
-        state = "silent" if silent > max(SILENT_S, 10 * max(spent[-9:], default=0.0)) else "running" if written else ""
-        is_finished = 0 < self._planned <= last_step
-        return {"state": "finished" if is_finished else state, "silent_s": silent, "spent_s": sum(spent)}
+    def _progress(self) -> dict[str, Any]:
+        try:
+            stamp = (self.folder / "config.yaml").stat().st_mtime_ns
+        except (OSError, RuntimeError):  # a run that has just begun may have none yet
+            stamp = 0
+        if stamp != self._config[0]:
+            self._config = stamp, read_config(self.folder).values
+        return progress(self.folder, self._metrics, self._warm_start, self._config[1])
+
+    def _latest(self) -> dict[str, Any]:
+        """Return the last value of each metric of `LATEST` that the run has."""
+        found: dict[str, Any] = {}
+        for pattern in LATEST:
+            names = [name for name in self._metrics.names if fnmatchcase(name, pattern)]
+            values = ((name, line.get(name)) for line in reversed(self._metrics.lines) for name in names)
+            found |= dict(itertools.islice((one for one in values if one[1] is not None), 1))
+        return found
 
     def unreadable(self, why: str) -> dict[str, Any]:
         """Return what the list shows of the run when nothing of it can be read."""
-        nothing = {"num_trajectories": 0, "splits": [], "stop_reasons": [], "data_sources": [], "last_step": None}
-        nothing |= {"state": "", "silent_s": 0.0, "spent_s": 0.0}
+        nothing = {"num_trajectories": 0, "splits": [], "stop_reasons": [], "data_sources": [], "latest": {}, **NOTHING}
         known = {"name": self.name, "folder": str(self.folder), "num_metrics": 0, "has_tokenizer": False}
         return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
 
@@ -250,7 +255,7 @@ class RunView:
             if descending:
                 offset = max(0, total - offset - limit) if total - offset > 0 else total
             table = table.slice(offset, limit)
-        rows = [plain(row) for row in table.to_pylist()]
+        rows = [{k: v if k in KEY else cut(plain(v)) for k, v in row.items()} for row in table.to_pylist()]
         if not sort and descending:
             rows.reverse()
         for row in rows:

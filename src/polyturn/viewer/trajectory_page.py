@@ -52,7 +52,7 @@ def trajectory_page(
         "group": record.group,
         "step": record.step,
         "split": record.split,
-        "task": _cut(plain(to_json(task))),
+        "task": cut(plain(to_json(task))),
         "reward": reward,
         "stop_reason": one.stop_reason.value,
         "stop_meaning": STOPPED[one.stop_reason],
@@ -130,7 +130,7 @@ def _conversation(trajectory: Trajectory) -> Any:
             "score": json_number(turn.score),
             "scores": plain(to_json(turn.scores)),
             "timings": plain(to_json(turn.timings)),
-            "info": _cut(plain(to_json(turn.info))),
+            "info": cut(plain(to_json(turn.info))),
             "num_tokens": sum(len(s) for s in spans if s.source is SpanSource.SAMPLED),
             "at": _first_token(trajectory, turn),
         }
@@ -164,7 +164,7 @@ def _message(message: Message, *, turn: int, results: Mapping[str, ToolResult]) 
                     "error": result.error,
                     "reward": json_number(result.reward),
                     "duration_s": result.duration_s,
-                    "metrics": _cut(plain(to_json(result.metrics))),
+                    "metrics": cut(plain(to_json(result.metrics))),
                 },
             }
         )
@@ -214,12 +214,12 @@ def _short(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT]
 
 
-def _cut(value: Any) -> Any:
+def cut(value: Any) -> Any:
     """Return JSON data with long texts cut."""
     if isinstance(value, str):
         return value if len(value) <= 2000 else f"{value[:2000]}… ({len(value)} characters)"
     if isinstance(value, dict):
-        return {k: _cut(v) for k, v in value.items()}
+        return {k: cut(v) for k, v in value.items()}
     if isinstance(value, Sequence):
-        return [_cut(v) for v in value]
+        return [cut(v) for v in value]
     return value

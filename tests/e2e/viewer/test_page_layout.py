@@ -11,6 +11,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.timeout(600)
 
 PAGES = {
+    "runs": "tbody tr",
     "curves": ".chart canvas",
     "trajectories": "tbody tr",
     "distributions": ".heat-map rect",

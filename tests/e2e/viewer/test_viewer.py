@@ -121,7 +121,7 @@ def test_text_of_the_environment_is_shown_as_text_and_never_runs(page, keep):
 def test_everything_can_be_reached_with_the_keyboard(page):
     page.goto("/#/0/curves")
     page.wait_for_selector(".chart")
-    page.keyboard.press("2")
+    page.keyboard.press("3")
     page.wait_for_selector("tbody tr")
     page.keyboard.press("j")
     page.keyboard.press("j")
@@ -144,7 +144,8 @@ def test_everything_can_be_reached_with_the_keyboard(page):
 def test_labels_and_contrast_hold_on_every_page(browser, address: str, scheme: str):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed; run `make browser`")
     page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme, base_url=address)
-    ways = {"curves": ".chart", "trajectories": "tbody tr", "groups": "tbody tr", "timeline?step=2&split=train": "svg g",
+    ways = {"runs": "tbody tr", "curves": ".chart", "trajectories": "tbody tr",
+            "groups": "tbody tr", "timeline?step=2&split=train": "svg g",
             "one?id=g30/1&step=3&split=train": ".tokens span", "about": "pre",
             "why?id=g30/0&step=3&split=train": ".formula", "distributions": ".heat-map rect",
             "task?task_id=t0&split=train": ".message",

@@ -21,11 +21,12 @@ import yaml
 
 from polyturn.api import console as console_module
 from polyturn.api import training
-from polyturn.api.folders import hold_folder, keep_tokenizer, new_run_folder
+from polyturn.api.folders import keep_tokenizer, new_run_folder
 from polyturn.build import model_folder
 from polyturn.cli import train as train_command
 from polyturn.cli.main import guarded, main
 from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.infra.folder_lock import hold_folder
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 from support.runs import Called, call_command, write_tiny_run

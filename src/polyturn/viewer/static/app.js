@@ -1,28 +1,30 @@
 // The frame: which page the address names, the runs, what is polled while a run goes on, the keyboard.
 // A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
 
-import { address, el, get, go, kept, lasting, leave, place, state } from "/static/base.js";
+import { address, doing, el, get, go, kept, lasting, leave, legible, place, state } from "/static/base.js";
 import { answer } from "/static/answer.js";
 import { curves } from "/static/curves.js";
 import { distributions } from "/static/distributions.js";
 import { groups, timelinePage } from "/static/groups.js";
 import { compare, one } from "/static/one.js";
 import { about } from "/static/run.js";
+import { runs } from "/static/runs.js";
 import { trajectories } from "/static/table.js";
 import { task } from "/static/task.js";
 import { why } from "/static/why.js";
 
-const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["distributions", "Distributions"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"], ["answer", "Answer"]];
+const TABS = [["runs", "Runs"], ["curves", "Curves"], ["trajectories", "Trajectories"], ["distributions", "Distributions"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"], ["answer", "Answer"]];
 // Without runs there is the page for answers alone; a report has those pages whose answers are in its file.
 const isThere = (name) => (name === "answer" ? state.hasDesk : state.runs.length > 0 && (!kept || ["curves", "distributions", "about"].includes(name)));
-const PAGES = { curves, distributions, trajectories, groups, timeline: timelinePage, one, compare, why, task, about, answer };
+const PAGES = { runs, curves, distributions, trajectories, groups, timeline: timelinePage, one, compare, why, task, about, answer };
 const INSIDE = ["one", "compare", "why", "task"]; // pages of single trajectories, which stand under the table's tab
 const main = document.getElementById("main");
 
 // The run's problems, above every page and as new as the last answer.
 const problems = el("div");
 function drawProblems(info) {
-  problems.replaceChildren(...(info?.problems.length ? [el("div", { class: "problem", role: "alert" }, info.problems.join("\n"))] : []));
+  const said = info && place().page !== "runs" ? [...(info.end ? [`The run died: ${info.end}.`] : []), ...info.problems] : [];
+  problems.replaceChildren(...(said.length ? [el("div", { class: "problem", role: "alert" }, legible(said.join("\n")))] : []));
 }
 
 async function show() {
@@ -36,7 +38,7 @@ async function show() {
   const info = state.runs[run];
   drawProblems(info);
   if (!info && shown !== "answer") { main.replaceChildren(el("p", { class: "problem", role: "alert" }, `There is no run ${run}.`)); return; }
-  document.title = `${info?.name ?? "Answer"} – polyturn`;
+  document.title = `${shown === "runs" ? "Runs" : info?.name ?? "Answer"} – polyturn`;
   const asked = location.hash, of = `${run}/${shown}${INSIDE.includes(shown) ? `/${values.id}/${values.step}/${values.split}` : ""}`;
   try {
     const built = await PAGES[shown](run, values, info);
@@ -99,7 +101,7 @@ function drawRuns() {
 
 async function poll() {
   const live = document.getElementById("live");
-  const size = (runs) => JSON.stringify(runs.map((r) => [r.num_trajectories, r.num_metrics, r.problems]));
+  const size = (runs) => JSON.stringify(runs.map((r) => [r.num_trajectories, r.num_metrics, r.problems, r.state]));
   try {
     const before = size(state.runs);
     state.runs = await get("runs");
@@ -107,8 +109,7 @@ async function poll() {
     const info = state.runs[place().run];
     drawProblems(info);
     if (before !== size(state.runs)) await follow();
-    const doing = info && (info.state === "silent" ? `silent for ${lasting(info.silent_s)}` : info.state);
-    live.textContent = info ? `${doing}${info.spent_s ? ` · ${lasting(info.spent_s)} of training` : ""} · step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read ${new Date().toLocaleTimeString("en-GB")}` : "";
+    live.replaceChildren(...(info ? [doing(info), `${info.spent_s ? ` · ${lasting(info.spent_s)} of training` : ""} · step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read ${new Date().toLocaleTimeString("en-GB")}`] : []));
   } catch (problem) {
     live.textContent = problem instanceof TypeError ? "the viewer has stopped" : problem.message;
   }

@@ -46,8 +46,8 @@ export async function post(path, body) {
 
 export function place() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [run = "0", page = "curves"] = path.split("/");
-  return { run: Number(run) || 0, page: page || "curves", values: Object.fromEntries(new URLSearchParams(query)) };
+  const [run = "0", page = ""] = path.split("/");
+  return { run: Number(run) || 0, page: page || (state.runs.length > 1 ? "runs" : "curves"), values: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 export function address(page, values = {}, run = place().run) {
@@ -93,6 +93,12 @@ export const cell = (value, isNumber) => el("td", { class: isNumber ? "number" :
 // names: [[title, whether its column has numbers]]; rows: <tr>.
 export const table = (label, names, rows) => el("div", { class: "scroll" }, el("table", { class: "plain", "aria-label": label },
   el("thead", {}, el("tr", {}, ...names.map(([name, isNumber]) => el("th", { class: isNumber ? "number" : null, scope: "col" }, name)))), el("tbody", {}, ...rows)));
+
+// Whether a run goes on, and where it is. A run that died has said why, or nothing.
+export function doing(info) {
+  const words = info.state === "silent" ? `silent for ${lasting(info.silent_s)}` : info.state;
+  return el("span", { class: info.state === "died" ? "bad" : info.state === "running" ? "good" : null, title: info.end || null }, words || "–");
+}
 
 // Seconds as a person says them: 42 s, 3 min, 5 h, 2 days.
 export function lasting(seconds) {

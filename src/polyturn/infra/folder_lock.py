@@ -1,0 +1,111 @@
+"""Who trains into a run's folder, and how the last one ended: a lock that the kernel gives back, and two lines beside it.
+
+    .lock    process 4711 on node3       whoever holds the file's lock (flock) trains
+             ended: RewardError: …       written before the lock is given back; a process that is killed writes nothing
+
+Separate from what trains and from what shows runs, because both read what stands there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from polyturn.core.contained import contained, read_contained
+from polyturn.core.errors import ConfigError, DataError, one_line
+
+logger = logging.getLogger(__name__)
+
+NAME = ".lock"
+ASKED = 5
+"""How often the lock is asked for before it counts as held: whoever looks at it holds it for an instant, too."""
+_ENDED = "ended"
+_MAX_BYTES = 4096
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Keep every other process out of a run's folder meanwhile; the kernel gives it back when this one ends or is killed.
+
+    Where the file system has no locks that is said in a line, and nobody is kept out.
+
+    Raises:
+        ConfigError: another process trains into it.
+    """
+    with contextlib.ExitStack() as opened:
+        file = None
+        try:
+            file = opened.enter_context((folder / NAME).open("a+"))
+            _lock(file)
+            _write(file, f"process {os.getpid()} on {socket.gethostname()}")
+        except BlockingIOError as problem:
+            who = (read_contained(folder, NAME, max_bytes=_MAX_BYTES) or "another process").partition("\n")[0]
+            raise ConfigError(
+                f"{who} trains into {folder} at this moment; wait for its end, or start a run of another name (name=NAME)"
+            ) from problem
+        except OSError as problem:
+            file = None
+            logger.warning(
+                "%s cannot be locked (%s), so nothing keeps a second process from training into it", folder, problem
+            )
+        end = _ENDED
+        try:
+            yield
+        except BaseException as problem:
+            end = f"{_ENDED}: {one_line(problem)}"
+            raise
+        finally:
+            if file is not None:
+                with contextlib.suppress(OSError):  # a full disk, which what was written before has said
+                    _write(file, f"process {os.getpid()} on {socket.gethostname()}\n{end}")
+
+
+class FolderLock(NamedTuple):
+    """What a run's folder says of the process that trains, or trained, into it."""
+
+    is_held: bool
+    is_ours: bool = False
+    """Whether that was a process of this machine, of which a lock that is free says that it is gone."""
+    end: str | None = None
+    """How it ended: "" by itself, else with which error; None where it did not say."""
+
+
+def look_at(folder: Path) -> FolderLock | None:
+    """Return what the lock of a run's folder says; None where there is none, or none can be asked."""
+    try:
+        place = contained(folder, NAME)
+        if place is None:
+            return None
+        with place.open("rb") as file:
+            said = file.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back where the file is closed
+    except BlockingIOError:
+        return FolderLock(is_held=True)
+    except (OSError, DataError):
+        return None
+    _, _, host = (said[0] if said else "").partition(" on ")
+    ended, _, why = (said[1] if len(said) > 1 else "").partition(": ")
+    return FolderLock(False, host == socket.gethostname(), why if ended == _ENDED else None)
+
+
+def _lock(file: IO[str]) -> None:
+    for left in range(ASKED - 1, -1, -1):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(0.05)
+
+
+def _write(file: IO[str], text: str) -> None:
+    file.truncate(0)
+    file.write(text)
+    file.flush()

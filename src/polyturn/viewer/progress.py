@@ -1,0 +1,75 @@
+"""Whether a run goes on, and how far it came, as far as its folder tells.
+
+lock held                               running; silent where nothing was written for long
+lock free, its end beside it            finished at the last step or where the process ended by itself, stopped before
+                                        the last step, died of an error
+lock free, nothing beside it            finished at the last step, else died: its process was killed on this machine
+no lock, or one of another machine      finished at the last step, else running or silent by the time of the last line
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyturn.infra.folder_lock import FolderLock, look_at
+from polyturn.viewer.metric_file import MetricFile
+
+SILENT_S = 300.0
+"""Seconds without a line, or ten of its longest late steps, after which a run that is not at its end is called silent."""
+NOTHING = {"state": "", "end": "", "last_step": None, "planned": 0, "silent_s": 0.0, "spent_s": 0.0, "written_at": 0.0}
+"""What is known of a run that cannot be read."""
+
+
+def planned_steps(config: Mapping[str, Any], section: str) -> int:
+    """Return the steps that a config asks of `train` or `warm_start`; 0 where it does not say."""
+    found = config.get(section)
+    steps = found.get("steps") if isinstance(found, Mapping) and not found.get("epochs") else None
+    return steps if type(steps) is int else 0
+
+
+def progress(folder: Path, metrics: MetricFile, warm_start: MetricFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `NOTHING` of a run.
+
+    Args:
+        folder: Of the run.
+        metrics: Its metrics, as far as they are read.
+        warm_start: Those of its warm start.
+        config: Its configuration; any part may be missing or wrong.
+    """
+    last_step = max((line["step"] for line in metrics.lines), default=None)
+    warm_step = max((line["step"] for line in warm_start.lines), default=0)
+    section, reached = ("warm_start", warm_step) if last_step is None else ("train", last_step)
+    planned = planned_steps(config, section)
+    spent = [min(max(s, 0.0), 2.0**53) for line in metrics.lines if (s := line.get("time/step_s"))]
+    written = max(metrics.written_at, warm_start.written_at)
+    silent = time.time() - written if written else 0.0
+    state, end = _state(look_at(folder), is_at_end=0 < planned <= reached, has_plan=planned > 0, is_begun=written > 0)
+    if state == "running" and silent > max(SILENT_S, 10 * max(spent[-9:], default=0.0)):
+        state = "silent"
+    return {
+        "state": state,
+        "end": end,
+        "last_step": last_step,
+        "planned": planned_steps(config, "train"),
+        "silent_s": silent,
+        "spent_s": sum(spent),
+        "written_at": written,
+    }
+
+
+def _state(lock: FolderLock | None, *, is_at_end: bool, has_plan: bool, is_begun: bool) -> tuple[str, str]:
+    """Return the state, and for a run that died why."""
+    if lock is not None and lock.is_held:
+        return "running", ""
+    if is_at_end:
+        return "finished", ""
+    if lock is not None and lock.end is not None:
+        if lock.end and not lock.end.startswith("KeyboardInterrupt"):
+            return "died", lock.end
+        return ("stopped" if lock.end or has_plan else "finished"), ""
+    if lock is not None and lock.is_ours:
+        return "died", "its process was killed, or ended without saying why"
+    return ("running" if is_begun else ""), ""
