@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, did_you_mean, one_line
 from polyturn.core.metrics_file import MAX_BYTES
+from polyturn.core.reward import as_score
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.schema import KEY
@@ -122,7 +123,14 @@ class RunView:
 
     def unreadable(self, why: str) -> dict[str, Any]:
         """Return what the list shows of the run when nothing of it can be read."""
-        nothing = {"num_trajectories": 0, "splits": [], "stop_reasons": [], "data_sources": [], "latest": {}, **NOTHING}
+        nothing: dict[str, Any] = {
+            "num_trajectories": 0,
+            "splits": [],
+            "stop_reasons": [],
+            "data_sources": [],
+            "latest": {},
+            **NOTHING,
+        }
         known = {"name": self.name, "folder": str(self.folder), "num_metrics": 0, "has_tokenizer": False}
         return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
 
@@ -310,7 +318,7 @@ class RunView:
         chosen = self._store.select(step=step, split=split)
         episodes: list[tuple[Trajectory, list[dict[str, float]]]] = []
         for record in chosen.records():
-            turns = [dict(t.timings) for t in record.trajectory.turns]
+            turns = [_seconds(turn.timings) for turn in record.trajectory.turns]
             if turns and all("start" in t for t in turns):
                 episodes.append((record.trajectory, turns))
             if len(episodes) >= limit:
@@ -361,6 +369,11 @@ class RunView:
         except DataError as problem:
             return [_damaged(str(problem))]
         return [_alarm(line) for line in (text or "").splitlines()]
+
+
+def _seconds(timings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the times that are numbers."""
+    return {name: known for name, value in timings.items() if (known := as_score(value)) is not None}
 
 
 def _alarm(line: str) -> dict[str, Any]:

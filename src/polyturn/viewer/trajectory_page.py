@@ -56,7 +56,7 @@ def trajectory_page(
         "reward": reward,
         "stop_reason": one.stop_reason.value,
         "stop_meaning": STOPPED[one.stop_reason],
-        "error": one.error,
+        "error": cut(one.error),
         "dropped": record.trained.dropped,
         "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
         "metrics": plain(to_json(one.metrics)),
@@ -163,7 +163,7 @@ def _message(message: Message, *, turn: int, results: Mapping[str, ToolResult]) 
                     "text": _short(_text(result.content)),
                     "error": result.error,
                     "reward": json_number(result.reward),
-                    "duration_s": result.duration_s,
+                    "duration_s": json_number(result.duration_s),
                     "metrics": cut(plain(to_json(result.metrics))),
                 },
             }

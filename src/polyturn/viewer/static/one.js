@@ -52,6 +52,8 @@ function turnBefore(messages, at, values) {
   return { other: messages.findLast((m, i) => i < at && m.role === messages[at].role && m.turn === messages[at].turn - 1), kind: "±" };
 }
 
+const seconds = (value) => `${short(typeof value === "number" ? Number(value.toPrecision(3)) : value)} s`;
+
 // `other` is a message that this one is compared with, word by word; `kind` is what of the differences is shown (`marked`). Without
 // one, Markdown, code and JSON are laid out, unless the text is to stand as it was written.
 export function message(m, { differs = false, link = null, other = undefined, kind = "±", isRaw = false } = {}) {
@@ -61,14 +63,14 @@ export function message(m, { differs = false, link = null, other = undefined, ki
   const head = el("div", { class: "head" }, el("b", {}, m.role + (m.name ? ` ${m.name}` : "")), m.turn >= 0 ? el("span", {}, `turn ${m.turn}`) : null,
     m.num_tokens !== undefined ? el("span", {}, `${m.num_tokens} tokens`) : null, link ? el("a", { href: link }, "its tokens") : null, m.finish_reason && m.finish_reason !== "stop" ? el("span", { class: "bad" }, m.finish_reason) : null,
     m.score !== undefined && m.score !== null ? el("span", {}, `score ${short(m.score)}`) : null,
-    m.timings?.generate !== undefined ? el("span", {}, `${short(Number(m.timings.generate.toPrecision(3)))} s`) : null);
+    m.timings?.generate !== undefined ? el("span", {}, seconds(m.timings.generate)) : null);
   const cut = m.num_characters > m.text.length ? el("p", { class: "muted" }, `the first ${m.text.length} of ${m.num_characters} characters`) : null;
   return el("article", { class: `message ${["assistant", "user", "tool"].includes(m.role) ? m.role : "other"}${differs ? " differs" : ""}` }, head,
     m.reasoning ? el("details", {}, el("summary", {}, "reasoning"), el("div", { class: box }, ...(isPlain ? [legible(m.reasoning)] : rendered(m.reasoning)))) : null,
     ...m.media.map((x) => (x.source ? picture(x.source, x.kind) : el("p", { class: "muted" }, `[${x.kind}]`))),
     m.text ? el("div", { class: box, tabindex: m.text.length > 500 ? 0 : null }, ...said(m.text, other?.text)) : null, cut,
     ...m.tool_calls.map((call, i) => el("div", { class: "call" },
-      el("div", { class: "head" }, el("b", {}, `→ ${call.name || "(no name)"}`), call.result ? el("span", {}, `${short(Number(call.result.duration_s.toPrecision(3)))} s`) : null, call.result?.reward !== null && call.result?.reward !== undefined ? el("span", {}, `reward ${short(call.result.reward)}`) : null,
+      el("div", { class: "head" }, el("b", {}, `→ ${call.name || "(no name)"}`), call.result ? el("span", {}, seconds(call.result.duration_s)) : null, call.result?.reward !== null && call.result?.reward !== undefined ? el("span", {}, `reward ${short(call.result.reward)}`) : null,
         call.error || call.result?.error ? el("span", { class: "bad" }, call.result?.error ?? call.error) : null),
       el("div", { class: box }, ...said(call.error ? call.raw : call.arguments, other?.tool_calls[i]?.arguments, (text) => [code(text)])), call.result ? el("div", { class: `${box} result` }, ...said(call.result.text, other?.tool_calls[i]?.result?.text)) : null)),
     m.info && Object.keys(m.info).length ? el("details", {}, el("summary", {}, "details"), el("pre", {}, JSON.stringify(m.info, null, 1))) : null);
