@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from polyturn import build
 from polyturn.api.folders import open_place
+from polyturn.build.credit import build_estimator
 from polyturn.build.model import build_outline
 from polyturn.build.parts import max_context_of
 from polyturn.cli.console import Output
@@ -50,10 +52,7 @@ class Demand(NamedTuple):
 
     def rank(self, ranks: int) -> dict[str, int]:
         """Return what one of so many ranks holds."""
-        load = RankLoad(
-            ranks=ranks, num_frozen=self.load.num_frozen, tokens=self.load.tokens, recomputes=self.load.recomputes
-        )
-        return rank_bytes(self.size, load)
+        return rank_bytes(self.size, replace(self.load, ranks=ranks))
 
     def server(self, width: int) -> dict[str, int]:
         """Return what each GPU of a server of so many holds."""
@@ -97,11 +96,19 @@ def demand_of(place: build.ConfigSource) -> Demand:
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     load = RankLoad(
+        num_trained=num_trained(place),
         num_frozen=num_frozen(config),
         tokens=config.train.max_tokens_per_batch,
         recomputes=config.model.gradient_checkpointing,
     )
     return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits, model))
+
+
+def num_trained(place: build.ConfigSource) -> int:
+    """Return how many models a rank trains: the policy, and a critic where the estimator needs values."""
+    from polyturn.algorithms.advantages import traits_of
+
+    return 1 + traits_of(build_estimator(place)).needs_values
 
 
 def num_frozen(config: RunConfig) -> int:

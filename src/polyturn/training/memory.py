@@ -65,6 +65,8 @@ class RankLoad:
     """What a run asks of each trainer rank beside the model."""
 
     ranks: int = 1
+    num_trained: int = 1
+    """Models of this size that are trained: the policy, and a critic where the estimator needs one."""
     num_frozen: int = 0
     """Models beside it that are only scored with: a reference, a teacher."""
     tokens: int = 0
@@ -81,15 +83,15 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     Reducing Activation Recomputation in Large Transformer Models, eq. 1, without the scores of attention, which are not kept
     whole); only each layer's input where layers are computed again.
     """
-    low = size.element < 4
+    low, copies = size.element < 4, load.num_trained
     at_once = max(MIN_CHUNK, (MAX_LOGITS if load.on_gpu else MAX_LOGITS_CPU) // size.vocab)
     # A layer is gathered while the one before it is still there, and its gradient is whole before it is cut.
     gathered = (2 * size.outside + 3 * size.layer) * size.element if load.ranks > 1 else 0
     return {
-        "parameters": size.parameters * size.element // load.ranks,
-        "float32 masters": size.trained * 4 // load.ranks if low else 0,
-        "gradients": size.trained * (4 + (size.element if low else 0)) // load.ranks,
-        "moments of AdamW": size.trained * 8 // load.ranks,
+        "parameters": copies * size.parameters * size.element // load.ranks,
+        "float32 masters": copies * size.trained * 4 // load.ranks if low else 0,
+        "gradients": copies * size.trained * (4 + (size.element if low else 0)) // load.ranks,
+        "moments of AdamW": copies * size.trained * 8 // load.ranks,
         "frozen models": load.num_frozen * size.parameters * size.element // load.ranks,
         "gathered blocks": gathered,
         f"activations of a micro-batch of {load.tokens} tokens": (

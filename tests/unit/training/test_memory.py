@@ -41,3 +41,11 @@ def test_a_published_model_takes_what_the_formulas_say():
 def test_one_rank_gathers_nothing_and_float32_has_no_masters():
     held = rank_bytes(ModelSize.of(tiny_model(64)), RankLoad())
     assert held["gathered blocks"] == held["float32 masters"] == 0 < held["gradients"] == held["parameters"]
+
+
+def test_a_critic_is_a_second_model_that_is_trained():
+    size = ModelSize.of(tiny_model(64))
+    one, two = (rank_bytes(size, RankLoad(num_trained=num)) for num in (1, 2))
+    of_models = ("parameters", "gradients", "moments of AdamW")
+    assert {name for name in one if one[name] != two[name]} == set(of_models)
+    assert all(two[name] == 2 * one[name] for name in of_models)
