@@ -26,8 +26,11 @@ def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
     """Return the trajectory of one row, as `pa.Table.to_pylist` gives it, arrays as lists or as NumPy arrays.
 
     Raises:
-        DataError: an array has another length than the tokens that it describes.
+        DataError: an array has another length than the tokens that it describes, or a column is of another type.
     """
+    for name, kind in (("group", str), ("step", int), ("split", str), ("dropped", str | None)):
+        if not isinstance(row[name], kind):
+            raise DataError(f"its column {name} holds {row[name]!r:.80}")
     segments, places = _segments(row)
     messages = _messages(row)
     results: dict[int, list[dict[str, Any]]] = {}
