@@ -168,6 +168,8 @@ IGNORED = [
     f"{ROLLOUT}.max_num_batched_tokens=8192",
     f"{ROLLOUT}.over_sample_rate=0.1",
     f"{ROLLOUT}.calculate_log_probs=True",
+    f"{ROLLOUT}.enable_rollout_routing_replay=True",
+    f"{ACTOR}.router_replay.mode=R3",
     f"{ROLLOUT}.agent.num_workers=8",
     f"{ROLLOUT}.trace.backend=weave",
     f"{ROLLOUT}.trace.token2text=True",
@@ -228,7 +230,6 @@ ASKS_FOR_NOTHING = [
     f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent",
     f"{ROLLOUT}.agent.custom_async_server.path=null",
     f"{ROLLOUT}.skip_rollout=False",
-    f"{ROLLOUT}.enable_rollout_routing_replay=False",
     f"{ROLLOUT}.router_config_path=null",
     "data.prompt_key=prompt",
     "data.reward_fn_key=data_source",
@@ -257,7 +258,6 @@ REJECTED = [
     (f"{ROLLOUT}.agent.custom_async_server.path=x", "rollout.name"),
     (f"{ROLLOUT}.agent.custom_async_server.name=x", "rollout.name"),
     (f"{ROLLOUT}.skip_rollout=True", "stored"),
-    (f"{ROLLOUT}.enable_rollout_routing_replay=True", "routing"),
     (f"{ROLLOUT}.router_config_path=r.yaml", "one engine"),
     ("data.prompt_key=question", "must be called prompt"),
     ("data.reward_fn_key=source", "must be called data_source"),
@@ -279,8 +279,6 @@ REJECTED = [
     ("reward_model.enable=True", "custom_reward_function"),
     (f"{ACTOR}.strategy=torchtitan", "strategy"),
     (f"+{ACTOR}.megatron.tensor_model_parallel_size=2", "strategy is megatron"),
-    (f"+{ACTOR}.megatron.context_parallel_size=2", "a sequence is not split over ranks"),
-    (f"+{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2", "follow one another"),
     (f"+{ACTOR}.megatron.dtype=float16", "model.dtype"),
     (f"+{ACTOR}.optim.lr_decay_style=cosine", "lr_scheduler_type"),
     (f"+{ACTOR}.optim.lr_warmup_init=1e-8", "begins at 0"),
@@ -457,10 +455,14 @@ def of_megatron(*overrides: str) -> Translation:
 @pytest.mark.parametrize("tree", ["ppo_trainer", "ppo_megatron_trainer"])
 def test_sizes_of_megatron_are_those_of_its_backend(tree: str):
     sizes = [f"+{ACTOR}.megatron.{what}_model_parallel_size=2" for what in ("tensor", "pipeline", "expert")]
-    ignored = [f"+{ACTOR}.megatron.param_offload=True", "+actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4"]
+    ignored = [
+        f"+{ACTOR}.megatron.{key}"
+        for key in ("param_offload=True", "context_parallel_size=2", "virtual_pipeline_model_parallel_size=2")
+    ]
+    ignored.append("+actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4")
     asked = [*REQUIRED, f"{ACTOR}.strategy=megatron", *sizes, *ignored]
     made = translate(compose_name(tree, folder=None, overrides=asked))
-    assert made.native["train"]["backend"] == "megatron" and len(made.notices()) == 2
+    assert made.native["train"]["backend"] == "megatron" and len(made.notices()) == len(ignored)
     split = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
     assert made.native["train"]["distributed"] == {**split, "ranks": 4}  # ranks of one stage share its experts
     more = translate(compose_name(tree, folder=None, overrides=[*asked, "+polyturn.train.distributed.ranks=8"]))
@@ -497,7 +499,7 @@ def test_no_steps_of_warm_up_are_megatrons_share_and_fsdps_none():
         ("algorithm.adv_estimator=gae", "Megatron trains none"),
         ("+reward_model.enable=True", "no reward models"),
         (f"+{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=3", "option of Megatron's"),
-        (f"+{ACTOR}.megatron.router_replay.mode=R2", "routing is not replayed"),
+        (f"+{ACTOR}.megatron.router_replay.mode=R2", "which is R3"),
     ],
 )
 def test_what_only_megatron_has_is_refused_by_name(override: str, says: str):
