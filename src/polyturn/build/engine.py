@@ -16,7 +16,9 @@ from polyturn.core.protocols import Engine
 from polyturn.core.routing import RouteShape
 from polyturn.core.signature import takes_any_keyword
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
+from polyturn.engines.foreign import ForeignEngine, making
 from polyturn.engines.options import AnyEngineOptions, OwnEngineOptions
+from polyturn.engines.recovery import ServerPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -42,35 +44,41 @@ def build_engine(
     config = place.config
     build = find_engine(place)
     routes = route_shape(place, model)
-    made = build(
-        EngineSetup(
-            options=config.engine,
-            model=model,
-            media=media,
-            max_context=max_context,
-            sampling=SamplingParams.of(config.rollout.sampling),
-            trains_meanwhile=config.train.max_staleness > 0,
-            base=place.base,
-            model_folder=lambda: (
-                servable_folder(place, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
-                if places is None
-                else places.config
-            ),
-            routes=routes,
-            needs_routes=config.algorithm.routing.replay == "on",
-            places=places,
+    setup = EngineSetup(
+        options=config.engine,
+        model=model,
+        media=media,
+        max_context=max_context,
+        sampling=SamplingParams.of(config.rollout.sampling),
+        trains_meanwhile=config.train.max_staleness > 0,
+        base=place.base,
+        model_folder=lambda: (
+            servable_folder(place, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
+            if places is None
+            else places.config
         ),
-        **_kwargs(config.engine),
+        routes=routes,
+        needs_routes=config.algorithm.routing.replay == "on",
+        places=places,
     )
-    if not isinstance(made, Engine):
-        needs = "something that returns an engine, which has all that polyturn.core.protocols.Engine has"
-        raise wrong_kind(engines.group, config.engine.kind, made, where="engine.kind", needs=needs)
+    made = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
     if routes is not None and config.algorithm.routing.replay == "on" and not made.capabilities.routes:
         raise ConfigError(
             f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not say which experts tokens went "
             "to; set it to auto or off, or take the engine embedded, vllm or sglang"
         )
     return made
+
+
+def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
+    """Make an engine that somebody else wrote, and contain it; of a pool the run knows the servers, and asks them itself."""
+    with making(options.kind, build):
+        made = build(setup, **options.kwargs)
+        is_engine, is_pool = isinstance(made, Engine), isinstance(made, ServerPool)  # which looks at its properties
+    if not is_engine:
+        needs = "something that returns an engine, which has all that polyturn.core.protocols.Engine has"
+        raise wrong_kind(engines.group, options.kind, made, where="engine.kind", needs=needs)
+    return made if is_pool else ForeignEngine(made, vocab_size=int(setup.model.config.get_text_config().vocab_size))
 
 
 def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | None:

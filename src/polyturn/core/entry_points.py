@@ -72,7 +72,7 @@ def load_offered(group: str, name: str, *, where: str) -> Any:
         raise MissingAttributeError(
             f"{told} cannot be found ({one_line(problem)}); repair or uninstall {offerer}"
         ) from problem
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise MissingModuleError(
             f"{told} cannot be imported ({one_line(problem)}); repair or uninstall {offerer}"
         ) from problem

@@ -270,7 +270,7 @@ def _end(episode: Episode, state: RequestState) -> None:
 def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
     """Log why an episode failed, with the traceback of a plug-in's exception once for each line that raises; return why."""
     where = raised_at(problem)
-    error = one_line(problem) + where
+    error = one_line(problem).removesuffix(where) + where
     is_news = bool(where) and where not in context.told
     context.told.add(where)
     logger.warning("trajectory %s failed: %s", episode_id, error, exc_info=problem if is_news else None)

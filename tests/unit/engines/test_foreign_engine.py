@@ -1,0 +1,263 @@
+"""An engine of somebody else's is contained: whatever it raises or returns, whoever asks it meets an `EngineError`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.cli.main import main
+from polyturn.core.arrays import ids_array
+from polyturn.core.errors import ConfigError, EngineError, EngineLostError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines import foreign
+from polyturn.engines.base import BaseEngine
+from polyturn.engines.foreign import ForeignEngine, making
+from support.runs import call_command, write_tiny_run
+
+HERE = "test_foreign_engine.py"
+REQUEST = GenerateRequest(request_id="r", session_id="s", prompt_ids=ids_array([1]), sampling=SamplingParams(max_tokens=4))
+
+
+class Worded(KeyboardInterrupt):
+    """No interrupt of a person's."""
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def completion(ids: Any = (3, 4), logprobs: Any = (-0.5, 0.0), reason: Any = "stop") -> Completion:
+    return Completion(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+
+
+class Odd(BaseEngine):
+    """Does what it was told at every turn."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.act = act
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(logprobs=True)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        found: Completion = self.act()
+        return found
+
+    async def abort(self, request_id: str) -> None:
+        self.act()
+
+    async def end_session(self, session_id: str) -> None:
+        self.act()
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        self.act()
+
+    def read_metrics(self) -> Mapping[str, float]:
+        found: Mapping[str, float] = self.act()
+        return found
+
+    async def close(self) -> None:
+        self.act()
+
+
+class Bare:
+    """Its properties answer with what is none."""
+
+    capabilities, busy_s = None, "long"
+
+
+def contained(act: Callable[[], Any]) -> ForeignEngine:
+    return ForeignEngine(Odd(act), vocab_size=8)
+
+
+def raising(problem: BaseException) -> Callable[[], Any]:
+    def act() -> Any:
+        raise problem
+
+    return act
+
+
+CALLS: dict[str, Callable[[ForeignEngine], Any]] = {
+    "generate": lambda engine: engine.generate(REQUEST),
+    "abort": lambda engine: engine.abort("r"),
+    "end_session": lambda engine: engine.end_session("s"),
+    "update_weights": lambda engine: engine.update_weights(3, weights={}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (Worded("stop"), "Worded: stop"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (GeneratorExit(), "GeneratorExit"),
+        (StopIteration(), "RuntimeError"),
+        (TimeoutError("late"), "TimeoutError: late"),
+        (ValueError("plain"), "ValueError: plain"),
+        (Silent(), "Silent: (its message cannot be read: ValueError)"),
+    ],
+)
+async def test_whatever_it_raises_names_its_class_its_method_and_the_lines(name: str, problem: BaseException, words: str):
+    with pytest.raises(EngineError, match=rf"^the engine Odd: {name} \({HERE}, line \d+\) raised ") as caught:
+        await CALLS[name](contained(raising(problem)))
+    assert words in str(caught.value) and str(caught.value).count(f"({HERE}, line") == 2
+
+
+async def test_an_engine_error_is_told_in_its_own_words():
+    with pytest.raises(EngineLostError, match=r"^gone$"):
+        await contained(raising(EngineLostError("gone"))).generate(REQUEST)
+
+
+async def test_an_interrupt_and_a_cancellation_of_the_caller_pass():
+    with pytest.raises(KeyboardInterrupt):
+        await contained(raising(KeyboardInterrupt())).update_weights(1)
+    asked = asyncio.Event()
+
+    class Waits(Odd):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    task = asyncio.create_task(ForeignEngine(Waits(completion), vocab_size=8).generate(REQUEST))
+    await asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_coroutine_that_is_dropped_just_ends():
+    class Waits(Odd):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            await asyncio.sleep(0)
+            raise AssertionError
+
+    dropped = ForeignEngine(Waits(completion), vocab_size=8).generate(REQUEST)
+
+    async def begin() -> None:
+        dropped.send(None)
+
+    await asyncio.create_task(begin())
+    dropped.close()
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: None, "returned None; it must be a Completion"),
+        (lambda: SimpleNamespace(token_ids=[3]), "returned namespace(token_ids=[3]); it must be a Completion"),
+        (lambda: completion(logprobs=(-1.0,)), "raised AlignmentError: a completion of 2 tokens came with 1 logprobs"),
+        (lambda: completion(reason="bored"), "raised ValueError: 'bored' is not a valid FinishReason"),
+        (lambda: completion(logprobs=(-1.0, np.nan)), "it has the logprob nan"),
+        (lambda: completion(logprobs=(0.7, -1.0)), "it has the logprob 0.7; the logarithm of a probability"),
+        (lambda: completion(logprobs=None), "it has no logprobs, and its capabilities promise them"),
+        (lambda: completion(ids=(3, 8)), "token id 8 is outside the model's vocabulary, which ends at 7"),
+        (lambda: completion(ids=(-1, 3)), "token id -1 is outside"),
+        (lambda: completion(ids=[3] * 5, logprobs=[-1.0] * 5), "it has 5 tokens, and at most 4 were asked for"),
+    ],
+)
+async def test_a_completion_that_is_none_is_one_sentence(act: Callable[[], Any], words: str):
+    with pytest.raises(EngineError, match=r"^the engine Odd: generate ") as caught:
+        await contained(act).generate(REQUEST)
+    assert words in str(caught.value)
+
+
+async def test_a_good_completion_passes_as_it_is():
+    given = completion(logprobs=(-np.inf, 1e-6))
+    assert await contained(lambda: given).generate(REQUEST) is given
+    assert given.finish_reason is FinishReason.STOP
+
+
+def test_what_it_says_of_itself_is_looked_at():
+    bare: Any = ForeignEngine(Bare(), vocab_size=8)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="the engine Bare: capabilities returned None; it must be an EngineCapabilities"):
+        _ = bare.capabilities
+    with pytest.raises(EngineError, match="the engine Bare: busy_s returned 'long'; it must be a number of seconds"):
+        _ = bare.busy_s
+    with pytest.raises(EngineError, match=r"read_metrics \(.*\) returned \{'engine/x': 'much'\}; it must be a mapping"):
+        contained(lambda: {"engine/x": "much"}).read_metrics()
+    with pytest.raises(EngineError, match=r"read_metrics \(.*\) raised SystemExit: 3"):
+        contained(raising(SystemExit(3))).read_metrics()
+    assert contained(lambda: {"engine/x": 2}).read_metrics() == {"engine/x": 2.0}
+
+
+async def test_a_close_that_fails_or_hangs_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    class Stays(Odd):
+        async def close(self) -> None:
+            await asyncio.Event().wait()
+
+    await contained(raising(SystemExit(3))).close()
+    monkeypatch.setattr(foreign, "CLOSE_S", 0.0)
+    await ForeignEngine(Stays(completion), vocab_size=8).close()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "raised SystemExit: 3" in first and first.endswith("what it held may be left behind")
+    assert "the engine Stays: close" in second and "took longer than 0 s" in second
+
+
+def test_one_that_cannot_be_made_is_a_sentence():
+    said = rf"engine.kind: 'odd' cannot be made, it raised SystemExit: 3 \({HERE}, line"
+    with pytest.raises(ConfigError, match=said), making("odd", Odd):
+        raising(SystemExit(3))()
+
+
+ENGINE = """
+import asyncio
+import numpy as np
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.base import BaseEngine
+
+
+class Leaves(BaseEngine):
+    def __init__(self, setup, *, when):
+        super().__init__()
+        self.when, self.num, self.version = when, 0, 0
+
+    @property
+    def capabilities(self):
+        return EngineCapabilities(logprobs=True, shares_weights=True, shares_loop=True)
+
+    async def generate(self, request):
+        self.num += 1
+        if self.when == "generate" and self.num > 3:
+            raise asyncio.CancelledError
+        ids = np.arange(4, dtype=np.int32) + 10 + self.num % 7
+        return Completion(token_ids=ids, logprobs=np.full(4, -5.0), finish_reason=FinishReason.LENGTH)
+
+    async def abort(self, request_id):
+        pass
+
+    async def update_weights(self, version, *, weights=None):
+        if self.when == "update_weights":
+            raise SystemExit(3)
+"""
+
+SMALL = ("warm_start.conversations=null", "train.steps=1", "train.group_size=2", "evaluation.data=null")
+
+
+@pytest.mark.parametrize(
+    ("when", "code", "words"),
+    [
+        ("generate", 0, "generate (leaving.py, line 18) raised CancelledError (leaving.py, line 21)"),
+        ("update_weights", 2, "update_weights (leaving.py, line 28) raised SystemExit: 3 (leaving.py, line 30)"),
+    ],
+)
+def test_a_trajectory_fails_or_a_run_ends_with_the_sentence(tmp_path: Path, when: str, code: int, words: str):
+    config = write_tiny_run(tmp_path)
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("engine:")))
+    (tmp_path / "leaving.py").write_text(ENGINE)
+    engine = f"engine={{kind: 'leaving.py:Leaves', kwargs: {{when: {when}}}}}"
+    called = call_command(main, "train", config, engine, *SMALL)
+    assert called.code == code and f"the engine Leaves: {words}" in called.err, called.err
