@@ -111,6 +111,7 @@ SWIFT = Namespace(
     modules={
         "swift.infer_engine.protocol": "polyturn.serving.protocol",
         "swift.llm.infer.protocol": "polyturn.serving.protocol",
+        "swift.llm.template.template.utils": f"{_SWIFT}.template",
         "swift.llm.template.utils": f"{_SWIFT}.template",
         "swift.template.utils": f"{_SWIFT}.template",
         "swift.rollout.gym_env": f"{_SWIFT}.gym_env",

@@ -16,6 +16,7 @@ from polyturn.compat.swift.gym_env import ContextManager, Env, context_managers,
 from polyturn.compat.swift.orm import ORM, AsyncORM, orms
 from polyturn.compat.swift.reward_adapter import score
 from polyturn.compat.swift.schedulers import GYMScheduler
+from polyturn.compat.swift.template import ThinkingTemplate
 from polyturn.compat.swift.turn_weights import OUTPUTS
 from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.core.lifecycle import StopReason
@@ -26,6 +27,8 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.outputs import reward_rows
 from polyturn.serving.protocol import RolloutInferRequest, RolloutOutput
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from polyturn.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+from polyturn.tokens.codec import Codec
 
 
 async def play(
@@ -120,6 +123,22 @@ async def test_the_engine_is_found_through_the_scheduler_and_unknown_names_raise
     assert found["ids"] and found["unknown"] is False
     with pytest.raises(AttributeError, match="Again object has no attribute nothing"):
         _ = Again().nothing
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+async def test_whether_the_model_writes_reasoning_is_told_by_the_templates_meta_and_by_its_class(thinks: bool) -> None:
+    found: list[bool] = []
+
+    class Looks(Again):
+        def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+            template = self.infer_engine.default_template
+            found.extend((template.template_meta.is_thinking, isinstance(template, ThinkingTemplate)))
+            return True
+
+    context = scripted_context(["a"], scheduler=SwiftScheduler(Looks), rewards={"*": lambda trajectory: 1.0})
+    context.codec = Codec(tiny_tokenizer(), chat_template=CHAT_TEMPLATE if thinks else CHAT_TEMPLATE.replace("think", "x"))
+    assert (await run_episode(context, task(), id="g0/0")).error is None
+    assert found == [thinks, thinks]
 
 
 async def test_the_choice_has_what_was_sampled_and_at_the_end_the_messages() -> None:

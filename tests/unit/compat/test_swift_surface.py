@@ -38,6 +38,7 @@ NAMES = {
     "swift.template": "Messages Template Tool ContextType",
     "swift.utils": "get_logger to_device remove_response",
     "swift.loss_scale": "LossScale loss_scale_map",
+    "swift.llm.template.template.utils": "ThinkingTemplate",
     "swift.llm.template.utils": "ContextType",
     "swift.llm": "RequestConfig InferRequest PtEngine Template ContextType to_device RolloutInferRequest",
     "swift.llm.infer.protocol": "RolloutInferRequest ChatCompletionResponseChoice RolloutOutput RequestConfig",

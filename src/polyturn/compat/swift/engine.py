@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from polyturn.compat.swift.base import EngineOver, SchedulerEngine
-from polyturn.compat.swift.template import Template, TemplateMeta
+from polyturn.compat.swift.template import Template, TemplateMeta, ThinkingTemplate
 from polyturn.compat.swift.turns import as_request, ids_of
 from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.generation import FinishReason
@@ -115,7 +115,8 @@ class EpisodeEngine(SchedulerEngine):
         self.over: StopReason | None = None
         self.why: str | None = None
         is_thinking = "think" in (episode.codec.chat_template or "")
-        self.template = Template(self.tokenizer, TemplateMeta(is_thinking=is_thinking), max_length=self.max_model_len)
+        kind = ThinkingTemplate if is_thinking else Template
+        self.template: Template = kind(self.tokenizer, TemplateMeta(is_thinking=is_thinking), max_length=self.max_model_len)
         self.default_template = self.template
         """Its name before release 4."""
 

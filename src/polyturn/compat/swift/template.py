@@ -8,7 +8,7 @@ from typing import Any
 
 from polyturn.serving.protocol import Messages, Tool
 
-__all__ = ["ContextType", "Messages", "Prompt", "Template", "TemplateMeta", "Tool", "Word"]
+__all__ = ["ContextType", "Messages", "Prompt", "Template", "TemplateMeta", "ThinkingTemplate", "Tool", "Word"]
 
 Word = str | list[int]
 Prompt = list[Word]
@@ -54,6 +54,10 @@ class Template:
         for i, message in enumerate(inputs.messages):
             if message["role"] == "assistant" and i != last:
                 message["content"] = without_reasoning(message["content"])
+
+
+class ThinkingTemplate(Template):
+    """The same of a model that writes reasoning: in release 3.8 the class says so, and not its meta."""
 
 
 def without_reasoning(content: Any) -> Any:
