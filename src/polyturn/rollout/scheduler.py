@@ -67,7 +67,7 @@ class MultiTurnScheduler:
             cls.stateless = False
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task that this scheduler cannot run; called for every task before a run, and never in an episode.
+        """Refuse a task that this scheduler cannot run; called for all tasks before a run, and for that of each request.
 
         Raises:
             DataError: something is missing in the row.

@@ -9,7 +9,8 @@ import pytest
 
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.task import Task
 from polyturn.rollout.schedulers import SingleTurn
 from polyturn.serving import RolloutService
 from polyturn.serving.protocol import RequestConfig, RolloutInferRequest
@@ -78,3 +79,24 @@ async def test_sampling_that_no_engine_can_do_is_refused_before_an_episode_begin
     service = RolloutService(scripted_context([SAID]))
     with pytest.raises(ConfigError, match=f"{name} is"):
         await service.infer([asdict(REQUEST)], {name: value})
+
+
+class Picky(SingleTurn):
+    """Takes tasks with a solution, and breaks at those with a wrong one."""
+
+    def check_task(self, task: Task) -> None:
+        if task.ground_truth is None:
+            raise DataError(f"task {task.id!r} has no solution")
+        int(task.ground_truth)
+
+
+async def test_a_request_that_its_scheduler_cannot_run_is_refused_beside_those_that_it_can() -> None:
+    service = RolloutService(scripted_context([SAID], scheduler=Picky()))
+    rows: list[dict[str, Any]] = [{}, {"solution": "four"}, {"solution": "4"}]
+    replies = await service.infer([{**asdict(REQUEST), "data_dict": row} for row in rows])
+    assert [reply["error"] for reply in replies] == [
+        "the request cannot be run: DataError: task 'a' has no solution",
+        "the request cannot be run: SchedulerError: the scheduler's check_task raised ValueError: invalid literal for int() "
+        "with base 10: 'four'",
+        None,
+    ]
