@@ -141,7 +141,7 @@ def _of_seats(given: Seated, *, name: str) -> EnvStep:
 
 def _reward(value: Any, *, name: str) -> float:
     number = as_score(value)
-    if isinstance(value, str) or number is None:
+    if number is None:
         raise SchedulerError(
             f"the environment {name!r}: step gave the reward {shown(value)}; it must be a finite number of at most "
             f"{MAX_REWARD:g}"

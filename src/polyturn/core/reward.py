@@ -20,7 +20,9 @@ AGENTS = "agents"
 
 
 def as_score(value: Any) -> float | None:
-    """Return a reward or a score as a float; None for what is none: no number, not finite, or larger than `MAX_REWARD`."""
+    """Return a reward or a score as a float; None for what is none: a text, no number, not finite, above `MAX_REWARD`."""
+    if isinstance(value, str | bytes):  # that it reads as a number is chance: "1" may be an answer, "nan" a word
+        return None
     try:
         number = float(value)
     except Exception:  # a tensor of two numbers raises RuntimeError, and a class of an author's whatever it likes

@@ -36,6 +36,8 @@ NO_SCORES: list[Any] = [
     10**400,
     10**5000,
     "x",
+    "1",
+    b"0.5",
     None,
     [],
     np.float32("inf"),
