@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from polyturn.core.errors import DataError, did_you_mean
+from polyturn.core.media import KINDS, kind_of
 from polyturn.core.messages import Message
 from polyturn.core.nesting import MAX_DEPTH, is_deep
 from polyturn.core.task import NATIVE_AGENTS, InteractionRef, Task, ToolKwargs
@@ -198,8 +199,12 @@ class _RowReader:
             if not isinstance(data.get(key, ""), str):
                 self.fail(f"the {key} of {at} must be a string, not {_show(data[key])}")
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, Mapping) and not isinstance(part.get("text", ""), str):
+            if not isinstance(part, Mapping):
+                continue
+            if not isinstance(part.get("text", ""), str):
                 self.fail(f"the text of {at}, part {number}, must be a string, not {_show(part['text'])}")
+            if part.get("type") not in (None, "text") and kind_of(part) is None:
+                self.fail(f"{at}, part {number}, has the type {_show(part['type'])}; use text, {', '.join(KINDS)}")
         calls = data.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(c, Mapping) for c in calls):
             self.fail(f"the tool_calls of {at} must be a list of calls, not {_show(calls)}")

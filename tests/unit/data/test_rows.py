@@ -198,6 +198,10 @@ P: dict[str, Any] = {"prompt": "p"}
         ({"prompt": [{"content": "p"}]}, "prompt[0] has the role None"),
         ({"prompt": [{"role": "user"}]}, "prompt[0] has no content"),
         ({"prompt": [{"role": "user", "content": 4}]}, "the content of prompt[0] must be a string"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "p"}, {"type": "input_text", "text": "q"}]}]},
+            "prompt[0], part 1, has the type 'input_text' (str); use text, image",
+        ),
         ({"prompt": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "prompt[0]: a tool call needs a name"),
         ({"prompt": [{"role": "assistant", "tool_calls": "x"}]}, "the tool_calls of prompt[0] must be a list"),
         ({**P, "data_source": 1}, "'data_source' must be a string, not 1 (int)"),
