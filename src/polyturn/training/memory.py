@@ -10,8 +10,11 @@ P numbers of b bytes each. In float32 b is 4, there are no masters (m = 0), and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from polyturn.training.modality_encoders import layers_of, towers_of
@@ -30,6 +33,8 @@ class ModelSize:
     """Parameters of the largest layer, which is gathered by itself."""
     outside: int
     """Parameters outside the layers, which are gathered together and stay so for a pass."""
+    widest: int
+    """Numbers of the largest tensor that is trained, the embedding as a rule."""
     element: int
     """Bytes of one."""
     hidden: int
@@ -37,6 +42,8 @@ class ModelSize:
     vocab: int
     kv_width: int
     """Numbers of keys, or of values, that a token has in a layer."""
+    kept: int
+    """Bytes that the backward pass of a layer needs of each token."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSize:
@@ -47,16 +54,27 @@ class ModelSize:
         fields = config.to_dict()
         heads = fields.get("num_key_value_heads") or config.num_attention_heads
         width = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+        element = next(model.parameters()).element_size()
+        kept = _kept(
+            fields,
+            hidden=int(config.hidden_size),
+            query=config.num_attention_heads * width,
+            key=heads * width,
+            element=element,
+            norms_heads=any("q_norm" in name for name, _ in model.named_parameters()),
+        )
         return cls(
             parameters=parameters,
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             layer=max(layers, default=0),
             outside=parameters - sum(layers),
-            element=next(model.parameters()).element_size(),
+            widest=max((p.numel() for p in model.parameters() if p.requires_grad), default=0),
+            element=element,
             hidden=int(config.hidden_size),
             num_layers=int(config.num_hidden_layers),
             vocab=int(config.vocab_size),
             kv_width=int(heads * width),
+            kept=kept,
         )
 
 
@@ -77,16 +95,18 @@ class RankLoad:
 
 
 def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
-    """Return what a trainer rank holds at the moment when it holds most, by what it is.
+    """Return what a trainer rank holds at the moment when it holds most, by what it is: all layers are computed, and the
+    backward pass goes through the output embedding, a chunk of targets at a time.
 
-    Activations are 34 bytes of 16-bit numbers of the hidden width for each token and layer (Korthikanti et al. 2022,
-    Reducing Activation Recomputation in Large Transformer Models, eq. 1, without the scores of attention, which are not kept
-    whole); only each layer's input where layers are computed again.
+    There the gradient of the embedding is summed over chunks before it is added to that of the micro-batches before: it is
+    there once as a sum and once as the chunk's. Where layers are computed again, the input of each is kept, and one whole.
     """
     low, copies = size.element < 4, load.num_trained
     at_once = max(MIN_CHUNK, (MAX_LOGITS if load.on_gpu else MAX_LOGITS_CPU) // size.vocab)
     # A layer is gathered while the one before it is still there, and its gradient is whole before it is cut.
     gathered = (2 * size.outside + 3 * size.layer) * size.element if load.ranks > 1 else 0
+    inputs = size.num_layers * size.hidden * size.element
+    activations = load.tokens * (inputs + size.kept if load.recomputes else size.num_layers * size.kept)
     return {
         "parameters": copies * size.parameters * size.element // load.ranks,
         "float32 masters": copies * size.trained * 4 // load.ranks if low else 0,
@@ -94,11 +114,36 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
         "moments of AdamW": copies * size.trained * 8 // load.ranks,
         "frozen models": load.num_frozen * size.parameters * size.element // load.ranks,
         "gathered blocks": gathered,
-        f"activations of a micro-batch of {load.tokens} tokens": (
-            load.tokens * size.hidden * size.num_layers * (1 if load.recomputes else 17) * size.element
-        ),
+        # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
+        "gradient of the largest tensor on its way": (1 if low or gathered else 2) * size.widest * size.element,
+        f"activations of a micro-batch of {load.tokens} tokens": activations,
+        # glibc frees the activations of a micro-batch in its heap, where gradients, which stay, settle between them.
+        "gaps in the heap": 0 if load.on_gpu else activations,
         "logits": 3 * 4 * min(load.tokens, at_once) * size.vocab,
     }
+
+
+def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, element: int, norms_heads: bool) -> int:
+    """Return how many bytes autograd keeps of a token in a layer of Llama's or Qwen's kind, as transformers computes it.
+
+    With e bytes of a number, h the hidden width, q that of queries, k that of keys, i that of the feed-forward layer:
+
+        2 norms                       (4 + 2e) h each     its input in float32, that normalized, its output
+        norms of queries and keys     (4 + e) (q + k)     the same, for what comes out is turned before it is kept
+        attention                     e (2q + 2k)         queries, keys, values, its output; no scores (FlashAttention)
+        feed-forward                  4 e i               both projections, the activation, the product
+
+    A mixture of experts has i of each expert that a token goes to, and its input and output, 2 e h, once more for each. Held
+    to what `torch.autograd.graph.saved_tensors_hooks` sees. Fused kernels keep less, and so does an adapter on frozen
+    weights. Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, eq. 1) count 34 h in the
+    same way for GPT's layers, whose norms are not in float32 and whose feed-forward layer has no gate.
+    """
+    experts = int(fields.get("num_experts_per_tok") or 0)
+    widths = fields.get("intermediate_size") or 4 * hidden  # GPT-2 leaves it out, and some give one for each layer
+    inner = int(np.max((experts and fields.get("moe_intermediate_size")) or widths))
+    through = experts + int(fields.get("n_shared_experts") or 0) if experts else 1
+    norms = 2 * (4 + 2 * element) * hidden + (4 + element) * (query + key) * norms_heads
+    return norms + element * (2 * query + 2 * key + 4 * through * inner + 2 * experts * hidden)
 
 
 def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, int]:

@@ -21,11 +21,13 @@ EIGHT_BILLION = ModelSize(
     trained=8 * GB,
     layer=GB // 5,
     outside=GB,
+    widest=GB // 2,
     element=2,
     hidden=4096,
     num_layers=36,
     vocab=150_000,
     kv_width=1024,
+    kept=52 * 4096,
 )
 
 
@@ -67,7 +69,7 @@ def test_an_amount_of_a_resource_that_no_machine_has_is_refused(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("gpus", "limit_gb", "found"),
-    [(8, 60, GpuLayout(4, 4, 1)), (8, 40, GpuLayout(5, 3, 1)), (8, 12, None), (64, 12, GpuLayout(33, 6, 2)), (4, 40, None)],
+    [(8, 60, GpuLayout(4, 4, 1)), (8, 40, GpuLayout(6, 2, 1)), (8, 12, None), (64, 12, GpuLayout(44, 6, 2)), (4, 40, None)],
 )
 def test_the_nearest_layout_adds_ranks_then_widens_servers(gpus: int, limit_gb: int, found: GpuLayout | None) -> None:
     demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192)

@@ -1,7 +1,14 @@
 """The formulas of memory, on a published model's config."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, sync_seconds
@@ -49,3 +56,47 @@ def test_a_critic_is_a_second_model_that_is_trained():
     of_models = ("parameters", "gradients", "moments of AdamW")
     assert {name for name in one if one[name] != two[name]} == set(of_models)
     assert all(two[name] == 2 * one[name] for name in of_models)
+
+
+def kept_by(model, tokens):
+    """Return the bytes that autograd keeps of a pass beside the parameters."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held = {}
+
+    def note(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        out = model.base_model(input_ids=torch.arange(tokens)[None], use_cache=False)
+    assert out.last_hidden_state.requires_grad
+    return sum(storage.nbytes() for at, storage in held.items() if at not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+def test_what_is_planned_for_a_layer_is_what_autograd_keeps(kind, dtype):
+    def model(layers):
+        sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 384}
+        return tiny_model(64, kind, layers=layers, **sizes).to(dtype).train()
+
+    of_a_layer = (kept_by(model(3), 64) - kept_by(model(2), 64)) / 64
+    assert ModelSize.of(model(2)).kept == pytest.approx(of_a_layer, rel=0.03)
+
+
+def test_a_layer_that_is_computed_again_is_kept_once_and_a_gpu_has_no_heap():
+    size = ModelSize.of(tiny_model(64, layers=8))
+    whole, again = (rank_bytes(size, RankLoad(tokens=10, recomputes=recomputes)) for recomputes in (False, True))
+    named = "activations of a micro-batch of 10 tokens"
+    assert whole[named] == 10 * 8 * size.kept and again[named] == 10 * (8 * 4 * size.hidden + size.kept)
+    assert whole["gaps in the heap"] == 0 < rank_bytes(size, RankLoad(tokens=10, on_gpu=False))["gaps in the heap"]
+
+
+@pytest.mark.slow  # it trains a model of a quarter of a GB
+def test_a_process_takes_as_much_memory_as_is_planned(tmp_path):
+    worker = Path(__file__).with_name("planned_rank.py")
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, str(worker), str(tmp_path / "found.json")], env=environ, check=True, timeout=280)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["planned"]["parameters"] > 200e6
+    assert found["most"] == pytest.approx(sum(found["planned"].values()), rel=0.15), found
