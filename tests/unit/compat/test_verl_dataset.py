@@ -61,6 +61,16 @@ class WithoutMessages(Plain):
         return {"input_ids": [1]}
 
 
+class Nothing(Plain):
+    def __getitem__(self, item):
+        self.rows[item]
+
+
+class Rows(Plain):
+    def __getitem__(self, item):
+        return self.rows[item]["prompt"]
+
+
 class Failing(Plain):
     def __init__(self, **kwargs):
         raise KeyError("train")
@@ -159,9 +169,17 @@ def test_a_class_that_cannot_be_used_is_said(custom: Path, name: str, says: str)
         custom_tasks(cls=f"{custom}:{name}", files=["a"], split="train", config=CONFIG)
 
 
-def test_rows_without_messages_are_said(custom: Path) -> None:
-    with pytest.raises(DataError, match=r"row 0: it has no raw_prompt, the messages; it has \['input_ids'\]"):
-        custom_tasks(cls=f"{custom}:WithoutMessages", files=["a"], split="train", config=CONFIG)[0]
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("WithoutMessages", r"row 0: it has no raw_prompt, the messages; it has \['input_ids'\]"),
+        ("Nothing", "row 0: it is None; __getitem__ must return a dict"),
+        ("Rows", "row 0: it failed with KeyError: 'prompt'"),
+    ],
+)
+def test_rows_that_are_none_are_said(custom: Path, name: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        custom_tasks(cls=f"{custom}:{name}", files=["a"], split="train", config=CONFIG)[0]
 
 
 def test_the_section_names_the_class(custom: Path) -> None:

@@ -62,6 +62,24 @@ class Elsewhere(Backwards):
         return iter([7])
 
 
+class Listed(Backwards):
+    def __iter__(self):
+        return [0, 1]
+
+
+class Named(Backwards):
+    def __iter__(self):
+        return iter(["t0"])
+
+
+class Unmade(AbstractCurriculumSampler):
+    def __init__(self, data_source, data_config):
+        pass
+
+    def update(self, batch):
+        raise KeyError("acc")
+
+
 class NoSampler:
     pass
 """
@@ -110,11 +128,25 @@ async def test_a_sampler_learns_from_a_step_before_the_next_task_is_drawn(file: 
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("Empty", "chose no task for epoch 0"), ("Elsewhere", "chose task 7; there are tasks 0 to 3")]
+    ("name", "says"),
+    [
+        ("Empty", "chose no task for epoch 0"),
+        ("Elsewhere", "the sampler Elsewhere chose task 7; there are tasks 0 to 3"),
+        ("Named", "chose task 't0'; there are tasks 0 to 3"),
+        ("Listed", "the sampler Listed failed with TypeError"),
+        ("Unmade", "the sampler Unmade failed with NotImplementedError"),
+    ],
 )
 def test_an_order_that_cannot_be_is_said(file: Path, name: str, says: str) -> None:
     with pytest.raises(DataError, match=says):
         maker(file, name)().next()
+
+
+async def test_a_sampler_that_fails_to_learn_is_named(file: Path) -> None:
+    context = scripted_context(["a"], rewards={"s": lambda trajectory: 0.5})
+    group = await RolloutPool(context).run_one(GroupSpec(id="g0", task=tasks()[0], size=1))
+    with pytest.raises(DataError, match="the sampler Unmade failed in update with KeyError: 'acc'"):
+        maker(file, "Unmade")().observe([group])
 
 
 def test_a_class_that_is_no_sampler_is_refused(file: Path) -> None:

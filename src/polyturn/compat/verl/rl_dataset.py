@@ -260,10 +260,16 @@ class _Rows(TaskSequence):
         return len(self._dataset)
 
     def _task(self, index: int) -> Task:
-        row = self._dataset[index]
+        where = f"{self._source}, row {index}"
+        try:
+            row = self._dataset[index]
+        except Exception as problem:
+            raise DataError(f"{where}: it failed with {one_line(problem)}") from problem
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: it is {row!r:.100}; __getitem__ must return a dict")
         prompt = row.get("raw_prompt", row.get("prompt"))
         if prompt is None:
-            raise DataError(f"{self._source}, row {index}: it has no raw_prompt, the messages; it has {sorted(row)}")
+            raise DataError(f"{where}: it has no raw_prompt, the messages; it has {sorted(map(str, row))}")
         kept = {k: v for k, v in row.items() if k not in _OF_A_BATCH and not isinstance(v, torch.Tensor)}
         for kind, items in (row.get("multi_modal_data") or {}).items():
             kept.setdefault(f"{kind}s", items)

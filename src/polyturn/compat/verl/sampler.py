@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from omegaconf import OmegaConf
@@ -70,6 +70,9 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Sampler[int]:
     return RandomSampler(dataset, generator=generator)
 
 
+_END = object()
+
+
 @dataclass(slots=True)
 class _Drawn:
     """A sampler, and what it has yielded so far; shared by every order made from the start."""
@@ -88,17 +91,20 @@ class _Drawn:
         return Visit(sum(end <= number for end in self.ends), self.order[number])
 
     def _draw(self) -> None:
-        self.left = iter(self.sampler) if self.left is None else self.left
+        name = type(self.sampler).__name__
         try:
-            index = next(self.left)
-        except StopIteration:
+            self.left = iter(self.sampler) if self.left is None else self.left
+            index = next(self.left, _END)
+        except Exception as problem:
+            raise DataError(f"the sampler {name} failed with {one_line(problem)}") from problem
+        if index is _END:
             if len(self.order) == (self.ends[-1] if self.ends else 0):
-                raise DataError(empty(len(self.ends))) from None
+                raise DataError(empty(len(self.ends)))
             self.ends.append(len(self.order))
             self.left = None
             return
-        if not 0 <= int(index) < self.size:
-            raise DataError(f"the sampler chose task {index}; there are tasks 0 to {self.size - 1}")
+        if not isinstance(index, SupportsIndex) or not 0 <= int(index) < self.size:
+            raise DataError(f"the sampler {name} chose task {index!r:.100}; there are tasks 0 to {self.size - 1}")
         self.order.append(int(index))
 
 
@@ -180,7 +186,11 @@ class SamplerOrder(Curriculum):
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Tell the sampler what a step was trained on, where it learns."""
         if isinstance(self._drawn.sampler, AbstractCurriculumSampler):
-            self._drawn.sampler.update(_batch(groups))
+            batch, name = _batch(groups), type(self._drawn.sampler).__name__
+            try:
+                self._drawn.sampler.update(batch)
+            except Exception as problem:
+                raise DataError(f"the sampler {name} failed in update with {one_line(problem)}") from problem
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was drawn up to here, and the sampler's own state."""
