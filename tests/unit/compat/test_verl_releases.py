@@ -210,3 +210,44 @@ def test_wrong_overrides_flags_and_files_are_errors(release: str, tmp_path: Path
         (tmp_path / f"wrong{number}.yaml").write_text(f"{text}\n".replace("[run]", f"[wrong{number}]"))
         with pytest.raises(ConfigError, match="wrong"):
             compose_file(tmp_path / f"wrong{number}.yaml")
+
+
+NOWHERE = "no such key"
+DIFFERING: dict[str, tuple[Any, ...]] = {
+    "algorithm.old_logprobs": (NOWHERE, "trainer"),
+    "engine.deterministic": (NOWHERE, False),
+    "engine.num_slots": (256, 1024),
+    "model.gradient_checkpointing": (NOWHERE, True, False),
+    "model.template_kwargs": ({}, NOWHERE),
+    "rollout.parser": ("auto", "hermes"),
+    "rollout.tools.max_parallel_calls": (NOWHERE, 1),
+    "rollout.tools.max_result_chars": (1_000_000, 256),
+    "rollout.tools.truncate_side": ("middle", NOWHERE),
+    "train.backend": (NOWHERE, "megatron"),
+    "train.optim.schedule.min_lr_ratio": (0.0, NOWHERE),
+    "train.optim.schedule.name": ("constant", "linear", NOWHERE),
+}
+"""What native keys may be where a release's default tree differs from the shipped one, whose value is the first."""
+
+
+def native_defaults(name: str) -> dict[str, Any]:
+    """Return the native keys that the tree of a name makes of its defaults, in the working directory."""
+    said = ["actor_rollout_ref.model.path=m", "critic.model.path=m", "algorithm.adv_estimator=grpo", "data.val_files=null"]
+    said += ["actor_rollout_ref.rollout.name=hf", "data.train_files=t.parquet"]
+    native = translate(compose_name(name, folder=None, overrides=said)).native
+    return {".".join(map(str, path)): value for path, value in leaves(native)}
+
+
+@pytest.mark.parametrize("release", RELEASES if "POLYTURN_VERL_WHEELS" in os.environ else RELEASES[-1:])
+def test_the_default_trees_of_a_release_mean_what_the_shipped_one_means(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Over each release's own trees where there are packages, else over the shipped ones, Megatron's included."""
+    monkeypatch.chdir(tmp_path)
+    shipped = native_defaults("ppo_trainer")
+    a_checkout(release, tmp_path)
+    for name in ("ppo_trainer", "ppo_megatron_trainer"):
+        found = native_defaults(name)
+        pairs = {k: (shipped.get(k, NOWHERE), found.get(k, NOWHERE)) for k in sorted({*shipped, *found})}
+        other = {k: values for k, values in pairs.items() if values[0] != values[1]}
+        assert {k: v for k, v in other.items() if k not in DIFFERING or v[1] not in DIFFERING[k]} == {}
