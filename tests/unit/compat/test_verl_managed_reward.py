@@ -128,3 +128,101 @@ def test_a_file_that_was_mended_registers_its_manager_anew(file: Path) -> None:
     import_attr(f"{broken}:judge")
     with pytest.raises(ConfigError, match="already been registered"):
         register("mended")(NaiveRewardManager)
+
+
+OF_ROWS = """
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.abstract import AbstractRewardManager
+
+
+class Single(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, reward_router_address, reward_model_tokenizer, bonus=0.0):
+        super().__init__(config, tokenizer, compute_score)
+        self.bonus = bonus
+
+    async def run_single(self, data):
+        text = [m.content for m in data[0].non_tensor_batch["messages"]["messages"] if m.role == "assistant"][-1]
+        score = await self.loop.run_in_executor(None, lambda: float(len(text)) + self.bonus)
+        return {"reward_score": score, "reward_extra_info": {"n": self.config.actor_rollout_ref.rollout.n}}
+
+
+class Naive(NaiveRewardManager):
+    async def run_single(self, data):
+        found = await super().run_single(data)
+        return {**found, "reward_score": found["reward_score"] + 10}
+
+
+class Batch(AbstractRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source"):
+        self.compute_score = compute_score
+
+    def __call__(self, data, return_dict=False):
+        import torch
+        return {"reward_tensor": torch.ones(len(data), 3), "reward_extra_info": {}}
+
+
+class Neither:
+    pass
+
+
+async def half(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.5, "seen": "#### 4" in solution_str}
+"""
+
+
+def imported(cls: str, file: Path, *more: str, at: str = "reward_manager") -> dict[str, Any]:
+    """Return the reward function of a config that takes the manager from a file."""
+    overrides = [*OVERRIDES, f"{at}.source=importlib", f"{at}.name={cls}", f"{at}.module.path={file}", *more]
+    return translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native["reward"]["function"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "of", "found"),
+    [
+        ("Single", "file", {"score": 6.0, "n": 8}),
+        ("Naive", "file", {"score": 10.5, "seen": True}),
+        ("Batch", "file", {"score": 3.0}),
+        ("Batch", "verl", {"score": 3.0}),
+    ],
+)
+async def test_a_manager_of_a_file_scores_rows_or_batches(cls: str, of: str, found: dict[str, Any], file: Path) -> None:
+    managers = file.with_name(f"{cls}_{of}.py")
+    managers.write_text(OF_ROWS)
+    model = f"actor_rollout_ref.model.path={file.parent / 'model'}"
+    more = [f"custom_reward_function.path={managers}", "custom_reward_function.name=half"] if of == "file" else []
+    more += ["+reward_model.reward_kwargs.bonus=0.0"] if cls == "Single" else []
+    given = imported(cls, managers, model, "actor_rollout_ref.rollout.n=8", *more)
+    trajectory = await finished()
+    del given["name"]
+    assert await asyncio.to_thread(lambda: score(trajectory, **given)) == found
+
+
+async def test_a_manager_of_a_file_that_is_neither_kind_is_refused(file: Path) -> None:
+    (file.parent / "neither.py").write_text(OF_ROWS)
+    given = imported("Neither", file.parent / "neither.py", f"actor_rollout_ref.model.path={file.parent / 'model'}")
+    trajectory = await finished()
+    del given["name"]
+    with pytest.raises(ConfigError, match="is no reward manager; inherit"):
+        await asyncio.to_thread(lambda: score(trajectory, **given))
+
+
+@pytest.mark.parametrize("at", ["reward_manager", "reward.reward_manager"])
+def test_a_manager_of_a_file_that_cannot_be_found_is_refused(at: str, file: Path) -> None:
+    for cls, where, said in (("Talkativ", file, "Did you mean 'Talkative'"), ("Talkative", "nowhere.py", "that is there")):
+        with pytest.raises(ConfigError, match=said):
+            imported(cls, Path(where), at=at)
+    for given, said in ((["=importlib"], "it asks for the file"), (["=import"], "Did you mean 'importlib'")):
+        overrides = [*OVERRIDES, *(f"{at}.source{value}" for value in given)]
+        with pytest.raises(ConfigError, match=said):
+            translate(compose_name("ppo_trainer", folder=None, overrides=overrides))
+
+
+def test_the_keys_of_the_reward_loop_name_a_manager_too(file: Path) -> None:
+    overrides = [*OVERRIDES, "+reward_model.reward_loop_source=importlib", f"+reward_model.reward_loop_module_path={file}"]
+    overrides.append("+reward_model.reward_loop_class_name=Talkative")
+    native = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native
+    assert native["reward"]["function"]["manager"] == f"{file}:Talkative"
+    overrides = [*OVERRIDES, f"reward_manager.module.path={file}"]
+    notices = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).notices()
+    assert any(line.startswith("reward_manager.module.path: ignored") for line in notices)

@@ -3,34 +3,46 @@
     reward_manager: collabllm, custom_reward_function.path: reward_function.py, which registers it
       ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", manager: collabllm, …}
 
+    reward_manager.source: importlib, .module.path: managers.py, .name: Mine
+      ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", manager: "managers.py:Mine", …}
+
 A manager sees the columns that verl's trainer shows it: the row's, what the episode scored, and what an agent loop returned
 in `extra_fields`. One trajectory at a time, so none waits for the others; what a manager compares across a batch it cannot
-compare here. Calls run in threads, several at once, on one manager.
+compare here. A manager of batches is called in threads, several times at once; managers of single rows (`run_single`) live
+in an event loop of their own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import threading
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from polyturn.compat.verl.dataproto import to_dataproto
 from polyturn.compat.verl.protocol import DataProto
-from polyturn.compat.verl.reward_manager import get_reward_manager_cls
+from polyturn.compat.verl.reward_loop import RewardManagerBase
+from polyturn.compat.verl.reward_manager import AbstractRewardManager, get_reward_manager_cls
 from polyturn.compat.verl.rollout_schemas import Message
 from polyturn.compat.verl.tokenizer import hf_tokenizer
+from polyturn.core.errors import ConfigError
 from polyturn.core.registry import import_attr
+from polyturn.core.signature import lacks
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.rewards.default import default_compute_score
 
 
 def score(
     trajectory: Trajectory,
     *,
     manager: str,
-    function: str,
+    function: str | None = None,
     tokenizer: str,
+    config: Mapping[str, Any] | None = None,
     manager_kwargs: Mapping[str, Any] | None = None,
     function_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -38,16 +50,21 @@ def score(
 
     Args:
         trajectory: The record.
-        manager: The name under which it is registered.
-        function: The reward function that it is given, `file.py:name`; importing it registers the manager.
+        manager: The name under which it is registered, or `file.py:Class`.
+        function: The reward function that it is given, `file.py:name`, whose import may register it; None is verl's own.
         tokenizer: The folder or the name of the model.
+        config: The tree of verl's keys, for a manager of single rows.
         manager_kwargs: Arguments of the manager.
         function_kwargs: Arguments that the function always gets.
     """
-    described = json.dumps([manager, function, tokenizer, dict(manager_kwargs or {}), dict(function_kwargs or {})])
+    described = json.dumps([manager, function, tokenizer, config or {}, manager_kwargs or {}, function_kwargs or {}])
     with _MAKING:
         made = _manager(described)
-    found = made(as_batch(trajectory), return_dict=True)
+    batch = as_batch(trajectory)
+    if isinstance(made, RewardManagerBase):
+        found = asyncio.run_coroutine_threadsafe(made.run_single(batch), _loop()).result()
+        return {**(found.get("reward_extra_info") or {}), "score": float(found["reward_score"])}
+    found = made(batch, return_dict=True)
     reported = found.get("reward_extra_info") or {}
     return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}
 
@@ -59,12 +76,29 @@ _MAKING = threading.Lock()
 @functools.cache
 def _manager(described: str) -> Any:
     """Return the manager that `score`'s arguments describe, as JSON; the same one for all trajectories of a run."""
-    name, function, tokenizer, kwargs, function_kwargs = json.loads(described)
-    compute_score = import_attr(function)
+    name, function, model, config, kwargs, function_kwargs = json.loads(described)
+    compute_score: Any = default_compute_score if function is None else import_attr(function)
     if function_kwargs:
         compute_score = functools.partial(compute_score, **function_kwargs)
-    made = get_reward_manager_cls(name)
-    return made(hf_tokenizer(tokenizer), 0, compute_score=compute_score, reward_fn_key="data_source", **kwargs)
+    cls, tokenizer = import_attr(name) if ":" in name else get_reward_manager_cls(name), hf_tokenizer(model)
+    if not isinstance(cls, type) or not issubclass(cls, RewardManagerBase | AbstractRewardManager):
+        raise ConfigError(f"{name!r} is no reward manager; inherit RewardManagerBase or AbstractRewardManager of verl")
+    if issubclass(cls, AbstractRewardManager):
+        return cls(tokenizer, 0, compute_score=compute_score, reward_fn_key="data_source", **kwargs)
+    routers = {key: None for key in ("reward_router_address", "reward_model_tokenizer") if lacks(cls.__init__, key)}
+
+    async def make() -> RewardManagerBase:
+        return cls(config=OmegaConf.create(config), tokenizer=tokenizer, compute_score=compute_score, **routers, **kwargs)
+
+    return asyncio.run_coroutine_threadsafe(make(), _loop()).result()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of the managers of single rows, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward-managers", daemon=True).start()
+    return loop
 
 
 def as_batch(trajectory: Trajectory) -> DataProto:

@@ -100,7 +100,9 @@ class NaiveRewardManager(AbstractRewardManager):
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         info: dict[str, list[Any]] = defaultdict(list)
         shown: Counter[Any] = Counter()
-        for i, (length, text, score) in enumerate(zip(_lengths(data), self._texts(data), self.verify(data), strict=True)):
+        for i, (length, text, score) in enumerate(
+            zip(_lengths(data), texts(data, self.tokenizer), self.verify(data), strict=True)
+        ):
             if isinstance(score, Mapping):
                 for key, value in score.items():
                     info[key].append(value)
@@ -122,13 +124,8 @@ class NaiveRewardManager(AbstractRewardManager):
                 ground_truth=row.non_tensor_batch["reward_model"]["ground_truth"],
                 extra_info=_extra_info(row),
             )
-            for row, text in zip((data[i] for i in range(len(data))), self._texts(data), strict=True)
+            for row, text in zip((data[i] for i in range(len(data))), texts(data, self.tokenizer), strict=True)
         ]
-
-    def _texts(self, data: Any) -> list[str]:
-        """Return the responses without their padding."""
-        rows = zip(data.batch["responses"], _lengths(data), strict=True)
-        return [self.tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
 
     def _reward(self, score: float, length: int, info: dict[str, list[Any]]) -> float:
         """Return the reward of a row that has a score and so many tokens."""
@@ -162,7 +159,7 @@ class BatchRewardManager(NaiveRewardManager):
         rows = [data[i] for i in range(len(data))]
         scores = self.compute_score(
             data_sources=data.non_tensor_batch[self.reward_fn_key],
-            solution_strs=self._texts(data),
+            solution_strs=texts(data, self.tokenizer),
             ground_truths=[row.non_tensor_batch["reward_model"].get("ground_truth") for row in rows],
             extra_infos=[_extra_info(row) for row in rows],
             **self.reward_kwargs,
@@ -225,6 +222,12 @@ async def parallel_compute_score_async(
 def run_reward_scoring(evaluation_func: RawRewardFn, *args: Any, **kwargs: Any) -> list[float]:
     """Do the same outside an event loop."""
     return asyncio.run(parallel_compute_score_async(evaluation_func, *args, **kwargs))
+
+
+def texts(data: Any, tokenizer: Any) -> list[str]:
+    """Return the responses of a batch without their padding."""
+    rows = zip(data.batch["responses"], _lengths(data), strict=True)
+    return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
 
 
 def _value(score: Any) -> float:

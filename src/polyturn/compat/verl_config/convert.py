@@ -20,7 +20,7 @@ from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.compat.verl_config.convert_optim import STRATEGY, backend, megatron_schedule, optimizer, warmup
-from polyturn.compat.verl_config.convert_reward import reward_function, reward_manager
+from polyturn.compat.verl_config.convert_reward import module_of, reward_function, reward_manager
 from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import is_of_verl
@@ -92,7 +92,7 @@ def files(s: Source) -> None:
             continue
         names = [str(Path(name).expanduser()) for name in given]
         if where is not None:
-            file = str(where).removeprefix("pkg://")
+            file = module_of(str(where))
             kwargs = {
                 "cls": f"{_absolute(file) if file.endswith('.py') else file}:{name}",
                 "files": [_absolute(n) for n in names],
@@ -122,7 +122,7 @@ def sampler(s: Source) -> None:
     if (where is None) != (name is None):
         s.refuse("data.sampler.class_path", "class_path and class_name belong together; set both")
     elif where is not None:
-        file = str(where).removeprefix("pkg://")
+        file = module_of(str(where))
         own = {
             "sampler": f"{_absolute(file) if file.endswith('.py') else file}:{name}",
             "config": s.sections("data")["data"],

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 MANAGER = "reward_model.reward_manager"
+SOURCE, MODULE = "reward_manager.source", "reward_manager.module.path"
 MANAGERS = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
 """The managers that need no class here."""
 MANAGER_S = 600.0
@@ -25,20 +26,27 @@ def reward_function(s: Source) -> None:
     key = "custom_reward_function.path"
     s.put("reward.weights", {"outcome": 1.0}, by=key)
     s.put("reward.text", "turns", by=key)
-    if (where := s.get(key)) is None:
-        return
-    if not str(where).startswith("pkg://") and not str(where).endswith(".py"):
+    if (where := s.get(key)) is not None and not str(where).startswith("pkg://") and not str(where).endswith(".py"):
         s.refuse(key, "it must be a file of Python, or pkg://MODULE")
-    where = str(where).removeprefix("pkg://")
-    name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
-    if s.get(MANAGER, "naive") not in MANAGERS:
+        return
+    name = None if where is None else f"{module_of(where)}:{s.get('custom_reward_function.name', 'compute_score')}"
+    if s.get(MANAGER, "naive") not in MANAGERS or s.get(SOURCE) == "importlib":
         _managed(s, name)
+        return
+    if name is None:
         return
     s.put("reward.function.name", name, by=key)
     s.put("reward.num_processes", 4, by=key)  # verl calls it in the main thread of a process, so it may use signals
-    if where.endswith(".py"):
+    if ".py:" in name:
         s.paths.append(("reward", "function", "name"))
     _arguments(s, s.get("custom_reward_function.reward_kwargs", {}), by="custom_reward_function.reward_kwargs")
+
+
+def module_of(where: str) -> str:
+    """Return the path of a file, or the name of a module, as verl writes them: `file.py`, `file://…`, `pkg://a.b`, `pkg://a/b`."""
+    if where.startswith("pkg://"):
+        return where.removeprefix("pkg://").replace("/", ".")
+    return str(Path(where.removeprefix("file://")).expanduser())
 
 
 def _arguments(s: Source, given: Mapping[str, Any], *, by: str) -> None:
@@ -50,13 +58,16 @@ def _arguments(s: Source, given: Mapping[str, Any], *, by: str) -> None:
             s.put(f"reward.function.{name}", value, by=by)
 
 
-def _managed(s: Source, function: str) -> None:
-    """Score with a manager that the function's file registers; it calls the function as it likes."""
-    file, model = Path(function.rpartition(":")[0]), s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", ""))
+def _managed(s: Source, function: str | None) -> None:
+    """Score with a manager of the project's own; it calls the function as it likes."""
+    model, manager = s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", "")), s.get(MANAGER)
+    if s.get(SOURCE) == "importlib":
+        manager = f"{_placed(module_of(str(s.get(MODULE))))}:{manager}"
     own = {
-        "manager": s.get(MANAGER),
-        "function": f"{file.absolute()}:{function.rpartition(':')[2]}",
+        "manager": manager,
+        "function": None if function is None else _placed(function),
         "tokenizer": str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model,
+        "config": s.sections("actor_rollout_ref", "algorithm", "data", "reward", "reward_model", "trainer"),
         "manager_kwargs": s.get("reward_model.reward_kwargs", {}),
         "function_kwargs": s.get("custom_reward_function.reward_kwargs", {}),
     }
@@ -65,9 +76,17 @@ def _managed(s: Source, function: str) -> None:
     s.put("reward.timeout_s", MANAGER_S, by=MANAGER)
 
 
+def _placed(name: str) -> str:
+    """Return `file.py` or `file.py:name` with the absolute path of the file; a module as it is."""
+    return str(Path(name).absolute()) if name.partition(":")[0].endswith(".py") else name
+
+
 def reward_manager(s: Source) -> None:
     """Set what a manager adds to the function: a penalty for length, or limits of its calls."""
     key, name = MANAGER, s.text(MANAGER, "naive")
+    if s.get(SOURCE) == "importlib":
+        _check_imported(s, name)
+        return
     if name not in MANAGERS:
         _check_registered(s, name)
         return
@@ -89,6 +108,20 @@ def reward_manager(s: Source) -> None:
         s.put("reward.rate.tokens_per_minute", s.get("reward_model.max_tpm"), by=key)
         s.put("reward.rate.tokens_per_call", s.get("reward_model.estimated_tokens_per_request", 2000), by=key)
         s.put("reward.timeout_s", s.get("reward_model.timeout", 300.0), by=key)
+
+
+def _check_imported(s: Source, name: str) -> None:
+    """Refuse a file of managers that is not there, or does not speak of the class; nothing is imported for the question."""
+    if (where := s.get(MODULE)) is None:
+        s.refuse(SOURCE, f"it asks for the file of the manager; set {MODULE}, and {MANAGER} to the class")
+        return
+    file = Path(module_of(str(where)))
+    if str(where).startswith("pkg://"):
+        return
+    if file.suffix != ".py" or not file.is_file():
+        s.refuse(MODULE, "it must be a file of Python that is there, or pkg://MODULE")
+    elif name not in (known := re.findall(r"\w+", file.read_text(encoding="utf-8"))):
+        s.refuse(MANAGER, f"{where} has no class of that name.{did_you_mean(name, [w for w in known if w[0].isupper()])}")
 
 
 def _check_registered(s: Source, name: str) -> None:
