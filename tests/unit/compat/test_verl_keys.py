@@ -322,7 +322,6 @@ UNREAD = [
     f"{ACTOR}.ppo_max_token_len_per_gpu=9",
     f"{ACTOR}.tau_pos=2",
     f"{TURNS}.max_user_turns=3",
-    f"{ROLLOUT}.val_kwargs.temperature=0.6",
     "actor_rollout_ref.model.target_modules=[q_proj]",
     "critic.optim.lr=1",
     "custom_reward_function.name=mine",
@@ -642,11 +641,19 @@ def test_the_parser_is_found_from_the_model_unless_it_is_named(named: str, parse
     assert translated(f"{TURNS}.format={named}").native["rollout"]["parser"] == parser
 
 
-def test_validation_samples_only_where_it_is_asked_to():
-    sets = translated(f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.6").native["evaluation"][
-        "sets"
-    ]
-    assert sets["validation"]["sampling"]["temperature"] == 0.6
+@pytest.mark.parametrize(
+    ("asked", "temperature"),
+    [
+        ([], 0),
+        (["temperature=0.6"], 0.6),
+        (["do_sample=True", "temperature=0.6"], 0.6),
+        (["do_sample=False", "temperature=1"], 0),
+    ],
+)
+def test_validation_samples_where_it_is_asked_to(asked: list[str], temperature: float):
+    """verl's agent loops take the temperature whatever `do_sample` is, and its first loop was greedy without it."""
+    sets = translated(*(f"{ROLLOUT}.val_kwargs.{one}" for one in asked)).native["evaluation"]["sets"]
+    assert sets["validation"]["sampling"]["temperature"] == temperature
 
 
 def test_micro_batches_are_bounded_by_tokens_and_hold_at_least_one_trajectory():

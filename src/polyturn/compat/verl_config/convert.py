@@ -182,9 +182,11 @@ def top_k(s: Source) -> None:
 
 
 def validation(s: Source) -> None:
-    """Describe the one way in which verl validates."""
+    """Describe the one way in which verl validates; a temperature that is written counts as in its agent loops, which do not
+    look at `do_sample`, unless that is written, too."""
     at = f"{ROLLOUT}.val_kwargs"
     k, samples = s.whole(f"{at}.top_k", -1, least=-1), s.switch(f"{at}.do_sample")
+    samples |= f"{at}.temperature" in s.written and f"{at}.do_sample" not in s.written
     temperature = s.number(f"{at}.temperature", 0) if samples else 0
     if samples and not temperature:
         s.notes[f"{at}.do_sample"] = "at temperature 0 the likeliest token is taken all the same"
