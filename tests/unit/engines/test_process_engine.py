@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -183,7 +184,8 @@ async def main():
     await asyncio.Event().wait()
 asyncio.run(main())
 """
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}  # this module, and `support`
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
         end = os.pidfd_open(int(parent.stdout.readline()))
