@@ -26,7 +26,10 @@ CLUSTER = ROOT / "examples" / "cluster"
 
 STAND_INS = {
     "srun": 'echo "srun $*" >> "$LOG"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    "ray": 'echo "ray $*" >> "$LOG"; if [[ $1 == start ]]; then exec sleep 60; fi',
+    "ray": """
+echo "ray $*" >> "$LOG"
+if [[ $1 == start ]]; then exec sleep 60; fi
+grep -q "ray start --head" "$LOG" """,
     "hostname": "echo 10.0.0.7 10.0.0.8",
     "scontrol": 'echo "scontrol $*" >> "$LOG"',
     "polyturn": """
