@@ -14,6 +14,8 @@ MAX_BYTES = 1 << 20
 """Bytes of a configuration that are read."""
 MAX_ALIASES = 20
 """References of a config to parts of itself; each may double what it says."""
+MAX_DEPTH = 100
+"""How deep its parts may lie in one another; the time to read them grows with the square."""
 
 
 class ReadConfig(NamedTuple):
@@ -30,8 +32,13 @@ def read_config(folder: Path) -> ReadConfig:
         text = read_contained(folder, "config.yaml", max_bytes=MAX_BYTES)
         if text is None:
             return ReadConfig({}, "it has no config.yaml")
-        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MAX_ALIASES:
-            return ReadConfig({}, "its config refers to its own parts more often than any, and is not shown")
+        aliases = depth = 0
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            aliases += isinstance(event, yaml.AliasEvent)
+            if aliases > MAX_ALIASES or depth > MAX_DEPTH:
+                what = "refers to its own parts more often" if aliases > MAX_ALIASES else "is nested deeper"
+                return ReadConfig({}, f"its config {what} than any, and is not shown")
         config = yaml.safe_load(text)
     except (DataError, ValueError, RecursionError, yaml.YAMLError) as problem:
         return ReadConfig({}, f"its config cannot be read ({one_line(problem)})")
