@@ -49,7 +49,7 @@ class RewardManagerBase(ABC):
 RewardLoopManagerBase = RewardManagerBase
 
 
-class NaiveRewardManager(RewardManagerBase):
+class NaiveRowRewardManager(RewardManagerBase):
     """Calls a function of one answer."""
 
     def __init__(
@@ -77,3 +77,6 @@ class NaiveRewardManager(RewardManagerBase):
         result = await compute(**told) if self.is_async_reward_score else await asyncio.to_thread(compute, **told)
         info = dict(result) if isinstance(result, Mapping) else {"acc": result}
         return {"reward_score": info["score"] if isinstance(result, Mapping) else result, "reward_extra_info": info}
+
+
+NaiveRewardManager = NaiveRowRewardManager  # verl's two loops call theirs alike
