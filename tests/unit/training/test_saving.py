@@ -109,7 +109,8 @@ FileSystemWriter.finish = killed
 saver.save(2, {"step": 2}, export=Path.mkdir, stored={"policy": policy})
 saver.wait()
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # where `support` is
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert any((tmp_path / ".draft-000002" / "policy").glob("*.distcp")), "it was in the middle of it"
     checkpoints = Checkpoints(tmp_path)
