@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_a_script_runs_as_it_is_and_leaves_its_files_alone(project: Path) -> Non
         assert trajectory.messages[0].text.startswith("Walk from P to G")
         assert trajectory.reward is not None and set(trajectory.reward.info) == {"async_length", "gym_reward"}
     assert any(len(t.turns) > 1 for t in trajectories)
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed (the extra megatron)")
+def test_a_script_of_megatron_runs_as_it_is(project: Path, tmp_path: Path) -> None:
+    script = tmp_path / "megatron.sh"
+    arguments = (
+        "--rlhf_type grpo --model model --dataset sums.jsonl --reward_funcs format --max_completion_length 6 "
+        "--num_generations 4 --global_batch_size 8 --micro_batch_size 1 --train_iters 1 --lr 1e-3 --beta 0.0 "
+        "--tensor_model_parallel_size 1 --recompute_granularity selective --finetune --no_save_optim"
+    )
+    script.write_text(f'megatron rlhf {arguments} --save {tmp_path}/out/run "$@"\n')
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    line = ["polyturn", "run-as", "swift", "--", "bash", str(script)]
+    ended = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=project, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "recompute_granularity: ignored: it changes speed and memory" in ended.stderr
+    assert len(trained(tmp_path / "out" / "run")) == 8
 
 
 def test_arguments_in_a_file_train_and_a_wrong_name_is_told_at_once(

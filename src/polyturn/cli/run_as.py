@@ -81,13 +81,14 @@ def find_stand_in(name: str) -> StandIn:
 
 
 def _programs(name: str) -> list[str]:
-    """Return a folder with the program of the library's own name, where it has one; scripts call it like any other."""
-    if (module := find_stand_in(name).program) is None:
+    """Return a folder with the programs of the library, where it has some; scripts call them like any other."""
+    if not (programs := find_stand_in(name).programs):
         return []
     folder = Path(tempfile.mkdtemp(prefix="polyturn-"))
-    program = folder / name
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n', encoding="utf-8")
-    program.chmod(0o700)
+    for own, module in programs.items():
+        program = folder / own
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n', encoding="utf-8")
+        program.chmod(0o700)
     return [str(folder)]
 
 

@@ -93,7 +93,7 @@ SWIFT = StandIn(
     name="swift",
     install=functools.partial(install, "swift"),
     shims=_SHIMS,
-    program="polyturn.compat.swift",
+    programs={"swift": "polyturn.compat.swift", "megatron": "polyturn.compat.swift megatron"},
     adapt_scheduler=_swift_scheduler,
     schedulers=_swift_schedulers,
 )

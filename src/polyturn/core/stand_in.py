@@ -9,7 +9,7 @@ Separate from whatever stands in, so that the code which asks knows no library b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,8 +35,8 @@ class StandIn:
     """Answer imports under the name; False where the library itself is installed, which then goes first."""
     shims: Path | None = None
     """A folder for PYTHONPATH that holds a package of the name; without one there is no `polyturn run-as`."""
-    program: str | None = None
-    """The module that does what the program of the library's name does."""
+    programs: Mapping[str, str] = field(default_factory=dict)
+    """The names of the library's programs, each with what runs in its place behind `python -m`."""
     takes_overrides: bool = False
     """Whether its training programs read `--dry-run` and `--set` of `polyturn run-as`."""
     adapt_scheduler: AdaptScheduler | None = None

@@ -1,4 +1,4 @@
-"""`python -m polyturn.compat.swift rlhf …`: what the program `swift` does."""
+"""`python -m polyturn.compat.swift rlhf …`: what the program `swift` does; `megatron rlhf …` is that of `megatron`."""
 
 from __future__ import annotations
 

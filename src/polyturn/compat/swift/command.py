@@ -10,15 +10,25 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from polyturn.cli.console import program
 from polyturn.cli.run_as import find_like
 from polyturn.cli.serve import ServeOptions, serve_config
-from polyturn.compat.swift.args.arguments import parse, read, rollout_to_native, to_native
+from polyturn.compat.swift.args.arguments import (
+    DEFAULTS,
+    MEGATRON_DEFAULTS,
+    megatron_to_native,
+    parse,
+    read,
+    rollout_to_native,
+    to_native,
+)
 from polyturn.compat.verl_config.compose import Composed
 from polyturn.compat.verl_config.paths import absolute
+from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import Loaded, load_values
 from polyturn.config.models import RunConfig
 from polyturn.config.models.base import Section
@@ -42,41 +52,43 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
     def again(name: str) -> list[str]:
         return [*command, *([] if name == "" else [f"polyturn.name={name}"]), "--resume"]
 
-    train(read(path, overrides), folder=path.parent, again=again, resume=resume, dry_run=dry_run)
+    translation = _of_processes(read(path, overrides))
+    train(translation, folder=path.parent, again=again, resume=resume, dry_run=dry_run)
 
 
-def rlhf(arguments: Sequence[str]) -> None:
-    """Do what `swift rlhf` is asked to do; `--dry-run` and `--resume` are polyturn's own."""
+def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
+    """Do what `swift rlhf`, or `megatron rlhf`, is asked to do; `--dry-run` and `--resume` are polyturn's own."""
     own = [a for a in arguments if a in ("--dry-run", "--resume")]
     rest = [a for a in arguments if a not in own]
 
     def again(name: str) -> list[str]:
-        return [*program(), "run-as", "swift", "--", "swift", "rlhf", *rest, "--resume"]
+        return [*program(), "run-as", "swift", "--", "megatron" if megatron else "swift", "rlhf", *rest, "--resume"]
 
     is_file = len(rest) == 1 and not rest[0].startswith("-")
-    tree = read(Path(rest[0])) if is_file else parse(rest)
-    train(tree, folder=None, again=again, resume="--resume" in own, dry_run="--dry-run" in own)
+    defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
+    tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
+    translation = megatron_to_native(tree) if megatron else _of_processes(tree)
+    train(translation, folder=None, again=again, resume="--resume" in own, dry_run="--dry-run" in own)
 
 
 def train(
-    tree: Composed,
+    translation: Translation,
     *,
     folder: Path | None,
     again: Callable[[str], Sequence[str]],
     resume: bool,
     dry_run: bool,
 ) -> None:
-    """Translate arguments, say once what is ignored and why, and train.
+    """Say once what is ignored and why, and train.
 
     Args:
-        tree: The arguments.
+        translation: What the arguments became.
         folder: The folder of their file.
         again: Returns the command that goes on with the run of a name.
         resume: Go on from the latest checkpoint.
         dry_run: Check everything, show it, and stop.
     """
     find_like("swift")
-    translation = to_native(tree, num_processes=_num_processes())
     base = (folder or Path()).resolve()
     loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
     check_plugins(loaded.config, base=base)
@@ -146,8 +158,8 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
     return loaded, load_values(_OfServer, server, origin=translation.origin).config.serve
 
 
-def _num_processes() -> int:
-    """Return how many processes ms-swift would start: its batch sizes are those of one.
+def _of_processes(tree: Composed) -> Translation:
+    """Translate the arguments of `swift rlhf`, whose batch sizes are those of one of its processes.
 
     Raises:
         ConfigError: NPROC_PER_NODE is no number.
@@ -161,11 +173,12 @@ def _num_processes() -> int:
             "how many train here",
             given,
         )
-    return int(given)
+    return to_native(tree, num_processes=int(given))
 
 
 _HELP = ("-h", "--help")
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
+COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
+MEGATRON_COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"rlhf": partial(rlhf, megatron=True)}
 
 
 def main() -> None:
@@ -178,25 +191,23 @@ def main() -> None:
 
 
 def dispatch(arguments: Sequence[str]) -> None:
-    """Run a command of ms-swift's command line.
+    """Run a command of ms-swift's command line; `megatron` before it is the program of that name.
 
     Raises:
         ConfigError: it is not available here.
     """
-    name = arguments[0] if arguments else ""
-    if name in ("", *_HELP) or set(_HELP) & set(arguments):
+    of, commands = ("megatron", MEGATRON_COMMANDS) if arguments[:1] == ["megatron"] else ("swift", COMMANDS)
+    rest = arguments[1:] if of == "megatron" else arguments
+    name = rest[0] if rest else ""
+    if name in ("", *_HELP) or set(_HELP) & set(rest):
+        written = " or ".join(f"`{of} {one}`" for one in commands)
         raise ConfigError(
-            "write `swift rlhf` or `swift rollout` with ms-swift's arguments, or the name of a YAML file of them; the guide "
+            f"write {written} with ms-swift's arguments, or the name of a YAML file of them; the guide "
             "migrate/swift-args lists each argument with what becomes of it"
         )
-    if name == "megatron":
+    if name not in commands:
         raise ConfigError(
-            "`swift megatron` is not available here: run `swift rlhf` without Megatron's own arguments, and say what they "
-            "mean as --polyturn.train.backend megatron and --polyturn.train.distributed.tensor_parallel 2"
-        )
-    if name not in COMMANDS:
-        raise ConfigError(
-            f"`swift {name}` is not available here.{did_you_mean(name, COMMANDS)} polyturn stands in for reinforcement "
+            f"`{of} {name}` is not available here.{did_you_mean(name, commands)} polyturn stands in for reinforcement "
             "learning over many turns alone"
         )
-    COMMANDS[name](arguments[1:])
+    commands[name](rest[1:])

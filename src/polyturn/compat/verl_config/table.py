@@ -161,9 +161,14 @@ def table() -> Table:
     return read_table(KEYS)
 
 
-def read_table(path: Path) -> Table:
-    """Read a table."""
-    rows = tuple(KeyRule(**_row(one)) for item in yaml.safe_load(path.read_text(encoding="utf-8")) for one in _spread(item))
+def read_table(*paths: Path) -> Table:
+    """Read a table; a row goes before one of its key in a later file."""
+    found: dict[str, KeyRule] = {}
+    for path in paths:
+        for item in yaml.safe_load(path.read_text(encoding="utf-8")):
+            for one in _spread(item):
+                found.setdefault(one["key"], KeyRule(**_row(one)))
+    rows = tuple(found.values())
     exact = {r.key: r for r in rows if "*" not in r.key}
     patterns = [(_pattern(r.key), r) for r in rows if "*" in r.key]
     return Table(rows, exact, tuple(patterns))

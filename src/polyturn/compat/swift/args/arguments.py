@@ -21,6 +21,7 @@ from polyturn.compat.verl_config.translate import Translation, translate
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 
 KEYS = Path(__file__).parent / "keys.yaml"
+MEGATRON_KEYS = Path(__file__).parent / "megatron_keys.yaml"
 ROLLOUT_KEYS = Path(__file__).parent / "rollout_keys.yaml"
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -56,6 +57,19 @@ DEFAULTS: Mapping[str, Any] = {
     "bf16": None,
 }
 """What ms-swift takes where an argument is not written, as far as it differs from native defaults."""
+_SAID_OTHERWISE = (
+    "output_dir", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_ratio", "num_train_epochs",
+    "max_steps",
+)  # fmt: skip
+MEGATRON_DEFAULTS: Mapping[str, Any] = {
+    **{name: value for name, value in DEFAULTS.items() if name not in _SAID_OTHERWISE},
+    "tensor_model_parallel_size": 1,
+    "global_batch_size": 16,
+    "train_iters": None,
+    "lr_decay_style": "cosine",
+    "loss_scale": "last_round",
+}
+"""The same of `megatron rlhf`."""
 
 
 @functools.cache
@@ -64,8 +78,14 @@ def table() -> Table:
     return read_table(KEYS)
 
 
-def parse(arguments: Sequence[str]) -> Composed:
-    """Read flags; one without a value is true, one with several is a list.
+@functools.cache
+def megatron_table() -> Table:
+    """Return the table of the arguments of `megatron rlhf`, those of `swift rlhf` among them."""
+    return read_table(MEGATRON_KEYS, KEYS)
+
+
+def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
+    """Read flags, over `defaults`; one without a value is true, one with several is a list.
 
     Raises:
         ConfigError: something stands before the first flag, or a flag comes twice.
@@ -87,11 +107,11 @@ def parse(arguments: Sequence[str]) -> Composed:
         found = [read_value(one) for one in raw]
         values[name] = True if not found else found[0] if len(found) == 1 else found
         origin[name] = f"from the argument '--{name}'"
-    return over_defaults(values, origin)
+    return over_defaults(values, origin, defaults)
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> Composed:
-    """Read a YAML file of arguments, and `name=value` over it.
+def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
+    """Read a YAML file of arguments over `defaults`, and `name=value` over it.
 
     Raises:
         ConfigError: there is no such file, or it holds no arguments.
@@ -122,7 +142,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Composed:
         else:
             values[key] = value
         origin[name.lstrip("+")] = f"from the override {text!r}"
-    return over_defaults(values, origin)
+    return over_defaults(values, origin, defaults)
 
 
 def read_value(text: str) -> Any:
@@ -141,13 +161,13 @@ def read_value(text: str) -> Any:
     return text
 
 
-def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str]) -> Composed:
+def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
     """Return arguments with ms-swift's defaults below them; native keys that are written with dots become a tree.
 
     Raises:
         ConfigError: a native key is a value and a section at once.
     """
-    found = {**DEFAULTS, **{k: v for k, v in values.items() if not k.startswith("polyturn.")}}
+    found = {**defaults, **{k: v for k, v in values.items() if not k.startswith("polyturn.")}}
     for key in (k for k in values if k.startswith("polyturn.")):
         *above, last = key.split(".")
         at = found
@@ -192,7 +212,22 @@ def to_native(tree: Composed, *, num_processes: int = 1) -> Translation:
     Raises:
         ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
     """
-    if not tree.values.get("model"):
+    return _translated(tree.values | ({} if num_processes == 1 else {"nproc_per_node": num_processes}), tree, table())
+
+
+def megatron_to_native(tree: Composed) -> Translation:
+    """Translate the arguments of `megatron rlhf`; a batch is global, whatever the number of processes.
+
+    Raises:
+        ConfigError: as for `to_native`.
+    """
+    is_adapter = "lora" in (tree.values.get("tuner_type"), tree.values.get("train_type"))
+    stem = str(tree.values.get("model", "")).rstrip("/").rpartition("/")[2]
+    own = {"learning_rate": 1e-4 if is_adapter else 1e-5, "output_dir": f"megatron_output/{stem}"}
+    return _translated({**own, **tree.values}, tree, megatron_table())
+
+
+def _translated(values: Mapping[str, Any], tree: Composed, keys: Table) -> Translation:
+    if not values.get("model"):
         raise ConfigError("the argument model is missing; name a folder or hub id of a model")
-    values = {**tree.values, **({} if num_processes == 1 else {"nproc_per_node": num_processes})}
-    return translate(Composed(values=values, origin=tree.origin), keys=table(), converters=CONVERTERS)
+    return translate(Composed(values=dict(values), origin=tree.origin), keys=keys, converters=CONVERTERS)

@@ -23,6 +23,7 @@ from polyturn.compat.swift.args.convert_loss import (
     resample,
     teacher,
 )
+from polyturn.compat.swift.args.convert_megatron import decay, iterations, megatron
 from polyturn.compat.verl_config.source import Source
 
 logger = logging.getLogger(__name__)
@@ -325,6 +326,6 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     for f in (
         model, plugins, async_engine, engine_size, system, columns, dataset, val_dataset, rewards, scheduler, lengths,
         batches, steps, every, folder, betas, warmup, clip, advantage, kl_in_reward, resample, loss_type, correction, lora,
-        ref_model, teacher,
+        ref_model, teacher, megatron, iterations, decay,
     )
 }  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from polyturn.compat.swift.args.arguments import rollout_table, table
+from polyturn.compat.swift.args.arguments import megatron_table, rollout_table, table
 from polyturn.compat.verl_config.document import rows_as_markdown
 
 _HEAD = """\
@@ -18,13 +18,23 @@ What becomes of every argument of `swift rlhf --rlhf_type grpo`. Made from the t
 
 """
 
+_MEGATRON = (
+    "", "## megatron rlhf", "", "The arguments that it has beside those above, or reads otherwise. Its batch is global.", ""
+)  # fmt: skip
 _ROLLOUT = ("", "## swift rollout", "", "Keys under `serve` are those of the rollout server.", "")
 
 
 def argument_table() -> str:
     """Return the page of all arguments."""
-    lines = [*rows_as_markdown(table().rows), *_ROLLOUT, *rows_as_markdown(rollout_table().rows)]
-    return _HEAD + "\n".join(lines) + "\n"
+    own = [row for row in megatron_table().rows if row not in table().rows]
+    parts = (
+        rows_as_markdown(table().rows),
+        _MEGATRON,
+        rows_as_markdown(own),
+        _ROLLOUT,
+        rows_as_markdown(rollout_table().rows),
+    )
+    return _HEAD + "\n".join(line for part in parts for line in part) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""Converters of what `megatron rlhf` says otherwise than `swift rlhf`: how a model is split, and how long a run is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyturn.compat.verl_config.source import Source
+
+
+def megatron(s: Source) -> None:
+    """Set the backend, and over how many ranks it splits what: at least as many as that takes."""
+    s.put("train.backend", "megatron", by="tensor_model_parallel_size")
+    ranks = 1
+    for what in ("tensor", "pipeline", "expert"):
+        size = s.whole(key := f"{what}_model_parallel_size", 1, least=1)
+        if size != 1:
+            s.put(f"train.distributed.{what}_parallel", size, by=key)
+            ranks *= 1 if what == "expert" else size
+    s.put("train.distributed.ranks", ranks, by="tensor_model_parallel_size")
+    if s.get("multi_turn_scheduler") and "loss_scale" not in s.written:
+        s.notes["multi_turn_scheduler"] = (
+            "the last turn of a conversation alone is trained, as there; --loss_scale default trains all of them"
+        )
+
+
+def iterations(s: Source) -> None:
+    """Set how long the run is; passes over the tasks go before a number of updates."""
+    per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
+    epochs, updates = s.get("num_train_epochs"), s.get("train_iters")
+    if epochs is not None:
+        s.put("train.epochs", s.whole("num_train_epochs", 1, least=1), by="num_train_epochs")
+        if updates is not None:
+            s.notes["train_iters"] = "num_train_epochs says how long the run is, and goes before it there, too"
+    elif updates is not None:
+        s.put("train.steps", max(1, s.whole("train_iters", 1, least=1) // per_rollout), by="train_iters")
+    else:
+        s.refuse("train_iters", "how long is the run? write train_iters, or num_train_epochs")
+
+
+def decay(s: Source) -> None:
+    """Set how the learning rate falls: to a rate of its own, by an update of its own."""
+    name = s.text("lr_decay_style", "cosine")
+    s.put("train.optim.schedule.name", name, by="lr_decay_style")
+    if name == "constant":
+        return
+    if least := s.number("min_lr", 0.0):
+        s.put("train.optim.schedule.min_lr_ratio", least / s.number("learning_rate", 1e-5), by="min_lr")
+    if s.get("lr_decay_iters") is not None:
+        s.put("train.optim.schedule.total_steps", s.whole("lr_decay_iters", 1, least=1), by="lr_decay_iters")
