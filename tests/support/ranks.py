@@ -12,6 +12,7 @@ import datetime
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ def results_of_ranks(call: str, count: int, out: Path, *arguments: str) -> Any:
     finally:
         ranks.kill()
     return json.loads(out.read_text())
+
+
+def bytes_of(field: str) -> int:
+    """Return what the system says of this process: VmRSS, what it has in memory now, or VmHWM, the most it had."""
+    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ import ctypes
 import datetime
 import gc
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from polyturn.training.process_group import GroupTeam, follow
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
 from support.models import tiny_model
+from support.ranks import bytes_of
 
 BUCKET = 16 * 2**20
 CPU = torch.device("cpu")
@@ -29,11 +29,6 @@ CPU = torch.device("cpu")
 
 def make_model():
     return tiny_model(512, hidden=512, layers=18, heads=8, kv_heads=8)
-
-
-def bytes_of(field):
-    """Return what the system says of this process: VmRSS, what it has in memory now, or VmHWM, the most it had."""
-    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 class Measured(RankWorker):

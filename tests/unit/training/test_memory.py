@@ -1,11 +1,5 @@
 """The formulas of memory, on a published model's config."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,6 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, sync_seconds
 from support.models import tiny_model
+from support.ranks import results_of_ranks
 
 GB = 10**9
 
@@ -93,10 +88,9 @@ def test_a_layer_that_is_computed_again_is_kept_once_and_a_gpu_has_no_heap():
 
 
 @pytest.mark.slow  # it trains a model of a quarter of a GB
-def test_a_process_takes_as_much_memory_as_is_planned(tmp_path):
-    worker = Path(__file__).with_name("planned_rank.py")
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, str(worker), str(tmp_path / "found.json")], env=environ, check=True, timeout=280)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["planned"]["parameters"] > 200e6
-    assert found["most"] == pytest.approx(sum(found["planned"].values()), rel=0.15), found
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_takes_as_much_memory_as_is_planned(ranks, tmp_path):
+    tiny_model(512, hidden=512, layers=20, heads=8, kv_heads=8).save_pretrained(tmp_path / "model")
+    found = results_of_ranks("support.planned_ranks:measure", ranks, tmp_path / "found.json", str(tmp_path / "model"))
+    assert found["planned"]["parameters"] * ranks > 200e6 and len(found["most"]) == ranks
+    assert found["most"] == pytest.approx([sum(found["planned"].values())] * ranks, rel=0.15), found

@@ -1,0 +1,73 @@
+"""What test_memory.py measures on each rank: the most memory that training a few hundred MB of weights took, and the plan.
+
+Ranks read their parts of a folder, as those of a run do; one rank alone has the model whole.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from polyturn.batching.layout import LayoutSettings
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.training.fsdp import Sharded, make_mesh
+from polyturn.training.hf import load_model, load_unread
+from polyturn.training.memory import ModelSize, RankLoad, rank_bytes
+from polyturn.training.options import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
+from polyturn.training.process_group import GroupTeam, follow
+from polyturn.training.rank_group import RankWorker
+from polyturn.training.ranked import RankedBackend
+from support.ranks import bytes_of
+
+TOKENS = 512
+CPU = torch.device("cpu")
+
+
+def sample(number):
+    zeros = np.zeros(TOKENS, np.float32)
+    weights = np.ones(TOKENS, np.float32)
+    weights[0] = 0
+    return TrainSample(
+        id=SampleId("g", str(number), 0),
+        token_ids=np.full(TOKENS, number, np.int32),
+        loss_weights=weights,
+        turn_ids=np.zeros(TOKENS, np.int32),
+        old_logprobs=zeros - 6,
+        advantages=zeros + 1,
+    )
+
+
+def train(policy, count):
+    for _ in range(2):  # the second one with moments
+        policy.forward_backward([sample(number) for number in range(count)])
+        policy.optim_step()
+
+
+def measure(out, folder):
+    """Write what each rank had above its imports, and the plan by what it is, in bytes."""
+    ranks, layout = dist.get_world_size(), LayoutSettings(max_tokens_per_batch=TOKENS)
+    Path("/proc/self/clear_refs").write_text("5")  # the most starts again from here
+    before = bytes_of("VmRSS")
+    if ranks == 1:
+        train(local_policy(load_model(folder), optim=OptimSettings(), layout=layout), 2)
+    else:
+
+        def make(spec, held):
+            placement = Sharded(make_mesh(CPU), CPU)
+            return policy_backend(load_unread(folder), placement=placement, optim=OptimSettings(), layout=layout)
+
+        worker = RankWorker({"policy": make})
+        if dist.get_rank():
+            follow(worker)
+        else:
+            backend = RankedBackend(GroupTeam(worker, tensor_parallel=1), "policy", layout=layout)
+            train(ModelPolicy(backend), 2 * ranks)
+            backend.close()
+    most = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(most, torch.tensor([bytes_of("VmHWM") - before]))
+    planned = rank_bytes(ModelSize.of(load_unread(folder)), RankLoad(ranks=ranks, tokens=TOKENS, on_gpu=False))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps({"most": [int(found) for found in most], "planned": planned}))
