@@ -80,17 +80,22 @@ def address(mark):
     del os.environ["POLYTURN_TEST_CLUSTER"]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_with_engine_and_tools_on_another_node(address, tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "build_model", hf.build_model)  # what the plug-in puts there in this process goes afterwards
     config = write_run(tmp_path)
     (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + COUNT_BUILDS)
     done = call_command(main, "train", config, "--ray", address, "train.steps=2", *PLACES)
     assert done.code == 0, done.err
-    steps = metrics_of(tmp_path / "runs" / "tiny")
+    assert_two_ranks_trained(tmp_path)
+
+
+def assert_two_ranks_trained(folder):
+    steps = metrics_of(folder / "runs" / "tiny")
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
     assert all(0 < step["time/generate_s"] < step["time/step_s"] for step in steps), "what the engines spent for the workers"
-    assert_each_call_ran_once(tmp_path, "tiny")
-    built = (tmp_path / "builds.log").read_text().split()
+    assert_each_call_ran_once(folder, "tiny")
+    built = (folder / "builds.log").read_text().split()
     assert len(built) == len(set(built)) == 2 + 1 + 1, "ranks, the engine's own, and the leader's copy; workers have none"
 
 
@@ -298,21 +303,24 @@ def test_a_run_that_may_restart_goes_on_from_its_latest_checkpoint(address, mark
 
 
 PROGRAM = """
+import os
 import sys
 
 import polyturn
-from polyturn.testing import tiny
 
+ADDRESS, CONFIG, CALLS = sys.argv[1:]
 SEEN = "what a function of the program itself reads"
 
 
 @polyturn.tool
-def price(item: str) -> str:
-    \'\'\'Say what an item costs.
+def shout(text: str) -> str:
+    '''Say something loudly.
 
     Args:
-        item: The item.
-    \'\'\'
+        text: What to say.
+    '''
+    with open(CALLS, "a") as log:
+        log.write(f"{os.getpid()}\\n")
     return SEEN
 
 
@@ -322,32 +330,34 @@ def reward(trajectory):
 
 
 run = polyturn.train(
-    model=tiny("Qwen/Qwen3-0.6B"),
-    tasks=[{"prompt": f"What is {n} + 1?"} for n in range(4)],
-    tools=[price],
+    config=CONFIG,
+    tasks=[{"prompt": f"How loud is mouse {n}?", "interaction_kwargs": {"name": "coach"}} for n in range(4)],
+    tools=[shout],
     reward=reward,
     steps=2,
-    groups_per_step=2,
-    group_size=2,
-    max_turns=2,
-    max_tokens_per_turn=8,
-    num_threads=1,
-    ray=sys.argv[1],
-    out=sys.argv[2],
-    name="python",
+    ray=ADDRESS,
+    **{
+        "train.distributed.ranks": 2,
+        "cluster.rank_resources": {"trainer": 1},
+        "cluster.engines.resources": {"rollout": 1},
+        "cluster.workers.resources": {"rollout": 1},
+    },
 )
-assert run.metrics["step"] == [1, 2], run.metrics
-assert len(run.trajectories) == 8
+assert run.metrics["step"][-2:] == [1, 2], run.metrics
+assert len(run.trajectories) == 12
 assert next(run.model().parameters()).isfinite().all()
 """
 
 
 @pytest.mark.timeout(900)
-def test_a_program_trains_on_the_cluster_with_its_own_functions(address, tmp_path):
+def test_a_program_trains_on_two_ranks_with_engine_and_its_own_functions_on_another_node(address, tmp_path):
+    config = write_run(tmp_path)
+    (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + COUNT_BUILDS)
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, tmp_path / "program.py", address, tmp_path / "runs"]
+    command = [sys.executable, tmp_path / "program.py", address, config, tmp_path / "calls.log"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert_two_ranks_trained(tmp_path)
 
 
 def test_an_object_that_cannot_travel_is_a_sentence():

@@ -29,16 +29,17 @@ WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3).bfloat16(), "b.bias": tor
 TIED = {**WEIGHTS, "head.weight": WEIGHTS["a.weight"]}
 
 
-@pytest.fixture
-def nodes(monkeypatch):
+@pytest.fixture(scope="module")
+def nodes():
     """Return a cluster of three nodes: the driver's, and two with room for servers."""
     from ray.cluster_utils import Cluster as Nodes
 
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where actors find `support`
-    made = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    made.rooms = [made.add_node(num_cpus=1, resources={"room": 2}) for _ in range(2)]
-    yield made
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where actors find `support`
+        made = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        made.rooms = [made.add_node(num_cpus=1, resources={"room": 2}) for _ in range(2)]
+        yield made
+        made.shutdown()
 
 
 @pytest.fixture
@@ -143,6 +144,8 @@ async def test_a_lost_server_is_replaced_where_there_is_room_given_its_weights_a
     await engine.update_weights(2, weights=TIED)
     assert {c.policy_versions for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))} == {((0, 2),)}
     await engine.close()
+    if victim == "node":
+        nodes.rooms[0] = nodes.add_node(num_cpus=1, resources={"room": 2})
 
 
 def test_a_server_that_cannot_be_started_is_a_sentence_that_names_its_node(cluster, model):
