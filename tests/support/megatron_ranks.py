@@ -1,6 +1,7 @@
 """What test_megatron.py runs on each rank: a policy of megatron-core beside one of one process, and how far they differ."""
 
 import copy
+import functools
 import itertools
 import json
 import warnings
@@ -15,6 +16,7 @@ from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.backend import Degrees
+from polyturn.training.critic import Critic, CriticSettings, critic_backend, local_critic, value_coefs
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
@@ -110,6 +112,84 @@ def moved(many, model, samples, share):
     return found
 
 
+def model_of(kind, *, tied=True):
+    model = tiny_model(VOCAB, kind=kind, hidden=16, layers=LAYERS, heads=4, kv_heads=2, spread=0.1, seed=0)
+    if tied:
+        return model
+    own = {**model.config.to_dict(), "tie_word_embeddings": False, **(SCALED if kind == "llama" else {})}
+    return type(model)(type(model.config)(**own)).float().eval()
+
+
+def gradient_difference(one, many):
+    """Return how far the gradients of one process and of the ranks differ, and the largest number; the latter is cleared."""
+    backend, found = many.backend, {}
+    backend.optimizer._total_norm([p for _, p in backend.optimizer._named])
+    grads, names = {n: p.grad for n, p in backend.network.saved.named_parameters()}, backend.network.names
+    gradient = {name: names.whole(grads, name) for name in names.kinds(grads)}
+    if dist.get_rank() == 0:
+        own = {n: p.grad for n, p in one.backend.model.named_parameters()}
+        found["gradient"] = difference(own, gradient)
+        found["largest"] = max(float(g.abs().max()) for g in own.values())
+    for p in backend.network.saved.parameters():
+        p.grad = None
+    return found
+
+
+def compare_values(kind, *, device, tied=True, **degrees):
+    """Return how far a critic over the ranks and one of one process differ in values, loss, gradient, two steps, and a state
+    that travels between them; it begins with the weights of a policy of the ranks, or of a model.
+
+    The last is a state in bfloat16, of which only the head has no masters.
+    """
+    from polyturn.training.megatron import Megatron
+
+    split, found = Degrees(**degrees), {}
+    width = split.tensor_parallel * split.pipeline_parallel
+    row, rows = dist.get_rank() // width, dist.get_world_size() // width
+    options = {
+        "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, weight_decay=0.1),
+        "settings": CriticSettings(clip=0.2),
+        "layout": LayoutSettings(max_tokens_per_batch=40),
+    }
+
+    def over_ranks(model, start=None):
+        backend = critic_backend(copy.deepcopy(model), placement=Megatron(split, device, start=start), **options)
+        return Critic(backend, settings=options["settings"])
+
+    model = model_of(kind, tied=tied).to(device)
+    policy = policy_backend(copy.deepcopy(model), placement=Megatron(split, device), optim=options["optim"])
+    one, many, other = local_critic(copy.deepcopy(model), **options), over_ranks(model, policy.held()), over_ranks(model)
+    for name, made in (("of_policy", many), ("of_model", other)):
+        whole = whole_of(made.backend)
+        if dist.get_rank() == 0:
+            found[name] = difference(one.backend.network.own_tensors(), whole)
+    for name, seed, size in (("first", 3, 5), ("second", 4, 4)):
+        rng, mine = np.random.default_rng(seed), list(range(row, size, rows))
+        samples = [s.replace(returns=rng.normal(size=len(s))) for s in samples_of(seed, size)]
+        a, b = one.score(samples), many.score([samples[i] for i in mine])
+        found[f"{name}/scores"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
+        samples = [s.replace(values=v) for s, v in zip(samples, a, strict=True)]
+        share, coefs = [samples[i] for i in mine], value_coefs(samples)
+        first = one.forward_backward(samples)
+        second = many.forward_backward(share, coefs=[coefs[i] for i in mine])
+        if rows == 1:
+            found[f"{name}/loss"] = abs(second["critic/value_loss"].value - first["critic/value_loss"].value)
+        found |= {f"{name}/{what}": value for what, value in gradient_difference(one, many).items()}
+        many.forward_backward(share, coefs=[coefs[i] for i in mine])
+        a, b = one.optim_step(), many.optim_step()
+        found[f"{name}/norm"] = abs(a["critic/grad_norm"].value - b["critic/grad_norm"].value)
+        theirs, ours = stored_by_all(one), stored_by_all(many)
+        found[f"{name}/state"] = difference(tensors_in(theirs), tensors_in(ours))
+        many.load(theirs)
+        found[f"{name}/loaded"] = difference(tensors_in(theirs), tensors_in(stored_by_all(many)))
+    low, alone = over_ranks(model.bfloat16()), local_critic(copy.deepcopy(model), **options)
+    for made, given in ((alone, samples), (low, share)):
+        made.forward_backward(given, coefs=value_coefs(samples)[: len(given)])
+        made.optim_step()
+    found["low/state"] = difference(tensors_in(stored_by_all(alone)), tensors_in(stored_by_all(low)))
+    return found
+
+
 def compare(kind, *, device, is_long, tied=True, **degrees):
     """Return how far the ranks and one process differ in scores, loss, gradient, a step and a state that travels.
 
@@ -119,7 +199,8 @@ def compare(kind, *, device, is_long, tied=True, **degrees):
     from polyturn.training.megatron import Megatron
 
     split = Degrees(**degrees)
-    row, rows = dist.get_rank() // split.width, dist.get_world_size() // split.width
+    width = split.tensor_parallel * split.pipeline_parallel
+    row, rows = dist.get_rank() // width, dist.get_world_size() // width
     torch.manual_seed(0)
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, weight_decay=0.1, max_skipped=1),
@@ -129,11 +210,7 @@ def compare(kind, *, device, is_long, tied=True, **degrees):
         "layout": LayoutSettings(max_tokens_per_batch=40),
         "reference": True,
     }
-    model = tiny_model(VOCAB, kind=kind, hidden=16, layers=LAYERS, heads=4, kv_heads=2, spread=0.1, seed=0)
-    if not tied:
-        own = {**model.config.to_dict(), "tie_word_embeddings": False, **(SCALED if kind == "llama" else {})}
-        model = type(model)(type(model.config)(**own)).float().eval()
-    model.to(device)
+    model = model_of(kind, tied=tied).to(device)
     one = local_policy(copy.deepcopy(model), **options)
     backend = policy_backend(copy.deepcopy(model), placement=Megatron(split, device), **options)
     many = ModelPolicy(backend, loss=options["loss"])
@@ -158,17 +235,9 @@ def compare(kind, *, device, is_long, tied=True, **degrees):
         loss = torch.tensor(second.metrics["loss/total"].total)
         if rows > 1:
             dist.all_reduce(loss)
-            loss /= split.width
+            loss /= width
         found[f"{name}/loss"] = abs(float(loss) - first.metrics["loss/total"].total)
-        backend.optimizer._total_norm([p for _, p in backend.optimizer._named])
-        grads, names = {n: p.grad for n, p in backend.network.saved.named_parameters()}, backend.network.names
-        gradient = {name: names.whole(grads, name) for name in names.kinds(grads)}
-        if dist.get_rank() == 0:
-            own = {n: p.grad for n, p in one.backend.model.named_parameters()}
-            found[f"{name}/gradient"] = max(float((gradient[n] - own[n].cpu()).abs().max()) for n in own)
-            found[f"{name}/largest"] = max(float(g.abs().max()) for g in own.values())
-        for p in backend.network.saved.parameters():
-            p.grad = None
+        found |= {f"{name}/{what}": value for what, value in gradient_difference(one, many).items()}
         many.forward_backward(share, coefs=[coefs[i] for i in mine])
         a, b = one.optim_step(), many.optim_step()
         found[f"{name}/norm"] = abs(a["loss/grad_norm"].value - b["loss/grad_norm"].value)
@@ -209,6 +278,14 @@ TASKS = {
     },
 }
 """World size -> name -> what `compare` is given; those of two ranks have every kind of model."""
+VALUES = {
+    1: {},
+    2: {
+        "values_tensor": {"kind": "qwen3", "tensor_parallel": 2},
+        "values_pipeline": {"kind": "qwen2", "pipeline_parallel": 2},
+    },
+}
+"""The same of `compare_values`."""
 
 
 def measure(out, *how):
@@ -222,10 +299,12 @@ def measure(out, *how):
     from megatron.core import parallel_state
 
     every = {}
-    for name, task in TASKS[dist.get_world_size()].items():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, compare(**task, device=device, is_long="long" in how))
-        parallel_state.destroy_model_parallel()
-        every[name] = found
+    policies = functools.partial(compare, is_long="long" in how)
+    for call, tasks in ((policies, TASKS), (compare_values, VALUES)):
+        for name, task in tasks[dist.get_world_size()].items():
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, call(**task, device=device))
+            parallel_state.destroy_model_parallel()
+            every[name] = found
     if dist.get_rank() == 0:
         out.write_text(json.dumps(every))

@@ -425,10 +425,11 @@ def read_in_parts():
             found[f"{name}/again{reference}"] = largest(
                 zip(again.score(share, reference=reference), many.score(share), strict=True)
             )
-        start = inside(many.backend.held(), "model.")
+        begins = many.backend.held()
+        start = inside(begins, "model.")
         found[f"{name}/unowned"] = unowned_bytes(start.values())
         stored_by_all(many)  # torch writes no part that begins behind the start of its storage
-        values = None if has_adapter else critic_over(start, mesh)
+        values = None if has_adapter else critic_over(begins, mesh)
         if values is not None:
             found[f"{name}/critic"] = largest([(v, np.zeros(len(v))) for v in values.score(share)])
             held = inside(values.held(), "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.credit import build_estimator
 from polyturn.build.model import build_codec, build_outline
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -34,7 +33,6 @@ def check_backend(place: ConfigSource) -> None:
     Raises:
         ConfigError: there is no such backend, it is not installed, or does not split this model so.
     """
-    from polyturn.algorithms.advantages import traits_of
     from polyturn.training.backend import backends
 
     config = place.config
@@ -46,7 +44,6 @@ def check_backend(place: ConfigSource) -> None:
         for what, value in (
             ("model.lora asks for an adapter", config.model.lora),
             ("algorithm.routing.balance_coef asks for a loss of routers", config.algorithm.routing.balance_coef),
-            ("algorithm.advantage asks for a critic", traits_of(build_estimator(place)).needs_values),
         ):
             if value:
                 raise ConfigError(f"{what}, and train.backend {config.train.backend} has none; drop it, or take {BACKEND}")

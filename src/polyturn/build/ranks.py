@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.backend import degrees_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from polyturn.tokens.multimodal import MediaProcessor
-    from polyturn.training.model_backend import ModelBackend
+    from polyturn.training.model_backend import ModelBackend, Placement
     from polyturn.training.rank_group import Held, RankWorker
 
 
@@ -177,29 +177,30 @@ def rank_of(
     """Return what runs the leader's commands on this rank."""
     from polyturn.training.backend import backends
     from polyturn.training.critic import critic_backend
-    from polyturn.training.fsdp import Sharded
     from polyturn.training.hf import checkpoint_activations
     from polyturn.training.policy import policy_backend
     from polyturn.training.rank_group import RankWorker
-    from polyturn.training.shards import inside
 
     place, degrees = dataclasses.replace(place, reads_parts=True), degrees_of(place.config)
 
+    def placement(start: Mapping[str, torch.Tensor] | None) -> Placement:
+        kind = backends.resolve(place.config.train.backend, base=place.base, key="train.backend")
+        found: Placement = kind.of(degrees, device, start=start)
+        return found
+
     def policy(spec: PolicySpec, held: Held) -> ModelBackend:
         model = make_model()
-        kind = backends.resolve(place.config.train.backend, base=place.base, key="train.backend")
-        placement = kind.of(degrees, device, start=held.get("policy"))  # as a warm start left it, if there was one
-        return policy_backend(model, placement=placement, **policy_options(place, spec, model, media))
+        began = placement(held.get("policy"))  # as a warm start left it, if there was one
+        return policy_backend(model, placement=began, **policy_options(place, spec, model, media))
 
     def critic(spec: None, held: Held) -> ModelBackend:
         model, start = make_model(), None
         if place.config.algorithm.critic.path is None:
-            start = inside(held["policy"], f"{model.base_model_prefix}.")
+            start = held["policy"]
         else:
             model = critic_model(place, like=model)
         if place.config.model.gradient_checkpointing:
             checkpoint_activations(model)
-        placement = Sharded.of(degrees, device, start=start)
-        return critic_backend(model, placement=placement, media=media, **critic_options(place))
+        return critic_backend(model, placement=placement(start), media=media, **critic_options(place))
 
     return RankWorker({"policy": policy, "critic": critic})

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.batching.layout import LayoutSettings, MicroBatch
@@ -30,7 +30,6 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.backend import Backend, OverBackend
 from polyturn.training.loss_terms import Objective, Terms
-from polyturn.training.modality_encoders import touching
 from polyturn.training.model_backend import ModelBackend, Placement
 from polyturn.training.network import Network
 from polyturn.training.options import CriticSettings, OptimSettings
@@ -120,7 +119,7 @@ def critic_backend(
     placement = placement or Placement()
     found = model.base_model if backbone is None else backbone
     assert isinstance(found, PreTrainedModel)
-    network = ValueNetwork(found)
+    network = placement.values(found)
     return ModelBackend(
         network,
         optimizer=placement.optimizer(network, optim),
@@ -129,51 +128,6 @@ def critic_backend(
         layout=layout or LayoutSettings(),
         media=None if media is None else MediaRows(model, media),
     )
-
-
-class ValueNetwork(Network):
-    """A backbone and a linear map from its last hidden state to one number, 0 at first."""
-
-    whose = "checkpoint's critic"
-
-    def __init__(self, backbone: PreTrainedModel) -> None:
-        """Put a head on `backbone`."""
-        super().__init__()
-        like = next(backbone.parameters())
-        self.backbone = backbone
-        # The head is float32 whatever the backbone is, and so it is sharded by itself.
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        hidden = int(backbone.config.get_text_config().hidden_size)
-        self.head = nn.Linear(hidden, 1, device="cpu" if like.is_meta else like.device, dtype=dtype)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    @property
-    def saved(self) -> nn.Module:
-        """Backbone and head."""
-        return self
-
-    @property
-    def heads(self) -> tuple[nn.Module, ...]:
-        """The head."""
-        return (self.head,)
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Return [S] the value at each target of `batch`."""
-        dtype = next(self.backbone.parameters()).dtype
-        inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()}
-        hidden_BTH = self.backbone(
-            input_ids=batch.input_ids_BT, position_ids=batch.position_ids, use_cache=False, **inputs
-        ).last_hidden_state
-        read_SH = hidden_BTH.flatten(0, 1).index_select(0, batch.flat_S)
-        values_S1: Tensor = self.head(read_SH.to(self.head.weight.dtype))
-        # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
-        return touching(values_S1[:, 0].clone(), self.encoders)
-
-    def scores(self, batch: MicroBatch) -> Tensor:
-        """Return [S] the value at each target of `batch`."""
-        found: Tensor = self(batch)
-        return found
 
 
 class ValueTerms(Objective):

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
@@ -35,7 +35,7 @@ from polyturn.training.model_backend import Cut, Placement
 from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
-from polyturn.training.shards import is_split_over_row, local_part
+from polyturn.training.shards import inside, is_split_over_row, local_part
 from polyturn.training.tensor_parallel import split_layers
 
 _FILLER = TrainSample(
@@ -112,6 +112,12 @@ class Sharded(OverRanks):
                     f"train.distributed.{name}_parallel is {size} and train.backend is torch, which has none; set "
                     "train.backend: megatron, or leave it at 1"
                 )
+
+    def values(self, backbone: PreTrainedModel) -> Network:
+        """Return the form of a value function, which begins with the backbone of what is trained."""
+        if self._start is not None:
+            self._start = inside(self._start, f"{backbone.base_model_prefix}.")
+        return super().values(backbone)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> ShardedOptimizer:
         """Split the layers over a row, shard everything over the rows, and return what updates this rank's shards.

@@ -11,7 +11,7 @@ loss, and gradients flow back through the stages. What runs where is in docs/gui
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -25,9 +25,9 @@ from polyturn.engines.routers import Routers
 from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import OverRanks
 from polyturn.training.hf import load_model
-from polyturn.training.megatron_network import MegatronNetwork
-from polyturn.training.megatron_weights import require_split
-from polyturn.training.network import Network
+from polyturn.training.megatron_network import MegatronNetwork, MegatronPolicy, MegatronValues
+from polyturn.training.megatron_weights import HEAD, require_split
+from polyturn.training.network import Network, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread
 
@@ -62,6 +62,27 @@ class Megatron(OverRanks):
         Raises:
             ConfigError: it cannot be split so.
         """
+        self._prepare(model)
+        network = MegatronPolicy(model, self._degrees, self._device, replays=replays)
+        return self._filled(network, whole=lambda: _read(model).state_dict(), is_copy=is_copy)
+
+    def values(self, backbone: PreTrainedModel) -> Network:
+        """Return megatron-core's form of a value function over `backbone`, with its weights.
+
+        Raises:
+            ConfigError: it cannot be split so.
+        """
+        self._prepare(backbone)
+        form = ValueNetwork(backbone)
+        network = MegatronValues(form, self._degrees, self._device)
+        return self._filled(network, whole=lambda: ValueNetwork(_read(backbone)).state_dict(), is_copy=True)
+
+    def _prepare(self, model: PreTrainedModel) -> None:
+        """Make sure that a model can be split, and megatron-core's groups.
+
+        Raises:
+            ConfigError: it cannot be split so.
+        """
         if model.is_activation_checkpointing and self._device.type == "cpu":
             raise ConfigError(
                 "model.gradient_checkpointing is on and there is no GPU: megatron-core computes activations again with the "
@@ -69,17 +90,21 @@ class Megatron(OverRanks):
             )
         require_split(model.config, self._degrees)
         _make_groups(self._degrees, has_experts=model.config.model_type == "qwen3_moe", device=self._device)
-        network = MegatronNetwork(model, self._degrees, self._device, replays=replays)
+
+    def _filled(
+        self, network: MegatronNetwork, *, whole: Callable[[], Mapping[str, Tensor]], is_copy: bool
+    ) -> MegatronNetwork:
+        """Return `network` with the weights that training begins with, where it `is_copy` of what is trained and there are
+        any, else with those of its model, which the first rank has `whole`."""
+        own = network.own_tensors()
         if is_copy and self._start is not None:
-            network.backbone.load_state_dict(self._start)
+            for name in own.keys() & self._start.keys():  # a value function has a head of its own, and no output embedding
+                own[name].copy_(self._start[name])
             return network
-        source = model
-        if is_unread(model) and dist.get_rank() == 0:
-            source = load_model(str(model.name_or_path), dtype=model.dtype)
-        own, whole = network.own_tensors(), source.state_dict()
+        found = whole() if dist.get_rank() == 0 else {}
         for name, kind in network.names.kinds(own).items():
             if dist.get_rank() == 0:
-                tensor = whole[name].to("cpu", kind.dtype).contiguous()
+                tensor = found[name].to("cpu", kind.dtype).contiguous()
             else:
                 tensor = torch.empty(kind.shape, dtype=kind.dtype)
             dist.broadcast(tensor, src=0)
@@ -97,9 +122,28 @@ class Megatron(OverRanks):
         raise NotImplementedError
 
 
+def _read(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model with its weights, read from its files where it has none; of a backbone the backbone."""
+    if not is_unread(model):
+        return model
+    whole = load_model(str(model.name_or_path), dtype=model.dtype)
+    found = whole if isinstance(whole, type(model)) else whole.base_model
+    assert isinstance(found, PreTrainedModel)
+    return found
+
+
 def _make_groups(degrees: Degrees, *, has_experts: bool, device: torch.device) -> None:
-    """Let megatron-core make its process groups, once; a row is consecutive ranks."""
+    """Let megatron-core make its process groups, once; a row is consecutive ranks.
+
+    Raises:
+        ConfigError: those of a model without experts are there, and do not fit one with them.
+    """
     if parallel_state.model_parallel_is_initialized():
+        if has_experts and parallel_state.get_expert_tensor_parallel_world_size() > 1:
+            raise ConfigError(
+                "a model with experts stands beside one without, and train.distributed.tensor_parallel is above 1, which "
+                "megatron-core cannot split both by; take models of one kind, or tensor_parallel 1"
+            )
         return
     parallel_state.initialize_model_parallel(
         degrees.tensor_parallel,
@@ -147,6 +191,8 @@ class MegatronOptimizer(Optimizer):
             dist.all_reduce(grad, group=tp)
         if self._is_tied and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             dist.all_reduce(grad, group=parallel_state.get_embedding_group())
+        if name in HEAD:  # every stage holds it, and the last one uses it
+            dist.all_reduce(grad, group=parallel_state.get_pipeline_model_parallel_group())
 
     def _skip(self, problem: str) -> None:
         """Skip with the reason of the rank that has one."""

@@ -17,18 +17,21 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from polyturn.core.errors import ConfigError
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.backend import Degrees
+from polyturn.training.network import ValueNetwork
 from polyturn.training.shards import Names, stored_tensors
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 """The model types whose weights have a place in megatron-core's model here."""
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
 """Two names of one tensor, where a model ties them."""
+HEAD = ("head.weight", "head.bias")
+"""Of a value function: every rank holds them, in float32, so that there may be no masters of them."""
 
 
 class Entry(NamedTuple):
@@ -114,6 +117,14 @@ def entries(config: PreTrainedConfig) -> Iterator[Entry]:
     yield Entry("output_layer.weight", (TIED[config.tie_word_embeddings],), "rows")
 
 
+def value_entries(config: PreTrainedConfig) -> Iterator[Entry]:
+    """Yield the weights of a value function: those of a backbone, as `ValueNetwork` names them, and of its head."""
+    for entry in entries(config):
+        if entry.name != "output_layer.weight":
+            yield entry._replace(sources=tuple(f"backbone.{name.removeprefix('model.')}" for name in entry.sources))
+    yield from (Entry(name, (name,)) for name in HEAD)
+
+
 def _layer(config: PreTrainedConfig, layer: int) -> Iterator[Entry]:
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
     attention, own = f"{ours}.self_attention", f"{theirs}.self_attn"
@@ -180,25 +191,33 @@ class ShardedNames(Names):
     """Who holds what of one model, by Hugging Face's names."""
 
     def __init__(
-        self, model: PreTrainedModel, own: Iterable[str], *, tensor_rank: int, first_layer: int, first_expert: int
+        self,
+        model: nn.Module,
+        config: PreTrainedConfig,
+        own: Iterable[str],
+        *,
+        tensor_rank: int,
+        first_layer: int,
+        first_expert: int,
     ) -> None:
         """Tell all ranks what this one holds; the call is collective.
 
         Args:
-            model: The Hugging Face model, for names and shapes.
+            model: The Hugging Face model or the value function over it, for names and shapes.
+            config: Its config.
             own: The names of this rank's part of megatron-core's, layers and experts counted from 0 on every rank.
             tensor_rank: This rank's place among those that share layers.
             first_layer: The layer that it counts as 0.
             first_expert: The expert that it counts as 0.
         """
-        config = model.config
         self._groups = config.num_key_value_heads
         self._head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+        has_values = isinstance(model, ValueNetwork)
         self._tied: tuple[str, ...] = ()
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and not has_values:
             self._tied = ("embedding.word_embeddings.weight", "output_layer.weight")
         self._local = {_counted(name, first_layer, first_expert): name for name in own}
-        known = {entry.name: entry for entry in entries(config)}
+        known = {entry.name: entry for entry in (value_entries if has_values else entries)(config)}
         self._entry_of = {local: known[name] for name, local in self._local.items()}
         self._places: dict[str, list[tuple[Entry, int]]] = {}
         """Hugging Face's name -> the weights that the tensor is part of, and which of their sources it is."""
@@ -226,10 +245,11 @@ class ShardedNames(Names):
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
         """Return name -> shape and dtype of the whole, over all ranks."""
-        like = next(iter(tensors.values()), None)
-        if like is None:
-            return {}
-        return {name: TensorKind(shape if like.ndim else (), like.dtype) for name, shape in self._shapes.items()}
+        found = {}
+        for name, shape in self._shapes.items():
+            if (like := self._like(name, tensors)) is not None:
+                found[name] = TensorKind(shape if like.ndim else (), like.dtype)
+        return found
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return of which tensors a weight is made."""
@@ -237,7 +257,8 @@ class ShardedNames(Names):
 
     def whole(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
         """Return a whole tensor on the CPU on rank 0, and None elsewhere."""
-        like, rank = next(iter(tensors.values())), dist.get_rank()
+        like, rank = self._like(name, tensors), dist.get_rank()
+        assert like is not None
         whole = torch.empty(self._shapes[name] if like.ndim else (), dtype=like.dtype) if rank == 0 else None
         for entry, number in self._places[name] if like.ndim else self._places[name][:1]:
             if entry.name in self._tied[1:]:  # the embedding is the same
@@ -284,6 +305,12 @@ class ShardedNames(Names):
                     place = (entry.expert, self._own[entry.name])
                     found.setdefault(name, {})[place] = self._piece(entry, number, tensors)
         return found
+
+    def _like(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Return a tensor of this rank that has the dtype of the one of that name, and is one number where that is."""
+        if name in HEAD:
+            return tensors.get(name)
+        return next((tensor for own, tensor in tensors.items() if own not in HEAD), None)
 
     def _region(self, entry: Entry, whole: Tensor, part: int) -> Tensor:
         """Return of a whole tensor what a part of a weight holds."""

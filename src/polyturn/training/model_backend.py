@@ -39,7 +39,7 @@ from polyturn.training.agreement import agreement
 from polyturn.training.backend import OWN, REFERENCE
 from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights, whole_merged
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
-from polyturn.training.network import Network, PolicyNetwork
+from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.packed_attention import attending
 from polyturn.training.reference import Scorer
@@ -69,6 +69,10 @@ class Placement:
         """Return the form that a causal language model has here, with its `routers` if they are looked at; `is_copy` says
         that its weights are those of what is trained."""
         return PolicyNetwork(model, routers=routers, replays=replays)
+
+    def values(self, backbone: PreTrainedModel) -> Network:
+        """Return the form that a value function over `backbone` has here."""
+        return ValueNetwork(backbone)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
         """Put `network` where it is trained, and return what updates it there."""

@@ -1,7 +1,7 @@
 """Network: a model as it is trained and sharded, with its whole forward pass inside one module.
 
     PolicyNetwork    MicroBatch -> log-probabilities of its targets      owns the output embedding
-    ValueNetwork     MicroBatch -> values at its targets                 (`critic`)
+    ValueNetwork     MicroBatch -> values at its targets                 has a head of its own
 
 Log-probabilities have the one meaning used everywhere: log_softmax(logits / temperature) over the full vocabulary. This is
 where the time and memory of training go: the vocabulary projection runs only where a target is read off, for hidden states
@@ -221,6 +221,55 @@ class PolicyNetwork(Network):
         """Return [S] the log-probability of each target."""
         found: TargetScores = self(batch)
         return found.logprobs_S
+
+
+class ValueNetwork(Network):
+    """A backbone and a linear map from its last hidden state to one number, 0 at first."""
+
+    whose = "checkpoint's critic"
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        """Put a head on `backbone`."""
+        super().__init__()
+        like = next(backbone.parameters())
+        self.backbone = backbone
+        head = value_head(int(backbone.config.get_text_config().hidden_size), dtype=like.dtype)
+        self.head = head.to("cpu" if like.is_meta else like.device)
+
+    @property
+    def saved(self) -> nn.Module:
+        """Backbone and head."""
+        return self
+
+    @property
+    def heads(self) -> tuple[nn.Module, ...]:
+        """The head."""
+        return (self.head,)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return [S] the value at each target of `batch`."""
+        dtype = next(self.backbone.parameters()).dtype
+        inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()}
+        hidden_BTH = self.backbone(
+            input_ids=batch.input_ids_BT, position_ids=batch.position_ids, use_cache=False, **inputs
+        ).last_hidden_state
+        read_SH = hidden_BTH.flatten(0, 1).index_select(0, batch.flat_S)
+        values_S1: Tensor = self.head(read_SH.to(self.head.weight.dtype))
+        # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
+        return touching(values_S1[:, 0].clone(), self.encoders)
+
+    def scores(self, batch: MicroBatch) -> Tensor:
+        """Return [S] the value at each target of `batch`."""
+        found: Tensor = self(batch)
+        return found
+
+
+def value_head(hidden: int, *, dtype: torch.dtype) -> nn.Linear:
+    """Return a map from hidden states to values, 0 at first; float32 whatever the backbone is, and so sharded by itself."""
+    head = nn.Linear(hidden, 1, dtype=torch.promote_types(dtype, torch.float32))
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def _score(

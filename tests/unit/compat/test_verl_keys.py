@@ -484,6 +484,11 @@ def test_the_learning_rate_of_megatrons_trees_falls_as_they_say(asked: list[str]
     assert len(made.notices()) == (asked == ["min_lr=1e-7"])  # a constant rate never comes to its least
 
 
+def test_gae_has_its_critic_where_megatron_trains():
+    made = of_megatron("algorithm.adv_estimator=gae", "critic.optim.lr=3e-6").native
+    assert made["algorithm"]["advantage"]["name"] == "gae" and made["algorithm"]["critic"]["optim"]["lr"] == 3e-6
+
+
 def test_no_steps_of_warm_up_are_megatrons_share_and_fsdps_none():
     asked = [f"{ACTOR}.optim.lr_warmup_steps=0", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"]
     assert of_megatron(*asked).native["train"]["optim"]["warmup_steps"] == 0.1
@@ -495,7 +500,6 @@ def test_no_steps_of_warm_up_are_megatrons_share_and_fsdps_none():
     [
         (f"{ACTOR}.optim.lr_decay_style=WSD", "lr_decay_style is 'WSD'"),
         (f"+{ACTOR}.optim.weight_decay_incr_style=linear", "weight_decay stays"),
-        ("algorithm.adv_estimator=gae", "Megatron trains none"),
         ("+reward_model.enable=True", "no reward models"),
         (f"+{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=3", "option of Megatron's"),
         (f"+{ACTOR}.megatron.router_replay.mode=R2", "which is R3"),

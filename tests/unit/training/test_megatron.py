@@ -55,6 +55,18 @@ def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
 
 
 @needs_megatron
+@pytest.mark.parametrize("name", ["values_tensor", "values_pipeline"])
+def test_a_critic_of_megatron_core_is_the_critic_of_one_process(results, name):
+    for rank, found in enumerate(results[name]):
+        sizes = {what: found.pop(what) for what in list(found) if what.endswith("/largest")}
+        assert all(size > 1e-3 for size in sizes.values())
+        bounds = {what: 10 * CLOSE if what.endswith("/state") else CLOSE for what in found} | {"low/state": 0.05}
+        assert {what: value for what, value in found.items() if not value <= bounds[what]} == {}, f"rank {rank}"
+        exact = ("of_policy", "of_model", "first/loaded", "second/loaded")
+        assert rank > 0 or [found[what] for what in exact] == [0.0] * 4, "weights and states travel bit for bit"
+
+
+@needs_megatron
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "moe", "qwen2", "llama", *TWO])
 def test_so_it_is_on_one_rank_and_with_states_that_travel_after_every_step(long_results, name):

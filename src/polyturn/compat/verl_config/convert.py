@@ -19,7 +19,7 @@ from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
-from polyturn.compat.verl_config.convert_optim import STRATEGY, backend, megatron_schedule, optimizer, warmup
+from polyturn.compat.verl_config.convert_optim import backend, megatron_schedule, optimizer, warmup
 from polyturn.compat.verl_config.convert_reward import module_of, reward_function, reward_manager
 from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.source import Source
@@ -305,9 +305,7 @@ def advantage(s: Source) -> None:
     names = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
     name = s.text(key, "grpo")
     found = names.get(name, name)
-    if found == "gae" and s.get(STRATEGY) == "megatron":
-        s.refuse(key, "its critic needs actor.strategy=fsdp: Megatron trains none here; use grpo")
-    elif found in advantages or ":" in found:
+    if found in advantages or ":" in found:
         _put_function(s, "algorithm.advantage.name", found, by=key)
     else:
         s.refuse(key, f"there is no such estimator; {_OWN}.{did_you_mean(name, advantages)}")

@@ -1,0 +1,210 @@
+"""megatron-core's layers as a causal language model of Hugging Face needs them, made from its config.
+
+They are composed with torch's own attention and norms, which run on a CPU too, and with a router that can be told its
+choices. What is made of the last hidden states is for `megatron_network` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from polyturn.engines.routers import LIVE
+from polyturn.training.backend import Degrees
+from polyturn.training.megatron_weights import is_sparse
+from polyturn.training.network import value_head
+
+
+class SdpaAttention(nn.Module):
+    """Causal attention by torch's own kernels, in place of megatron-core's, which build a [T, T] mask."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return [T, B, heads x size] of queries [T, B, heads, size] and keys and values [T, B, groups, size]."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        found = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+        )
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+class RmsNorm(nn.RMSNorm):
+    """Torch's norm in place of megatron-core's, which without transformer_engine refuses to see a share of the positions."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # as megatron-core marks it
+
+
+class Rotary(RotaryEmbedding):
+    """megatron-core's rotary positions with the frequencies of transformers, on the device of the model."""
+
+    def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
+        base, kind = config.rope_parameters["rope_theta"], config.rope_parameters["rope_type"]
+        super().__init__(head_dim, rotary_percent=1.0, rotary_base=base, use_cpu_initialization=True)
+        frequencies = self.inv_freq if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
+        del self.inv_freq
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return [positions, 1, 1, head] angles."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class ToldChoice(RouterReplay):
+    """The choice of one router: what it is told, and its own where it is told nothing.
+
+    megatron-core's class keeps every instance in one list, for one model a process, and replays all tokens or none; here a
+    reference may stand beside the policy, and a token may have no route.
+    """
+
+    def __init__(self) -> None:
+        self.told: Tensor | None = None
+        """[tokens, top-k] experts; `LIVE` where a token has no route."""
+        self.num_changed = self.num_told = 0
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores of the experts that are chosen, with gradient, and which ones these are."""
+        assert default_compute_topk is not None
+        values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.told is None:
+            return values, live
+        is_told = self.told[:, :1] != LIVE
+        chosen = torch.where(is_told, self.told, live)
+        differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
+        self.num_changed, self.num_told = int(differs.sum()), int(is_told.sum())
+        return scores.gather(1, chosen), chosen
+
+
+class Router(TopKRouter):
+    """megatron-core's router with float32 logits by torch's own kernel, which can be told its choices."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay = ToldChoice()
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return [positions, rows, experts] logits; megatron-core's own needs transformer_engine."""
+        return functional.linear(input.float(), self.weight.float())
+
+
+def make_gpt(
+    config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, recomputes: bool, has_values: bool = False
+) -> GPTModel:
+    """Return this rank's part of megatron-core's model of a Hugging Face config, its weights unset; a backbone that
+    `has_values` has their head in place of the output embedding, on every rank."""
+    has_experts = config.model_type == "qwen3_moe"
+    experts = _experts(config, degrees) if has_experts else {}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    own = TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=config.to_dict().get("head_dim"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=config.model_type in ("qwen3", "qwen3_moe"),
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=degrees.tensor_parallel,
+        pipeline_model_parallel_size=degrees.pipeline_parallel,
+        sequence_parallel=degrees.tensor_parallel > 1,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cuda_graph_scope=[],
+        **experts,
+        **(recompute if recomputes else {}),
+    )
+    gpt = GPTModel(
+        own,
+        _layers(own),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=config.tie_word_embeddings and not has_values,
+        position_embedding_type="rope",
+    )
+    gpt.rotary_pos_emb = Rotary(config, own.kv_channels)
+    gpt.register_state_dict_post_hook(_drop_empty)
+    if has_values:
+        if gpt.post_process:
+            del gpt.output_layer
+        gpt.head = value_head(config.hidden_size, dtype=dtype)
+    gpt.post_process = False  # what is read off hidden states is for `MegatronNetwork` to say; the layers were made before
+    return gpt
+
+
+def _layers(own: TransformerConfig) -> Any:
+    """Return megatron-core's description of the layers, with our norms, attention and router in place of its own."""
+    spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False, normalization="RMSNorm")
+    spec.layer_norm = RmsNorm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = Router
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = SdpaAttention
+        if own.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return spec
+
+
+def _experts(config: PreTrainedConfig, degrees: Degrees) -> dict[str, Any]:
+    """Return megatron-core's settings of sparse layers; their balance is our own loss, where there is one."""
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_layer_freq": [int(is_sparse(config, layer)) for layer in range(config.num_hidden_layers)],
+        "expert_model_parallel_size": degrees.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _drop_empty(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave out what megatron-core's layers keep for transformer_engine, which is nothing."""
+    for name in [name for name in state if name.endswith("_extra_state")]:
+        del state[name]
