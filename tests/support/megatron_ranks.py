@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from polyturn.algorithms.aggregate import loss_coefs
-from polyturn.algorithms.options import AlgorithmOptions, KlOptions
+from polyturn.algorithms.options import AlgorithmOptions, KlOptions, RoutingOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.backend import Degrees
@@ -205,7 +205,12 @@ def compare(kind, *, device, is_long, tied=True, **degrees):
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, weight_decay=0.1, max_skipped=1),
         "loss": LossSettings(
-            algorithm=AlgorithmOptions(kl=KlOptions(coef=0.1), entropy_coef=0.01), policy_loss_kwargs={"clip_high": 0.28}
+            algorithm=AlgorithmOptions(
+                kl=KlOptions(coef=0.1),
+                entropy_coef=0.01,
+                routing=RoutingOptions(balance_coef=0.5 if kind == "qwen3_moe" else 0.0),
+            ),
+            policy_loss_kwargs={"clip_high": 0.28},
         ),
         "layout": LayoutSettings(max_tokens_per_batch=40),
         "reference": True,

@@ -9,11 +9,21 @@ Source: Fedus et al. 2022 (Switch Transformers), equations 4 to 6, over each seq
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
-def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, index_M: Tensor, row_M: Tensor, *, num_rows: int) -> Tensor:
+def balance_loss(
+    logits_NE: Tensor,
+    chosen_NK: Tensor,
+    index_M: Tensor,
+    row_M: Tensor,
+    *,
+    num_rows: int,
+    added_up: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Tensor:
     """Return [B] the loss of each of `num_rows` sequences at one router.
 
     Args:
@@ -22,14 +32,13 @@ def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, index_M: Tensor, row_M: T
         index_M: Where in N the tokens of all sequences stand; tokens that several share, several times.
         row_M: The sequence that each of them belongs to.
         num_rows: B.
+        added_up: Adds up the sums of those who have other tokens of the same sequences.
     """
     count, experts = chosen_NK.shape[1], logits_NE.shape[1]
     probs_NE = torch.softmax(logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32)), dim=-1)
     taken_NE = torch.zeros_like(probs_NE).scatter_(1, chosen_NK, 1.0)
-    lengths_B = torch.zeros(num_rows, dtype=probs_NE.dtype, device=row_M.device).index_add(
-        0, row_M, torch.ones_like(row_M, dtype=probs_NE.dtype)
-    )
-    blank_BE = torch.zeros((num_rows, experts), dtype=probs_NE.dtype, device=row_M.device)
-    mean_BE = blank_BE.index_add(0, row_M, probs_NE[index_M]) / lengths_B[:, None]
-    share_BE = blank_BE.index_add(0, row_M, taken_NE[index_M]) * (experts / count) / lengths_B[:, None]
-    return (share_BE * mean_BE).sum(dim=1)
+    of_token_NX = torch.cat([probs_NE, taken_NE, torch.ones_like(probs_NE[:, :1])], dim=1)
+    blank_BX = torch.zeros((num_rows, 2 * experts + 1), dtype=probs_NE.dtype, device=row_M.device)
+    sums_BX = added_up(blank_BX.index_add(0, row_M, of_token_NX[index_M]))
+    probs_BE, taken_BE, length_B1 = sums_BX.split([experts, experts, 1], dim=1)
+    return (taken_BE * (experts / count) / length_B1 * (probs_BE / length_B1)).sum(dim=1)

@@ -41,9 +41,10 @@ def check_backend(place: ConfigSource) -> None:
         return
     found = backends.resolve(config.train.backend, base=place.base, key="train.backend")
     if config.train.backend != BACKEND:
+        is_recomputed = config.algorithm.routing.balance_coef and config.model.gradient_checkpointing
         for what, value in (
             ("model.lora asks for an adapter", config.model.lora),
-            ("algorithm.routing.balance_coef asks for a loss of routers", config.algorithm.routing.balance_coef),
+            ("algorithm.routing.balance_coef asks for a loss of layers that are computed again", is_recomputed),
         ):
             if value:
                 raise ConfigError(f"{what}, and train.backend {config.train.backend} has none; drop it, or take {BACKEND}")

@@ -78,6 +78,8 @@ class ToldChoice(RouterReplay):
     def __init__(self) -> None:
         self.told: Tensor | None = None
         """[tokens, top-k] experts; `LIVE` where a token has no route."""
+        self.chosen: Tensor | None = None
+        """[tokens, top-k] the experts that the tokens of the last pass went to."""
         self.num_changed = self.num_told = 0
 
     def get_replay_topk(
@@ -91,10 +93,11 @@ class ToldChoice(RouterReplay):
         """Return the scores of the experts that are chosen, with gradient, and which ones these are."""
         assert default_compute_topk is not None
         values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.chosen = live
         if self.told is None:
             return values, live
         is_told = self.told[:, :1] != LIVE
-        chosen = torch.where(is_told, self.told, live)
+        self.chosen = chosen = torch.where(is_told, self.told, live)
         differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
         self.num_changed, self.num_told = int(differs.sum()), int(is_told.sum())
         return scores.gather(1, chosen), chosen
@@ -106,10 +109,15 @@ class Router(TopKRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.router_replay = ToldChoice()
+        self.logits: Tensor | None = None
+        """[tokens, experts] of the last pass, with gradient, where they are kept."""
+        self.keeps_logits = False
 
     def gating(self, input: Tensor) -> Tensor:
         """Return [positions, rows, experts] logits; megatron-core's own needs transformer_engine."""
-        return functional.linear(input.float(), self.weight.float())
+        logits = functional.linear(input.float(), self.weight.float())
+        self.logits = logits.flatten(0, 1) if self.keeps_logits else None
+        return logits
 
 
 def make_gpt(

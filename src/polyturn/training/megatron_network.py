@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from polyturn.algorithms.balance import balance_loss
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.engines.routers import LIVE
@@ -27,6 +28,7 @@ from polyturn.training.backend import Degrees
 from polyturn.training.megatron_layers import make_gpt
 from polyturn.training.megatron_weights import ShardedNames, is_sparse
 from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, Network, TargetScores, ValueNetwork
+from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences
 
 
 class MegatronNetwork(Network):
@@ -105,6 +107,7 @@ class MegatronPolicy(MegatronNetwork):
         self.is_split_tie = self._is_tied and not (self._is_first and self._is_last)
         self._routers = [layer.mlp.router for layer in gpt.decoder.layers if hasattr(layer.mlp, "router")]  # type: ignore[union-attr]
         self._first_router = sum(is_sparse(config, layer) for layer in range(self._first_layer))
+        self._num_routers = sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
         self._replays = replays
 
     def try_out(self, *, packs: bool) -> str | None:
@@ -129,11 +132,20 @@ class MegatronPolicy(MegatronNetwork):
             for router in self._routers:
                 router.router_replay.told = None
 
-    def forward(self, batch: MicroBatch, *, entropy_grad: bool | None = None) -> TargetScores:
-        """Return what the forward pass gives for each target; collective over the ranks of a row."""
+    def forward(self, batch: MicroBatch, *, entropy_grad: bool | None = None, balance_grad: bool = False) -> TargetScores:
+        """Return what the forward pass gives for each target, and of routers where a gradient is asked; collective over the
+        ranks of a row."""
+        for router in self._routers:
+            router.keeps_logits = balance_grad
         count = 1 if entropy_grad is None else 2
         found_KS = self._run(batch, lambda read_SH: self._scores(read_SH, batch, entropy_grad=entropy_grad), count=count)
-        return TargetScores(found_KS[0], found_KS[1] if count == 2 else None, metrics=self._router_metrics())
+        scores = TargetScores(found_KS[0], found_KS[1] if count == 2 else None, metrics=self._router_metrics())
+        if not balance_grad:
+            return scores
+        balance_B = self._balance(batch)
+        metric = {"policy/router_balance": Mean(float(balance_B.detach().sum()), len(balance_B))}
+        of_S = sequence_of_targets(batch).to(balance_B.device)
+        return scores._replace(balance_S=balance_B[of_S], metrics={**scores.metrics, **metric})
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
@@ -156,6 +168,30 @@ class MegatronPolicy(MegatronNetwork):
             else:
                 parts.append(_score(*inputs))
         return torch.cat(parts, dim=1)
+
+    def _balance(self, batch: MicroBatch) -> Tensor:
+        """Return [B] the balance loss of each sequence, the mean over layers. A rank has some of the positions and some of
+        the layers, and gives a gradient to those."""
+        rows, length = batch.input_ids_BT.shape
+        index_M, row_M = tokens_of_sequences(batch)
+        own = (length + self._padding(length)) // self._tp.size()
+        position_M = index_M % length - own * self._tp.rank()
+        is_own_M = (position_M >= 0) & (position_M < own)
+        index_M, row_M = (position_M * rows + index_M // length)[is_own_M], row_M[is_own_M]
+        own_B = torch.zeros(len(batch.places), device=index_M.device)
+        for router in self._routers:
+            own_B = own_B + balance_loss(
+                router.logits,
+                router.router_replay.chosen,
+                index_M,
+                row_M,
+                num_rows=len(batch.places),
+                added_up=tensor_parallel.reduce_from_tensor_model_parallel_region,
+            )
+            router.logits = None
+        whole_B = own_B.detach().clone()
+        dist.all_reduce(whole_B, group=parallel_state.get_pipeline_model_parallel_group())
+        return (own_B + (whole_B - own_B.detach())) / self._num_routers
 
     def _router_metrics(self) -> Metrics:
         """Return how many of this rank's tokens the engine routed otherwise than its routers would."""

@@ -34,7 +34,7 @@ def router_figures(routing: RoutingPass, batch: MicroBatch, *, with_grad: bool, 
         with_grad: Whether the balance is part of the loss.
         replays: Whether routes were to be replayed, so that one that is missing counts.
     """
-    row_S = torch.from_numpy(np.cumsum(np.diff(batch.sample_S, prepend=batch.sample_S[:1]) != 0))
+    row_S = sequence_of_targets(batch)
     with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
         balance_B = _balance(routing, batch)
         balance_S = balance_B[row_S.to(balance_B.device)]
@@ -42,11 +42,23 @@ def router_figures(routing: RoutingPass, batch: MicroBatch, *, with_grad: bool, 
         return RouterFigures(balance_S, _metrics(routing, batch, balance_B, replays=replays))
 
 
-def _balance(routing: RoutingPass, batch: MicroBatch) -> Tensor:
-    """[B] the balance loss of each row, the mean over layers."""
+def sequence_of_targets(batch: MicroBatch) -> Tensor:
+    """Return [S] which of the batch's sequences each target is of."""
+    return torch.from_numpy(np.cumsum(np.diff(batch.sample_S, prepend=batch.sample_S[:1]) != 0))
+
+
+def tokens_of_sequences(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return [M] where in N the tokens of all sequences stand, those that several share several times, and [M] the sequence
+    that each is of."""
     device = batch.input_ids_BT.device
     index_M = torch.from_numpy(np.concatenate(batch.places)).to(device)
     row_M = torch.from_numpy(np.repeat(np.arange(len(batch.places)), [len(p) for p in batch.places])).to(device)
+    return index_M, row_M
+
+
+def _balance(routing: RoutingPass, batch: MicroBatch) -> Tensor:
+    """[B] the balance loss of each row, the mean over layers."""
+    index_M, row_M = tokens_of_sequences(batch)
     of_layers = [
         balance_loss(logits, chosen, index_M, row_M, num_rows=len(batch.places))
         for logits, chosen in zip(routing.logits, routing.chosen, strict=True)
