@@ -54,7 +54,7 @@ def test_a_run_learns_and_goes_on_with_the_other_backend(tmp_path):
     [
         (["train.backend=megatrn"], "megatron"),
         (["train.distributed.pipeline_parallel=2", "train.distributed.ranks=2"], "train.backend is torch, which has none"),
-        (["train.distributed={ranks: 4, expert_parallel: 3}"], "expert_parallel is 3 and 4 ranks have a layer"),
+        (["train.distributed={ranks: 4, expert_parallel: 3}"], "expert_parallel is 3 and there are 4 ranks"),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_before_anything_is_loaded(tmp_path, overrides, sentence):

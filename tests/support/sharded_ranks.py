@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.losses import mark, policy_losses, selection_of
-from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
+from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions, RoutingOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import PolyturnError
 from polyturn.core.messages import Message
@@ -29,6 +29,7 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.training.backend import Degrees
 from polyturn.training.critic import Critic, CriticSettings, critic_backend, local_critic, value_coefs
 from polyturn.training.fsdp import Sharded
 from polyturn.training.fsdp import make_mesh as new_mesh
@@ -367,6 +368,79 @@ def compare_lora(tp):
     return found
 
 
+def routed_samples(seed, size, *, layers):
+    """Samples that went to experts by chance, or nobody knows where."""
+    rng, found = np.random.default_rng(seed), []
+    for sample in samples_of(seed, size):
+        routes = np.argsort(rng.random((len(sample), layers, 8)), axis=-1)[:, :, :2].astype(np.uint8)
+        routes[rng.random(len(sample)) < 0.2] = 255
+        found.append(sample.replace(routed_experts=routes))
+    return found
+
+
+def compare_experts(kind, **degrees):
+    """Return how far ranks of which a row splits the experts and one process differ, with a balance loss and told routes.
+
+    The ranks read their weights from files that hold each expert by itself.
+    """
+    degrees = Degrees(**degrees)
+    wide, folder = max(degrees.tensor_parallel, degrees.expert_parallel), Path.cwd() / f"{kind}-{next(NUMBERS)}"
+    row, rows = dist.get_rank() // wide, dist.get_world_size() // wide
+    options = {
+        "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1),
+        "loss": LossSettings(algorithm=dataclasses.replace(ALGORITHM, routing=RoutingOptions(balance_coef=0.5))),
+        "layout": LayoutSettings(max_tokens_per_batch=40),
+        "reference": True,
+    }
+    model = tiny_model(VOCAB, kind=kind, hidden=16, heads=2, kv_heads=2, spread=0.1)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+        assert any("experts.0." in name for name in load_file(folder / "model.safetensors"))
+    dist.barrier()
+    one = local_policy(copy.deepcopy(model), **options)
+    placement = Sharded(make_mesh(CPU, tensor_parallel=wide), CPU, degrees=degrees)
+    many = ModelPolicy(policy_backend(load_unread(folder), placement=placement, **options), loss=options["loss"])
+    own = {n: local_part(p).numel() for n, p in many.backend.model.named_parameters() if ".experts." in n}
+    all_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    found = {"held": sum(own.values()) / all_experts}
+    for step in range(2):
+        samples = routed_samples(step, 5, layers=1 if kind == "deepseek_v3" else 2)
+        coefs, mine = loss_coefs(samples, mode="token-mean"), list(range(row, 5, rows))
+        share = [samples[i] for i in mine]
+        for reference in (False, True):
+            a, b = one.score(samples, reference=reference), many.score(share, reference=reference)
+            found[f"{step}/score{reference}"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
+        first = one.forward_backward(samples)
+        second = many.forward_backward(share, coefs=[coefs[i] for i in mine])
+        if rows == 1:
+            found[f"{step}/loss"] = abs(first.metrics["loss/total"].total - second.metrics["loss/total"].total)
+        # The norms of queries and keys are summed over a row later, before the optimizer uses them.
+        skipped = ("q_norm.weight", "k_norm.weight") if degrees.tensor_parallel > 1 else ()
+        grads = {n: p.grad for n, p in one.backend.model.named_parameters() if not n.endswith(skipped)}
+        whole = {n: p.grad.full_tensor() for n, p in many.backend.model.named_parameters()}
+        assert min(float(g.abs().max()) for n, g in grads.items() if "experts" in n or "gate" in n) > 1e-4
+        found[f"{step}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads)
+        norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
+        found[f"{step}/norm"] = abs(norms[0] - norms[1])
+        if step == 0:
+            found["state"] = same_parts(state_of(one), state_of(many))
+            hand_over(one, many)
+            found["loaded"] = same_parts(state_of(one), state_of(many))
+    exported = many.backend.gathered(list(many.backend.kinds(is_merged=True)), is_merged=True)
+    if dist.get_rank() == 0:
+        assert exported.keys() == one.backend.network.own_tensors().keys()
+        found["exported"] = same_parts(one.backend.network.own_tensors(), exported)
+    return found
+
+
+def compare_mixtures():
+    """Return what `compare_experts` finds of every family, and of the ways in which a row splits one."""
+    alone, both = {"expert_parallel": 2}, {"expert_parallel": 2, "tensor_parallel": 2}
+    tasks = {kind: (kind, alone) for kind in ("qwen3_moe", "mixtral", "deepseek_v3")}
+    tasks |= {"and_matrices": ("qwen3_moe", both), "matrices": ("qwen3_moe", {"tensor_parallel": 2})}
+    return {name: compare_experts(kind, **degrees) for name, (kind, degrees) in tasks.items()}
+
+
 def read_in_parts():
     """Return how far two ranks that each read their part of a model's files and one process that loads it whole differ, with
     an adapter and a copy as reference, and what a warm start hands on; and how much of the files each rank read.
@@ -619,6 +693,7 @@ SHORT = {
     "lora_tensor_parallel": (compare_lora, 2),
     "critic": (compare_critic, 1),
     "bfloat16": (compare_bfloat16,),
+    "experts": (compare_mixtures,),
     "vision": (compare_vision,),
     "refused": (refusals,),
     "in_parts": (read_in_parts,),

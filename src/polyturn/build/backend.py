@@ -27,6 +27,14 @@ def degrees_of(config: RunConfig) -> Degrees:
     )
 
 
+def row_width(config: RunConfig) -> int:
+    """Return how many ranks see the same samples: those that split layers, or share them out, and under torch those that
+    split experts."""
+    split = config.train.distributed
+    experts = split.expert_parallel if config.train.backend == BACKEND else 1
+    return max(split.tensor_parallel, experts) * split.pipeline_parallel
+
+
 def check_backend(place: ConfigSource) -> None:
     """Refuse what the backend that `train.backend` names cannot do with the model, of which the config is read.
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.backend import degrees_of
+from polyturn.build.backend import row_width
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, servable_folder
 from polyturn.build.model import build_codec, build_media, build_outline
@@ -105,7 +105,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
             engine.start(functools.partial(_servers, here, places(_model_folder(parts))))
         pool = functools.partial(_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)
-        team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=degrees_of(config).width)
+        team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=row_width(config))
     except BaseException:
         ray.close()
         raise

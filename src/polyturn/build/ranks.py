@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.backend import degrees_of
+from polyturn.build.backend import degrees_of, row_width
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
 from polyturn.build.loss import build_loss, build_reference, build_teacher
@@ -77,11 +77,10 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
     """
     train = config.train
     split = train.distributed
-    wide = split.tensor_parallel * split.pipeline_parallel
+    wide = row_width(config)
     if num_ranks % wide:
-        sizes = f"tensor_parallel is {split.tensor_parallel}"
-        if split.pipeline_parallel > 1:
-            sizes += f", pipeline_parallel {split.pipeline_parallel}"
+        named = {name: getattr(split, name) for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel")}
+        sizes = ", ".join(f"{name} {size}" for name, size in named.items() if size > 1).replace(" ", " is ", 1)
         raise ConfigError(f"train.distributed.{sizes} and there are {num_ranks} ranks; it must divide them")
     if num_ranks // split.pipeline_parallel % split.expert_parallel:
         raise ConfigError(
@@ -103,8 +102,8 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
         )
     if wide > 1 and config.model.lora is not None and config.model.lora.dropout:
         raise ConfigError(
-            f"model.lora.dropout is {config.model.lora.dropout} and train.distributed.tensor_parallel is {wide}: the ranks "
-            "that share a layer would drop different inputs; set dropout to 0, or tensor_parallel to 1"
+            f"model.lora.dropout is {config.model.lora.dropout} and by train.distributed {wide} ranks see the same samples: "
+            "they would drop different inputs; set dropout to 0, or tensor_parallel and expert_parallel to 1"
         )
 
 
@@ -129,7 +128,7 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
     check_ranks(config, num_ranks)
     device = process_group.join(local_rank=local_rank, is_alone=num_ranks == 1)
     rank = rank_of(parts.place, model_maker(parts.place, parts.tokenizer, given=parts.model), parts.context.media, device)
-    team = process_group.GroupTeam(rank, tensor_parallel=degrees_of(config).width)
+    team = process_group.GroupTeam(rank, tensor_parallel=row_width(config))
     return dataclasses.replace(parts, team=team)
 
 

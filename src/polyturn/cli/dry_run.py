@@ -11,7 +11,7 @@ import yaml
 
 from polyturn import build
 from polyturn.cli.console import Output
-from polyturn.cli.plan import num_frozen, num_trained
+from polyturn.cli.plan import expert_row, num_frozen, num_trained
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.policies import SELF
@@ -117,6 +117,7 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
     load = RankLoad(
         ranks=ranks,
+        expert_parallel=expert_row(config),
         num_trained=num_trained(parts.place),
         num_frozen=num_frozen(config),
         tokens=tokens,

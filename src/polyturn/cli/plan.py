@@ -18,6 +18,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.engines.options import ServerOptions
 from polyturn.training import lora
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, sync_seconds
+from polyturn.training.options import BACKEND
 
 GB = 10**9
 USABLE = 0.9
@@ -96,6 +97,7 @@ def demand_of(place: build.ConfigSource) -> Demand:
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     load = RankLoad(
+        expert_parallel=expert_row(config),
         num_trained=num_trained(place),
         num_frozen=num_frozen(config),
         tokens=config.train.max_tokens_per_batch,
@@ -115,6 +117,12 @@ def num_frozen(config: RunConfig) -> int:
     """Return how many models a rank holds beside the one that is trained: an adapter's reference is that model itself."""
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
     return has_copy + (config.algorithm.loss.distill is not None)
+
+
+def expert_row(config: RunConfig) -> int:
+    """Return how many ranks share experts and nothing else; where they split matrices too, a plan takes all as split."""
+    split = config.train.distributed
+    return split.expert_parallel if config.train.backend == BACKEND and split.tensor_parallel == 1 else 1
 
 
 def layout_of(config: RunConfig) -> GpuLayout:
@@ -160,7 +168,8 @@ def nearest(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> GpuL
     """Return the layout that fits with as few changes as can be: ranks are added before servers go, servers are widened."""
     wide = (w for w in _doubled(layout.width, gpus) if sum(demand.server(w).values()) <= limit)
     width = next(wide, None) if layout.servers else 0
-    ranks = next((n for n in range(layout.ranks, gpus + 1) if sum(demand.rank(n).values()) <= limit), None)
+    row = demand.load.expert_parallel
+    ranks = next((n for n in range(layout.ranks, gpus + 1, row) if sum(demand.rank(n).values()) <= limit), None)
     if ranks is None or width is None:
         return None
     servers = min(layout.servers, (gpus - ranks) // width) if width else 0

@@ -41,11 +41,6 @@ class Degrees:
     expert_parallel: int = 1
     """The experts of a layer."""
 
-    @property
-    def width(self) -> int:
-        """Ranks that see the same samples."""
-        return self.tensor_parallel * self.pipeline_parallel
-
 
 OWN, REFERENCE = "own", "reference"
 """Who scores: the network that is trained, or the frozen reference beside it."""

@@ -1,6 +1,6 @@
 """Sharded: the placement of a network whose parameters, gradients and moments are spread over many devices.
 
-    mesh (dp, tp):   a row of `tp` ranks holds one shard of every layer's matrices and sees the same samples,
+    mesh (dp, tp):   a row of `tp` ranks splits every layer's matrices, or its experts, and sees the same samples,
                      the `dp` rows see different samples; fully_shard spreads each parameter over the rows
 
 It differs from one device in three things. Gradients of the rows are summed, never averaged, because coefficients were
@@ -36,7 +36,7 @@ from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
 from polyturn.training.shards import inside, is_split_over_row, local_part
-from polyturn.training.tensor_parallel import split_layers
+from polyturn.training.tensor_parallel import require_experts, split_experts, split_layers
 
 _FILLER = TrainSample(
     id=SampleId("filler", "0", 0),
@@ -89,29 +89,46 @@ class OverRanks(Placement):
 class Sharded(OverRanks):
     """Parameters, gradients and moments in shards over a mesh."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
-        """Spread over `mesh`, from `make_mesh`."""
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        start: Mapping[str, Tensor] | None = None,
+        degrees: Degrees | None = None,
+    ) -> None:
+        """Spread over `mesh`, from `make_mesh`, whose rows split what `degrees` say; None splits matrices."""
         super().__init__(device, start=start)
         self._mesh = mesh
+        self._degrees = degrees or Degrees(tensor_parallel=mesh["tp"].size())
 
     @classmethod
     def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Sharded:
         """Spread over all ranks, by `degrees`."""
-        return cls(make_mesh(device, tensor_parallel=degrees.tensor_parallel), device, start=start)
+        wide = max(degrees.tensor_parallel, degrees.expert_parallel)
+        return cls(make_mesh(device, tensor_parallel=wide), device, start=start, degrees=degrees)
 
     @staticmethod
     def check(config: PreTrainedConfig, degrees: Degrees) -> None:
         """Refuse what FSDP2 does not split.
 
         Raises:
-            ConfigError: layers or experts are to be split.
+            ConfigError: layers are to be shared out, or experts that are not there, do not divide, or need another row than
+                matrices do.
         """
-        for name, size in (("pipeline", degrees.pipeline_parallel), ("expert", degrees.expert_parallel)):
-            if size > 1:
-                raise ConfigError(
-                    f"train.distributed.{name}_parallel is {size} and train.backend is torch, which has none; set "
-                    "train.backend: megatron, or leave it at 1"
-                )
+        where, wide, experts = "train.distributed", degrees.tensor_parallel, degrees.expert_parallel
+        if degrees.pipeline_parallel > 1:
+            raise ConfigError(
+                f"{where}.pipeline_parallel is {degrees.pipeline_parallel} and train.backend is torch, which has none; set "
+                "train.backend: megatron, or leave it at 1"
+            )
+        if experts > 1:
+            require_experts(config, parts=experts)
+        if 1 < wide != experts > 1:
+            raise ConfigError(
+                f"{where} has tensor_parallel {wide} and expert_parallel {experts}: under train.backend torch one row "
+                "splits matrices and experts, so make them equal, or one of them 1"
+            )
 
     def values(self, backbone: PreTrainedModel) -> Network:
         """Return the form of a value function, which begins with the backbone of what is trained."""
@@ -126,7 +143,9 @@ class Sharded(OverRanks):
             ConfigError: the model cannot be split as the mesh asks.
         """
         tp = self._mesh["tp"]
-        partial = split_layers(network.backbone, tp) if tp.size() > 1 else []
+        partial = split_layers(network.backbone, tp) if self._degrees.tensor_parallel > 1 else []
+        if self._degrees.expert_parallel > 1:
+            split_experts(network.backbone, tp)
         prefix = next(name for name, module in network.saved.named_modules() if module is network.backbone)
         self.freeze(network, is_copy=True)
         self._start = None  # a share of the weights; a copy of what is trained was made before

@@ -4,6 +4,8 @@
     server    b P / t + KV cache                                                                         t: tensor parallel
     sync      b P / B, once for all servers of a broadcast                                               B: bytes/s of a link
 
+Where a row of ranks shares experts, it has one such part of everything else: N counts rows, and for experts ranks.
+
 P numbers of b bytes each. In float32 b is 4, there are no masters (m = 0), and g is 4. In bfloat16 b is 2, m is 4, and g is
 4 + 2: gradients are summed in float32, while those of one backward pass are still there in bfloat16.
 """
@@ -44,12 +46,18 @@ class ModelSize:
     """Numbers of keys, or of values, that a token has in a layer."""
     kept: int
     """Bytes that the backward pass of a layer needs of each token."""
+    experts: int = 0
+    """Parameters of all experts, among those of the layers."""
+    layer_experts: int = 0
+    """The same of the largest layer."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSize:
         """Return the sizes of a model, which needs no weights."""
         config = model.config.get_text_config()
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model, towers_of(model))]
+        found = layers_of(model, towers_of(model))
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in found]
+        experts = [sum(p.numel() for p in layer.parameters() if p.dim() == 3) for layer in found]
         parameters = sum(p.numel() for p in model.parameters())
         fields = config.to_dict()
         heads = fields.get("num_key_value_heads") or config.num_attention_heads
@@ -75,6 +83,8 @@ class ModelSize:
             vocab=int(config.vocab_size),
             kv_width=int(heads * width),
             kept=kept,
+            experts=sum(experts),
+            layer_experts=max(experts, default=0),
         )
 
 
@@ -83,6 +93,8 @@ class RankLoad:
     """What a run asks of each trainer rank beside the model."""
 
     ranks: int = 1
+    expert_parallel: int = 1
+    """Ranks of a row that shares experts."""
     num_trained: int = 1
     """Models of this size that are trained: the policy, and a critic where the estimator needs one."""
     num_frozen: int = 0
@@ -104,15 +116,22 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     low, copies = size.element < 4, load.num_trained
     at_once = max(MIN_CHUNK, (MAX_LOGITS if load.on_gpu else MAX_LOGITS_CPU) // size.vocab)
     # A layer is gathered while the one before it is still there, and its gradient is whole before it is cut.
-    gathered = (2 * size.outside + 3 * size.layer) * size.element if load.ranks > 1 else 0
+    layer = size.layer - size.layer_experts + size.layer_experts // load.expert_parallel
+    gathered = (2 * size.outside + 3 * layer) * size.element if load.ranks > 1 else 0
+    rows = max(1, load.ranks // load.expert_parallel)
+
+    def held(count: int, *, bytes_of_each: int) -> int:
+        experts = size.experts if count == size.parameters else 0  # an adapter has none
+        return (count - experts) * bytes_of_each // rows + experts * bytes_of_each // load.ranks
+
     inputs = size.num_layers * size.hidden * size.element
     activations = load.tokens * (inputs + size.kept if load.recomputes else size.num_layers * size.kept)
     return {
-        "parameters": copies * size.parameters * size.element // load.ranks,
-        "float32 masters": copies * size.trained * 4 // load.ranks if low else 0,
-        "gradients": copies * size.trained * (4 + (size.element if low else 0)) // load.ranks,
-        "moments of AdamW": copies * size.trained * 8 // load.ranks,
-        "frozen models": load.num_frozen * size.parameters * size.element // load.ranks,
+        "parameters": held(size.parameters, bytes_of_each=copies * size.element),
+        "float32 masters": held(size.trained, bytes_of_each=copies * 4) if low else 0,
+        "gradients": held(size.trained, bytes_of_each=copies * (4 + (size.element if low else 0))),
+        "moments of AdamW": held(size.trained, bytes_of_each=copies * 8),
+        "frozen models": load.num_frozen * size.parameters * size.element // rows,
         "gathered blocks": gathered,
         # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
         "gradient of the largest tensor on its way": (1 if low or gathered else 2) * size.widest * size.element,

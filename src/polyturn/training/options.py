@@ -160,7 +160,7 @@ class DistributedOptions:
     ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
         "tensor_parallel": ("torch", "megatron"),
         "pipeline_parallel": ("megatron",),
-        "expert_parallel": ("megatron",),
+        "expert_parallel": ("torch", "megatron"),
     }
     """Keys that belong to a backend, and to which."""
 
@@ -172,7 +172,8 @@ class DistributedOptions:
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that have a share of the layers each and see the same samples, one after the other."""
     expert_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that have a share of the experts of each layer."""
+    """Ranks that have a share of the experts of each layer; under torch they see the same samples, as those that split a
+    layer do."""
 
 
 def _steps_or_time(value: int | str) -> int | str:

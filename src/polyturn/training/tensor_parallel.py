@@ -1,4 +1,4 @@
-"""Tensor parallelism inside the decoder layers, after the plan that transformers ships with a model.
+"""What the ranks of a row split of the decoder layers, after the plans that transformers ships with a model.
 
     colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up    of an adapter: its B
     rowwise   its inputs are split, its outputs summed               o, down              of an adapter: its A
@@ -6,6 +6,9 @@
 Embedding and head stay whole within a row (they may be one tensor, and fully_shard spreads them over the rows); so does
 everything outside the plan. A parameter that is whole and yet sees only this rank's heads (`replicated_with_grad_allreduce`:
 the norms of queries and keys) has a partial gradient on each rank of a row; it is summed before the optimizer uses it.
+
+Experts are never cut: each rank has some of every layer and computes those for all tokens of the row; outputs are summed.
+Where experts are not split they are whole within a row, as routers are.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import re
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from polyturn.core.errors import ConfigError
 from polyturn.training.lora import ADAPTER
 
 _SUMMED = "replicated_with_grad_allreduce"
+_EXPERTS = "moe_tp_experts"
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configs call the number of experts of a layer."""
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
@@ -52,13 +59,39 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
             styles |= dict.fromkeys(_split_parts(name, module, of_adapter="lora_A"), RowwiseParallel())
         elif style == _SUMMED:
             partial += [f"{name}.{own}" for own, _ in module.named_parameters()]
-        elif style is not None:
+        elif style not in (None, _EXPERTS):
             raise ConfigError(
                 f"the tensor parallel plan of {model.config.model_type!r} splits {name} {style!r}, which is not "
                 "supported; set train.distributed.tensor_parallel to 1"
             )
     parallelize_module(model, mesh, styles)
     return partial
+
+
+def require_experts(config: PreTrainedConfig, *, parts: int) -> None:
+    """Refuse a model whose experts cannot be split.
+
+    Raises:
+        ConfigError: it has none, transformers has no plan for them, or they do not divide.
+    """
+    text = config.get_text_config()
+    fields, key = text.to_dict(), f"train.distributed.expert_parallel is {parts}"
+    count = next((fields[name] for name in _COUNTS if fields.get(name)), 0)
+    if not count or not text.base_model_ep_plan:
+        raise ConfigError(
+            f"{key} and {'transformers has no plan for the experts of' if count else 'there are no experts in'} a "
+            f"{text.model_type}; set it to 1"
+        )
+    if count % parts:
+        raise ConfigError(f"{key} and the model has {count} experts; it must divide them")
+
+
+def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Give each rank of `mesh` its share of the experts of every layer, in place."""
+    # Parameters before modules, which count their experts as they are then.
+    names = [name for named in (model.named_parameters(), model.named_modules()) for name, _ in named]
+    plan = {name: style for name in names for pattern, style in model.ep_plan.items() if _matches(pattern, name)}
+    apply_expert_parallelism(model, mesh, mesh, plan, "all_reduce")
 
 
 def _split_parts(name: str, module: nn.Module, *, of_adapter: str) -> list[str]:

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from polyturn.batching.layout import LayoutSettings
-from polyturn.core.errors import CheckpointError, RankLostError
+from polyturn.core.errors import CheckpointError, ConfigError, RankLostError
 from polyturn.core.metrics import Mean, Sum
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.weight_transport import TensorKind
+from polyturn.training.backend import Degrees
+from polyturn.training.fsdp import Sharded
 from polyturn.training.rank_group import RankReply, RankWorker, assign, values_of
 from polyturn.training.ranked import merge_ranks
 from polyturn.training.shards import require_same_shapes
+from support.models import tiny_model
 from support.ranks import results_of_ranks
 
 EXACT = 1e-9
@@ -136,6 +139,31 @@ def test_a_picture_that_one_rank_cannot_read_is_said_by_all(results, name):
 
 def test_another_models_critic_is_refused_on_every_rank(results):
     assert all("checkpoint's critic is of another model: its backbone." in said for said in results["critic"]["refused"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "and_matrices", "matrices"])
+def test_experts_over_a_row_are_those_of_one_process(results, name):
+    """In float32: scores, loss, gradient, norm, a state that travels and exported weights."""
+    found = dict(results["experts"][name])
+    assert found.pop("held") == (1.0 if name == "matrices" else 0.5)
+    assert found.pop("loaded") == 0.0
+    # AdamW divides a gradient by its own size, so that rounding of the smallest ones shows in a step.
+    bounds = {what: 1e-4 if what in ("state", "exported") else 1e-5 for what in found}
+    assert len(found) == 12 and {what: value for what, value in found.items() if not value <= bounds[what]} == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "sentence"),
+    [
+        ("qwen3", Degrees(expert_parallel=2), "expert_parallel is 2 and there are no experts in a qwen3; set it to 1"),
+        ("mixtral", Degrees(expert_parallel=3), "expert_parallel is 3 and the model has 8 experts; it must divide them"),
+        ("deepseek_v3", Degrees(expert_parallel=4, tensor_parallel=2), "make them equal, or one of them 1"),
+        ("qwen3", Degrees(pipeline_parallel=2), "train.backend is torch, which has none"),
+    ],
+)
+def test_what_a_row_cannot_split_is_refused_in_a_sentence(kind, degrees, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Sharded.check(tiny_model(32, kind=kind, hidden=16).config, degrees)
 
 
 def test_a_model_whose_layers_cannot_be_split_is_refused_in_a_sentence(results):

@@ -40,6 +40,18 @@ def test_a_published_model_takes_what_the_formulas_say():
     assert sync_seconds(size, link=50 * GB) == pytest.approx(0.3276, abs=1e-4)
 
 
+def test_ranks_that_share_experts_hold_the_rest_as_often():
+    size = ModelSize.of(tiny_model(64, "qwen3_moe"))
+    assert size.experts == 2 * size.layer_experts == 2 * 8 * 3 * 32 * 32
+    loads = [RankLoad(ranks=ranks, expert_parallel=min(ranks, 2), num_frozen=1) for ranks in (1, 2, 4)]
+    alone, row, rows = (rank_bytes(size, load) for load in loads)
+    of_one = size.parameters * size.element
+    assert row["parameters"] == of_one - size.experts * size.element // 2 and row["frozen models"] == of_one
+    assert rows["moments of AdamW"] == row["moments of AdamW"] // 2 and rows["frozen models"] == of_one // 2
+    layer = size.layer - size.layer_experts // 2
+    assert alone["gathered blocks"] == 0 and row["gathered blocks"] == (2 * size.outside + 3 * layer) * size.element
+
+
 def test_one_rank_gathers_nothing_and_float32_has_no_masters():
     held = rank_bytes(ModelSize.of(tiny_model(64)), RankLoad())
     assert held["gathered blocks"] == held["float32 masters"] == 0 < held["gradients"] == held["parameters"]
