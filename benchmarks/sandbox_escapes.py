@@ -61,7 +61,8 @@ def call(name, *args):
         "clone": 56 if x86 else 220, "clone3": 435, "reboot": 169 if x86 else 142, "settime": 164 if x86 else 170,
         "memfd": 319 if x86 else 279, "shmget": 29 if x86 else 194, "msgget": 68 if x86 else 186, "semget": 64 if x86 else 190,
         "mq_open": 240 if x86 else 180, "io_setup": 206 if x86 else 0, "inotify": 294 if x86 else 26, "fanotify": 300 if x86 else 262,
-        "flock": 73 if x86 else 32, "fcntl": 72 if x86 else 25}}[name], *args)
+        "flock": 73 if x86 else 32, "fcntl": 72 if x86 else 25, "timer_create": 222 if x86 else 107, "kill": 62 if x86 else 129,
+        "tkill": 200 if x86 else 130, "tgkill": 234 if x86 else 131, "queue": 129 if x86 else 138, "pidfd_signal": 424}}[name], *args)
     if r >= 0:
         print("ESCAPED", name, r)
 {body}
@@ -160,6 +161,12 @@ def attempts(outside: Path) -> dict[str, str]:
         "lock_files_of_the_machine": CALL.format(
             body="fd = os.open(os.__file__, os.O_RDONLY)\ncall('flock', fd, 2 | 4)\ncall('fcntl', fd, 1024, 0)\n"
             "d = os.open('/usr/lib', os.O_RDONLY)\ncall('fcntl', d, 1026, 2)"
+        ),
+        "let_a_stopped_process_go_on": CALL.format(
+            body="me, fd, info = os.getpid(), os.pidfd_open(os.getpid()), (ctypes.c_int * 32)(18, 0, -1)\n"
+            "call('kill', me, 18)\ncall('kill', me, 0x100000012)\ncall('tkill', me, 18)\ncall('tgkill', me, me, 18)\n"
+            "call('queue', me, 18, info)\ncall('pidfd_signal', fd, 18, 0, 0)\ncall('fcntl', fd, 10, 18)\n"
+            "timer = ctypes.c_int()\ncall('timer_create', 1, 0, ctypes.byref(timer))\ncall('clone', 18, 0, 0, 0, 0)"
         ),
         "become_root": "import os, subprocess\nfor f in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0])):\n"
         "    try: f(); print('ESCAPED')\n    except OSError: pass\nfor c in ('su', 'sudo -n id', 'mount'):\n"

@@ -78,7 +78,12 @@ def test_quick_attempts_to_get_out_are_contained() -> None:
 def test_attempts_of_an_ordinary_users_sandbox_are_contained_too() -> None:
     names = ["memory_bomb", "network_to_the_host", "write_outside", "proc_switches", "signal_the_parent", "system_calls"]
     names += ["free_the_first_process", "outlive_the_trainer", "daemon", "memory_that_no_limit_counts"]
-    names += ["what_all_processes_of_a_user_share", "lock_files_of_the_machine", "one_large_answer"]
+    names += [
+        "what_all_processes_of_a_user_share",
+        "lock_files_of_the_machine",
+        "one_large_answer",
+        "let_a_stopped_process_go_on",
+    ]
     as_user: dict[str, Any] = {"user": 54321, "group": 54321, "extra_groups": [], "cwd": "/", "capture_output": True}
     as_user["env"] = {
         "PATH": os.environ["PATH"],
@@ -187,6 +192,12 @@ def test_a_file_that_is_too_large_is_not_handed_back_and_the_others_are(sandbox:
     assert sandbox.run_program(code, fetch=["a", "b", "c", "none", "\0"]).files == {"a": "AAAA", "c": "aGk="}
 
 
+def processor_time(inside: set[int]) -> dict[int, int]:
+    """Return what each process has had of it, in nanoseconds."""
+    tasks = {pid: Path(f"/proc/{pid}/task").glob("*/schedstat") for pid in inside}
+    return {pid: sum(int(path.read_text().split()[0]) for path in of) for pid, of in tasks.items()}
+
+
 @isolated
 def test_what_a_call_left_running_stands_still_until_the_next_one(sandbox: Interpreter) -> None:
     left = """
@@ -206,17 +217,38 @@ while not (os.path.exists("thread") and os.path.exists("daemon")): pass
     assert sandbox.run(left).status == "ok"
     inside = ESCAPES.processes_of(sandbox) - {sandbox.pid}
     assert len(inside) >= 3, "the first process, the worker and the daemon"
-
-    def work() -> dict[int, int]:
-        """Return the processor time that each has had."""
-        return {p: sum(map(int, Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[11:13])) for p in inside}
-
-    before = work()
+    threading.Event().wait(0.1)  # the last that they do is to stop
+    before = processor_time(inside)
     threading.Event().wait(0.5)
-    assert work() == before
+    assert processor_time(inside) == before
     seen = "n = {k: open(k).read() for k in ('thread', 'daemon')}\nimport time\n"
     more = sandbox.run(seen + "while any(open(k).read() in (n[k], '') for k in n): pass\nprint('both go on')")
     assert more.stdout == "both go on\n", more
+
+
+@isolated
+def test_nothing_inside_lets_go_on_what_stands_still(sandbox: Interpreter) -> None:
+    each_other = """
+import os, signal, time
+if (third := os.fork()) == 0:
+    while True: time.sleep(0.001)
+reads, writes = os.pipe()
+if (first := os.fork()) == 0:
+    second = int(os.read(reads, 20))
+elif (second := os.fork()):
+    os.write(writes, str(second).encode())
+    time.sleep(0.3)
+while os.getpid() in (first, second) or not (first and second):
+    for pid in (first, second, third):
+        try: pid and os.kill(pid, signal.SIGCONT)
+        except OSError: pass
+"""
+    assert sandbox.run(each_other).status == "ok"
+    inside = ESCAPES.processes_of(sandbox) - {sandbox.pid}
+    threading.Event().wait(0.1)  # the last that they do is to stop
+    before = processor_time(inside)
+    threading.Event().wait(0.5)
+    assert processor_time(inside) == before and len(inside) >= 5
 
 
 @isolated

@@ -3,26 +3,30 @@
 Namespaces do not stand alone: a process in them could make further user namespaces (the usual way to kernel bugs), speak
 to the machine's hypervisor over vsock, which no network namespace covers, or trace its neighbours. Some calls give memory
 that no limit of a process counts (memfd_create, System V and POSIX queues), take from what all processes of a user share
-(asynchronous I/O, inotify), or lock files of the machine (flock, leases).
+(asynchronous I/O, inotify), or lock files of the machine (flock, leases). And nothing inside lets a process go on that was
+stopped from outside: SIGCONT is sent neither by a process nor by the kernel, for a timer, a file or the end of a child.
 
     load the architecture -> another one: kill
     load the number       -> on the list: EPERM;  clone with a new namespace: EPERM;  socket of another family: EAFNOSUPPORT;
-                             prctl that forgets what ends it with its parent: EPERM;  fcntl with a lease or a notice: EPERM
+                             prctl that forgets what ends it with its parent: EPERM;  fcntl with a lease or a notice, or that
+                             chooses a signal: EPERM;  kill and its like with SIGCONT, clone that ends with it: EPERM
 """
 
 from __future__ import annotations
 
 import platform
+import signal
 import struct
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
-_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, (16, 24, 32)
 _NEW_NAMESPACES = 0x7E020000
 _SET_DEATH_SIGNAL = 1
-_SECOND_ARGUMENT = 24
-_SET_LEASE, _NOTIFY = 1024, 1026
+_SET_SIGNAL, _SET_LEASE, _NOTIFY = 10, 1024, 1026
+_SIGNAL_OF_END = 0xFF
+"""Of the flags of clone: the signal that the parent is sent at the child's end."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: an empty network of its own."""
 
@@ -31,7 +35,29 @@ _SAME_EVERYWHERE = (425, 426, 427, 438, 428, 429, 430, 431, 432, 433, 442, 447)
 _CLONE3 = 435
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> its column below, and the kernel's name of its architecture."""
-_LOOKED_AT = {"clone": (56, 220), "socket": (41, 198), "prctl": (157, 167), "fcntl": (72, 25)}
+_LOOKED_AT = {
+    "clone": (56, 220),
+    "socket": (41, 198),
+    "prctl": (157, 167),
+    "fcntl": (72, 25),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+}
+_REFUSED_WITH = {
+    "prctl": (0, (_SET_DEATH_SIGNAL,)),
+    "fcntl": (1, (_SET_SIGNAL, _SET_LEASE, _NOTIFY)),
+    "kill": (1, (signal.SIGCONT,)),
+    "tkill": (1, (signal.SIGCONT,)),
+    "tgkill": (2, (signal.SIGCONT,)),
+    "rt_sigqueueinfo": (1, (signal.SIGCONT,)),
+    "rt_tgsigqueueinfo": (2, (signal.SIGCONT,)),
+    "pidfd_send_signal": (1, (signal.SIGCONT,)),
+}
+"""System call -> which of its arguments is looked at, and the values that are refused."""
 _REFUSED = {
     "ptrace": (101, 117),
     "mount": (165, 40),
@@ -71,6 +97,7 @@ _REFUSED = {
     "inotify_init1": (294, 26),
     "fanotify_init": (300, 262),
     "flock": (73, 32),
+    "timer_create": (222, 107),
 }
 """System call -> its number on each machine; None where there is none."""
 
@@ -88,14 +115,14 @@ def filter_program(machine: str | None = None) -> bytes | None:
     for number in (*refused, *_SAME_EVERYWHERE):
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | _EPERM)]
     steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]  # its flags are out of a filter's sight
-    steps += [(_EQUAL, 0, 4, numbers["clone"]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, _NEW_NAMESPACES)]
+    steps += [(_EQUAL, 0, 6, numbers["clone"]), (_LOAD, 0, 0, _ARGUMENTS[0]), (_ANY_BIT, 2, 0, _NEW_NAMESPACES)]
+    steps += [(_AND, 0, 0, _SIGNAL_OF_END), (_EQUAL, 0, 1, signal.SIGCONT)]
     steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
-    steps += [(_EQUAL, 0, 4, numbers["prctl"]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _SET_DEATH_SIGNAL)]
-    steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
-    steps += [(_EQUAL, 0, 5, numbers["fcntl"]), (_LOAD, 0, 0, _SECOND_ARGUMENT)]
-    steps += [(_EQUAL, 1, 0, _SET_LEASE), (_EQUAL, 0, 1, _NOTIFY)]
-    steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
-    steps += [(_EQUAL, 0, 2 + len(_FAMILIES), numbers["socket"]), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
+    for name, (argument, values) in _REFUSED_WITH.items():
+        steps += [(_EQUAL, 0, len(values) + 3, numbers[name]), (_LOAD, 0, 0, _ARGUMENTS[argument])]
+        steps += [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+        steps += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | _EPERM)]
+    steps += [(_EQUAL, 0, 2 + len(_FAMILIES), numbers["socket"]), (_LOAD, 0, 0, _ARGUMENTS[0])]
     steps += [(_EQUAL, len(_FAMILIES) - at, 0, family) for at, family in enumerate(_FAMILIES)]
     steps += [(_RETURN, 0, 0, _ERRNO | _EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

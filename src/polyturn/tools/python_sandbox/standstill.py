@@ -5,7 +5,8 @@
 
 Every process below the sandbox's first one is stopped from outside, by a signal that none can catch or block. A process of
 one thread does nothing more once the signal is on its way; of one with several, another thread may fork meanwhile, so it
-is waited for. What cannot be made to stand still, because it forks faster than it can be counted, is the caller's to kill.
+is waited for. Inside, nobody may send what lets a stopped one go on (`seccomp.py`); where the kernel does, to a group of
+processes that is orphaned, it is stopped again. What cannot be made to stand still is the caller's to kill.
 """
 
 from __future__ import annotations
@@ -26,21 +27,19 @@ _STILL = "TtZXx"
 
 def stand_still(first: int) -> bool:
     """Stop a process and all below it; False if they do not stand still in time."""
-    until, pause_s, told = time.monotonic() + LIMIT_S, _PAUSE_S, set[int]()
-    while True:
+    until, pause_s, num_still = time.monotonic() + LIMIT_S, 0.0, 0
+    while num_still < 2:  # the end of one that was looked at late may have let another go on
         found = _below(first)
-        for pid in found.keys() - told:
+        moving = [pid for pid in found if not _is_still(pid)]
+        for pid in moving:
             _signal(pid, found, signal.SIGSTOP)
-            told.add(pid)
-        if told == found.keys() and all(_has_one_thread(pid) or _stat(pid)[0] in _STILL for pid in found):
-            if _below(first).keys() <= told:
-                return True
-            continue
+        num_still = 0 if moving else num_still + 1
         if time.monotonic() > until:
             return False
-        told &= found.keys()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
+        if moving:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s or _PAUSE_S, 0.02)
+    return True
 
 
 def go_on(first: int) -> None:
@@ -76,11 +75,14 @@ def _signal(pid: int, found: Mapping[int, int], number: signal.Signals) -> None:
             os.close(held)
 
 
-def _has_one_thread(pid: int) -> bool:
+def _is_still(pid: int) -> bool:
+    """Return whether a process is stopped or gone, or has one thread and will do nothing more before it is stopped."""
     try:
-        return len(os.listdir(f"/proc/{pid}/task")) == 1
+        said = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
     except OSError:
         return True
+    is_told = int(said["ShdPnd"], 16) >> (signal.SIGSTOP - 1) & 1
+    return said["State"][0] in _STILL or (said["Threads"].strip() == "1" and bool(is_told))
 
 
 def _stat(pid: int) -> tuple[str, int]:
