@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 
 from polyturn.core.code_origin import is_an_authors, is_ours, place_of
-from polyturn.core.watchdog import culprit_of
+from polyturn.core.watchdog import calls_of_plugins, culprit_of
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +178,6 @@ def _finalizer(stack: Sequence[tuple[str, str]]) -> int | None:
 
 
 def _is_in_a_plugin(stack: Sequence[tuple[str, str]]) -> bool:
-    """Return whether the last that was called, of the library and of authors, is an author's."""
-    known = [is_ours(file) for file, _ in stack if is_ours(file) or is_an_authors(file)]
-    return bool(known) and not known[-1]
+    """Return whether the last that was called, of the library and of authors, is an author's, or calls plug-ins."""
+    known = [each for each in stack if is_ours(each[0]) or is_an_authors(each[0])]
+    return bool(known) and (not is_ours(known[-1][0]) or known[-1] in calls_of_plugins())

@@ -43,6 +43,11 @@ def calls_plugins(function: _Function) -> _Function:
     return function
 
 
+def calls_of_plugins() -> set[tuple[str, str]]:
+    """Return the file and the name of each function that calls the code of plug-ins."""
+    return {(code.co_filename, code.co_name) for code in _CALLERS}
+
+
 class Culprit(NamedTuple):
     """Who holds the event loop."""
 

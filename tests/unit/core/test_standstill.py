@@ -74,6 +74,24 @@ def test_what_never_gives_its_thread_back_ends_the_process_with_its_name(tmp_pat
     assert 0.4 <= held < 240  # the clock of a process that has just begun
 
 
+def test_a_plugin_of_an_installed_package_that_holds_the_loop_ends_the_process(tmp_path: Path):
+    """It is told from what the library asks of packages by who called it."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed/tool_of_a_package.py").write_text("import time\nasync def execute():\n    time.sleep(3600)\n")
+    work = """
+    import sys
+    from polyturn.core import code_origin
+    from polyturn.infra.deadline import CallWithDeadline
+    folder = __file__.rpartition("/")[0] + "/installed/"
+    sys.path.insert(0, folder)
+    code_origin.PACKAGES = (*code_origin.PACKAGES, folder)
+    from tool_of_a_package import execute
+    await CallWithDeadline(name="tool", timeout_s=0.1).run(execute)
+    """
+    done = ended(tmp_path, work)
+    assert done.returncode == 2 and "the event loop: execute" in done.stderr, done.stderr
+
+
 def test_it_is_said_also_where_what_stands_holds_the_lock_of_the_console(tmp_path: Path):
     done = ended(tmp_path, "logging.root.handlers[0].acquire()\ntime.sleep(3600)")
     assert done.returncode == 2 and "the event loop: work" in done.stderr
