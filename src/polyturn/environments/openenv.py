@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from polyturn.core.answers import whole
 from polyturn.core.errors import ConfigError, EngineError, MissingModuleError, SchedulerError, did_you_mean, one_line
+from polyturn.core.reward import as_flag, as_score, shown
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.environments.base import Adapter
 from polyturn.environments.openenv_codec import OpenEnvCodec
@@ -202,7 +204,10 @@ class OpenEnvSession:
         """Connect, which makes the environment, and reset it."""
         options = self._adapter.options
         schema = await self.connect()
-        self._words = OpenEnvCodec(schema.get("action") or {}, field=options.action, show=options.show)
+        try:
+            self._words = OpenEnvCodec(schema.get("action") or {}, field=options.action, show=options.show)
+        except (AttributeError, TypeError) as problem:
+            raise self._lost(f"describes its actions with {shown(schema)}, which is no JSON schema") from problem
         answer = await self.ask("reset", {"seed": seed % (1 << 31), **options.reset})
         return self._words.shown(answer.get("observation"))
 
@@ -216,11 +221,15 @@ class OpenEnvSession:
 
         self._slot = slot = await self._adapter.take()
         options = self._adapter.options
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=options.timeout_s))
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(_refuse_redirect)
+        timeout = aiohttp.ClientTimeout(total=None, connect=options.timeout_s)
+        self._http = aiohttp.ClientSession(timeout=timeout, trace_configs=[tracing])
         try:
             async with asyncio.timeout(options.timeout_s):
                 async with self._http.get(f"{slot.url}/schema", allow_redirects=False) as reply:
-                    schema = dict(await reply.json()) if reply.status == 200 else {}
+                    said = await whole(reply.content.iter_any())
+                schema = dict(json.loads(said)) if reply.status == 200 else {}
                 self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, RecursionError) as problem:
             raise self._lost(f"cannot be reached ({one_line(problem) or 'no answer in time'})") from problem
@@ -235,9 +244,19 @@ class OpenEnvSession:
         answer = await self.ask("step", data)
         if "error" in answer:
             return f"The action is refused: {answer['error']}", 0.0, False, {"is_refused": True}
-        reward = answer.get("reward")
-        shown = self._words.shown(answer.get("observation"))
-        return shown, 0.0 if reward is None else float(reward), bool(answer.get("done")), {}
+        return self._words.shown(answer.get("observation")), *self.outcome(answer), {}
+
+    def outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
+        """Return what a step earned, and whether the episode is over.
+
+        Raises:
+            SchedulerError: the answer says no such thing.
+        """
+        reward, done = answer.get("reward"), answer.get("done")
+        score, is_over = as_score(0 if reward is None else reward), as_flag(done)
+        if score is None or is_over is None:
+            raise self._lost(f"answered a step with the reward {shown(reward)}, and {shown(done)} for whether it is over")
+        return score, is_over
 
     async def close(self) -> None:
         """End the connection, with which the server closes the environment, and give the place back."""
@@ -281,6 +300,8 @@ class OpenEnvSession:
             answer = json.loads(message.data)
             found = answer["data"]
             said = self._refusal(found, kind) if answer["type"] == "error" else dict(found)
+            if answer["type"] not in ("error", "observation"):
+                raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise self._lost(f"answered a {kind} with {message.data!r:.200}") from problem
         if kind == "reset" and "error" in said:
@@ -305,6 +326,12 @@ class OpenEnvSession:
             "" if server is None or server.is_alive else f"; its server has ended: {' / '.join(server.tail(5).splitlines())}"
         )
         return SchedulerError(f"the environment {self._adapter.name!r} {what}{tail}")
+
+
+async def _refuse_redirect(*_: object) -> None:
+    import aiohttp
+
+    raise aiohttp.ClientError("it answers with a redirect, and none is followed")
 
 
 def _options(name: str, kwargs: Mapping[str, Any]) -> OpenEnvOptions:

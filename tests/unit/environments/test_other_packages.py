@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -334,24 +335,89 @@ def test_a_worker_has_no_secret_of_the_trainer_unless_it_is_given_one(tmp_path: 
         ("{}", '{"type": "error", "data": "broken"}'),
         ("{}", '{"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": ["bad"]}}'),
         ("{}", '{"type": "observation", "data": [1]}'),
+        ("{}", '{"type": "state", "data": {"observation": "Go."}}'),
+        ('{"action": [1]}', "{}"),
+        ('{"action": {"properties": {"message": "string"}}}', "{}"),
+        ('{"action": {"properties": {}, "required": 5}}', "{}"),
         ("{}", "3"),
     ],
 )
 async def test_an_openenv_server_that_answers_nonsense_is_named(schema: str, answer: str):
+    async with openenv_server(answer, schema=schema) as url:
+        session = find_adapter(f"openenv:{url}").make()
+        with pytest.raises(SchedulerError, match="the environment 'openenv:http"):
+            await session.reset(seed=1)
+        await session.close()
+
+
+@contextlib.asynccontextmanager
+async def openenv_server(*answers: str, schema: str = "{}") -> AsyncIterator[str]:
+    """Serve an environment that answers these, one after the other, and give its address."""
+
     async def tell_schema(request: web.Request) -> web.Response:
         return web.Response(text=schema, content_type="application/json")
 
     async def talk(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
+        for answer in answers:
+            await socket.receive()
+            await socket.send_str(answer)
         await socket.receive()
-        await socket.send_str(answer)
         return socket
 
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPFound(request.path.removeprefix("/away"))
+
     app = web.Application()
-    app.add_routes([web.get("/schema", tell_schema), web.get("/ws", talk)])
+    app.add_routes([web.get("/schema", tell_schema), web.get("/ws", talk), web.get("/away/{_:.*}", elsewhere)])
     async with TestServer(app) as server:
-        session = find_adapter(f"openenv:{server.make_url('')}").make()
-        with pytest.raises(SchedulerError, match="the environment 'openenv:http"):
+        yield str(server.make_url(""))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '"reward": "abc"',
+        '"reward": NaN',
+        '"reward": 1e308',
+        '"reward": [1]',
+        f'"reward": 1{"0" * 400}',
+        '"done": "false"',
+        '"done": [0]',
+        '"done": NaN',
+    ],
+)
+async def test_a_step_of_an_openenv_server_earns_a_number_and_ends_by_a_truth_value(said: str):
+    from polyturn.compat.swift.openenv_wrapper import OpenEnvWrapper
+
+    begun = '{"type": "observation", "data": {"observation": "Go."}}'
+    step = f'{{"type": "observation", "data": {{"observation": "Gone.", {said}}}}}'
+    async with openenv_server(begun, step) as url:
+        session = find_adapter(f"openenv:{url}").make()
+        await session.reset(seed=1)
+        with pytest.raises(SchedulerError, match=r"answered a step with the reward .*, and .* for whether it is over"):
+            await session.step('{"message": "a"}')
+        await session.close()
+        wrapper = OpenEnvWrapper({"base_url": url})
+        await asyncio.to_thread(wrapper.reset)
+        with pytest.raises(SchedulerError, match="answered a step with the reward"):
+            await asyncio.to_thread(wrapper.step, {"message": "a"})
+        await asyncio.to_thread(wrapper.close)
+
+
+async def test_an_openenv_server_that_redirects_is_not_followed():
+    async with openenv_server('{"type": "observation", "data": {"observation": "Go."}}') as url:
+        session = find_adapter(f"openenv:{url}/away").make()
+        with pytest.raises(SchedulerError, match="it answers with a redirect, and none is followed"):
+            await session.reset(seed=1)
+        await session.close()
+
+
+async def test_a_schema_without_end_of_an_openenv_server_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("polyturn.core.answers.MAX_ANSWER_BYTES", 1000)
+    async with openenv_server(schema=" " * 10_000) as url:
+        session = find_adapter(f"openenv:{url}").make()
+        with pytest.raises(SchedulerError, match=r"cannot be reached \(.*1000"):
             await session.reset(seed=1)
         await session.close()

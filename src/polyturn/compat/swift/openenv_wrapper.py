@@ -41,7 +41,7 @@ class OpenEnvWrapper:
         except BaseException:
             self.close()
             raise
-        return reply.get("observation"), dict(reply.get("metadata") or {})
+        return reply.get("observation"), _metadata(reply)
 
     def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool, dict[str, Any]]:
         """Act; return observation, reward, whether the episode is over, and metadata.
@@ -52,8 +52,7 @@ class OpenEnvWrapper:
         reply = _wait(self._session.ask("step", action))
         if "error" in reply:
             return f"The action is refused: {reply['error']}", 0.0, False, {"is_refused": True}
-        reward = float(reply.get("reward") or 0.0)
-        return reply.get("observation"), reward, bool(reply.get("done")), dict(reply.get("metadata") or {})
+        return reply.get("observation"), *self._session.outcome(reply), _metadata(reply)
 
     def close(self) -> None:
         """End the connection, and with it the episode."""
@@ -68,6 +67,11 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="polyturn-openenv", daemon=True).start()
     return loop
+
+
+def _metadata(reply: Mapping[str, Any]) -> dict[str, Any]:
+    found = reply.get("metadata")
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _wait(work: Coroutine[Any, Any, Any]) -> Any:
