@@ -20,9 +20,9 @@ import numpy as np
 from polyturn.core.errors import EngineError, EngineLostError, ToolError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
+from polyturn.infra.deadline import GRACE_S
 from polyturn.testing.episodes import turn_ids
 from polyturn.tools.base import BaseTool
-from polyturn.tools.deadline import GRACE_S
 from polyturn.tools.schema import ToolResponse
 
 HUGE = 100_000_000

@@ -156,7 +156,7 @@ async def test_a_plain_step_past_its_deadline_fails_its_trajectory_by_name_and_t
             done.wait()
 
     context = scripted_context(["x"], scheduler=Hangs(), scheduler_timeout_s=1.0)
-    context.calls._max_abandoned = 1
+    context.calls.bounded.max_abandoned = 1
     t = await run_episode(context, task(data_source=None), id="e0")
     assert t.error == (
         "SchedulerError: the scheduler's step took longer than 1 s; raise rollout.scheduler_timeout_s or make it quicker"

@@ -100,6 +100,73 @@ def check_named(said: str) -> None:
     assert "Traceback" not in said and "Task was destroyed" not in said, said
 
 
+ENGINE = """
+import asyncio, time
+import numpy as np
+from plugins import ignore_cancellation
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.base import BaseEngine
+
+
+class Hangs(BaseEngine):
+    def __init__(self, setup, *, where):
+        super().__init__()
+        self.where, self.num = where, 0
+
+    @property
+    def capabilities(self):
+        return EngineCapabilities(logprobs=True, shares_weights=True)
+
+    async def hang(self, where):
+        if where == self.where:
+            await ignore_cancellation()
+        if f"{where} in a thread" == self.where:
+            await asyncio.to_thread(time.sleep, 3600)
+
+    async def generate(self, request):
+        self.num += 1
+        if self.num > 4:
+            await self.hang("generate")
+        ids = np.arange(4, dtype=np.int32) + 10 + self.num % 7
+        return Completion(token_ids=ids, logprobs=np.full(4, -5.0), finish_reason=FinishReason.LENGTH)
+
+    async def abort(self, request_id):
+        pass
+
+    async def end_session(self, session_id):
+        await self.hang("end_session")
+
+    async def update_weights(self, version, *, weights=None):
+        await self.hang("update_weights")
+
+    async def close(self):
+        await self.hang("close")
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "words"),
+    [
+        ("generate", 2, r"generate \(hangs.py, line \d+\): it took longer than 0.3 s; raise engine.timeout_s"),
+        ("update_weights in a thread", 2, r"update_weights \(hangs.py, line \d+\): it took longer than 0.3 s; raise"),
+        pytest.param("generate in a thread", 2, "took longer than 0.3 s; raise engine.timeout_s", marks=pytest.mark.slow),
+        pytest.param("update_weights", 2, "took longer than 0.3 s; raise engine.timeout_s", marks=pytest.mark.slow),
+        pytest.param("end_session", 0, "before and after", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_ends_whose_engine_hangs(tmp_path: Path, where: str, code: int, words: str):
+    config = write_tiny_run(tmp_path)
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("engine:")))
+    plugins = tmp_path / "plugins.py"
+    plugins.write_text(plugins.read_text() + STUBBORN)
+    (tmp_path / "hangs.py").write_text(ENGINE)
+    engine = f"engine={{kind: 'hangs.py:Hangs', timeout_s: 0.3, kwargs: {{where: {where}}}}}"
+    done = run_forked("train", config, engine, "warm_start.conversations=null", "train.steps=2", cwd=tmp_path)
+    assert done.returncode == code and re.search(words, done.out + done.err), done.err
+    assert "Traceback" not in done.err and "Task was destroyed" not in done.err, done.err
+
+
 @pytest.mark.parametrize(
     ("command", "kind", "code", "words"),
     [

@@ -78,7 +78,8 @@ def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOp
     if not is_engine:
         needs = "something that returns an engine, which has all that polyturn.core.protocols.Engine has"
         raise wrong_kind(engines.group, options.kind, made, where="engine.kind", needs=needs)
-    return made if is_pool else ForeignEngine(made, vocab_size=int(setup.model.config.get_text_config().vocab_size))
+    vocab_size = int(setup.model.config.get_text_config().vocab_size)
+    return made if is_pool else ForeignEngine(made, vocab_size=vocab_size, timeout_s=options.timeout_s)
 
 
 def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | None:

@@ -4,6 +4,8 @@
         ->  EngineError: the engine Mine: generate (mine.py, line 20) raised SystemExit: 3 (mine.py, line 27)
     generate returns None, another number of tokens than of logprobs, the logprob 0.7
         ->  EngineError: the engine Mine: generate (mine.py, line 20) returned None; it must be a Completion of …
+    generate never returns, whether or not it lets itself be cancelled
+        ->  EngineError: the engine Mine: generate (mine.py, line 20): it took longer than 600 s; raise engine.timeout_s, …
 
 It stands where the engine is loaded, so that whoever asks it later meets the errors of an engine and no others: of a request
 they fail the trajectory, of new weights they end the run. What is checked costs a few passes over the ids of a completion.
@@ -18,6 +20,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -27,6 +30,7 @@ from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.reward import shown
 from polyturn.core.watchdog import calls_plugins
 from polyturn.engines.base import EngineWrapper
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +41,25 @@ CLOSE_S = 60.0
 
 
 class ForeignEngine(EngineWrapper):
-    """An engine of which every exception is an `EngineError`, and every answer is looked at; `core.protocols.Engine`."""
+    """An engine of which every exception is an `EngineError`, every answer is looked at and every call has a deadline;
+    `core.protocols.Engine`."""
 
-    def __init__(self, engine: Engine, *, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, *, vocab_size: int, timeout_s: float) -> None:
         """Stand in front of an engine.
 
         Args:
             engine: The engine.
             vocab_size: The ids that the model knows are those below it.
+            timeout_s: The deadline of each call of it.
         """
         super().__init__(engine)
         self._vocab_size = vocab_size
+        self.bounded = CallWithDeadline(name="engine", timeout_s=timeout_s)
 
     @property
     def capabilities(self) -> EngineCapabilities:
         """What the engine says that it can do."""
-        with self._contained("capabilities"):
-            found: object = self.engine.capabilities
+        found = self._read("capabilities")
         if not isinstance(found, EngineCapabilities):
             raise self._refused("capabilities", found, "an EngineCapabilities of polyturn.core.protocols")
         return found
@@ -61,8 +67,7 @@ class ForeignEngine(EngineWrapper):
     @property
     def busy_s(self) -> float:
         """Seconds that the engine says it spent generating so far."""
-        with self._contained("busy_s"):
-            found: object = self.engine.busy_s
+        found = self._read("busy_s")
         if not (isinstance(found, Real) and math.isfinite(found)):
             raise self._refused("busy_s", found, "a number of seconds")
         return float(found)
@@ -71,8 +76,10 @@ class ForeignEngine(EngineWrapper):
         """Let the engine sample one completion.
 
         Raises:
-            EngineError: it raised, or returned what is no completion of this request.
+            EngineError: it raised, took too long, or returned what is no completion of this request.
+            RolloutError: too many calls of it run on past their deadline.
         """
+        self.bounded.check_abandoned(f"the engine {type(self.engine).__name__}")
         found = await self._ask("generate", request)
         if not isinstance(found, Completion):
             raise self._refused("generate", found, "a Completion of polyturn.core.generation")
@@ -92,6 +99,7 @@ class ForeignEngine(EngineWrapper):
         """Let the engine serve `version`."""
         await self._ask("update_weights", version, weights=weights)
 
+    @calls_plugins
     def read_metrics(self) -> Mapping[str, float]:
         """Return the engine's metrics."""
         with self._contained("read_metrics"):
@@ -103,12 +111,9 @@ class ForeignEngine(EngineWrapper):
     async def close(self) -> None:
         """Close the engine; where it cannot, that is a warning, so that what ended the run before stays what is told."""
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await self._ask("close")
+            await self._ask("close", timeout_s=CLOSE_S)
         except EngineError as problem:
             logger.warning("%s; what it held may be left behind", problem)
-        except TimeoutError:
-            logger.warning("%s took longer than %g s; what it held may be left behind", self._named("close"), CLOSE_S)
 
     def _problem(self, completion: Completion, request: GenerateRequest) -> str:
         """Return what is wrong with an answer to `request`; "" where nothing is."""
@@ -124,7 +129,23 @@ class ForeignEngine(EngineWrapper):
         return ""
 
     @calls_plugins
-    async def _ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _read(self, name: str) -> object:
+        with self._contained(name):
+            return getattr(self.engine, name)
+
+    async def _ask(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call a method of the engine, with the usual deadline or one of `timeout_s`."""
+        with self._contained(name, asyncio.current_task()):  # it may cancel the task that it is called in
+            try:
+                return await self.bounded.run(partial(self._call, name, *args, **kwargs), timeout_s=timeout_s)
+            except DeadlineError as problem:
+                more = (
+                    "; raise engine.timeout_s, or give what it waits for a time-out of its own" if timeout_s is None else ""
+                )
+                raise EngineError(f"{self._named(name)}: {problem}{more}") from problem
+
+    @calls_plugins
+    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         with self._contained(name, asyncio.current_task()):
             answer: Awaitable[Any] = getattr(self.engine, name)(*args, **kwargs)
             return await answer

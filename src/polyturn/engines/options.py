@@ -78,7 +78,15 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions(EngineOptions):
+class AskedOptions(EngineOptions):
+    """What answers in its own time: servers, and engines of others."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds: a request to a server that takes longer counts as lost, and a call of an engine of another package fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions(AskedOptions):
     """vLLM or SGLang servers, started here or running elsewhere."""
 
     kind: Literal["vllm", "sglang"]
@@ -91,8 +99,6 @@ class ServerOptions(EngineOptions):
     """How servers are started; null does so with the defaults where `urls` is empty."""
     max_in_flight: Annotated[int, Field(ge=1)] = 256
     """Requests on a server at once; more wait here."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A request to a server that takes longer counts as lost."""
     health_s: Annotated[float, Field(gt=0)] = 20.0
     """A server at work that twice in a row does not say within this time that it is well counts as lost."""
     patience_s: Annotated[float, Field(gt=0)] = 600.0
@@ -126,7 +132,7 @@ class ServerOptions(EngineOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnEngineOptions(EngineOptions):
+class OwnEngineOptions(AskedOptions):
     """An engine that another package offers."""
 
     GROUP: ClassVar[str] = "polyturn.engines"

@@ -38,10 +38,10 @@ from polyturn.engines.chat_partner import (
     without_thoughts,
 )
 from polyturn.engines.frozen_policy import Policies, PolicyVoice
+from polyturn.infra.deadline import CallWithDeadline
 from polyturn.interactions.base import SceneInteraction
 from polyturn.interactions.context import ConversationView, VoiceOptions
 from polyturn.interactions.roles import UserTurns, flipped
-from polyturn.tools.deadline import CallWithDeadline
 
 POLICY = "policy"
 """The name that stands for the run's own model."""

@@ -27,12 +27,12 @@ from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.deadline import CallWithDeadline
 from polyturn.rewards.calls import Batch, CallRateLimit, RunningEpisodes
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.registry import CHECKS, COMPARING, QUICK, truth_of
 from polyturn.rewards.rendered_text import written
-from polyturn.tools.deadline import CallWithDeadline
 from polyturn.tools.result_shape import finite
 
 ANSWER = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -123,7 +123,9 @@ class RewardFunction:
 
         Raises:
             RewardError: the function raised, was late, or returned no finite number.
+            RolloutError: too many calls of it run on past their deadline.
         """
+        self._bounded.check_abandoned(f"the reward {self.name!r}")
         where = f"reward {self.name!r} of trajectory {trajectory.id!r}"
         try:
             if self._is_quick:

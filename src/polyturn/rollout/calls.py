@@ -15,9 +15,9 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from polyturn.core.errors import PolyturnError, RolloutError, SchedulerError, one_line
+from polyturn.core.errors import PolyturnError, SchedulerError, one_line
 from polyturn.core.own_time import OwnTime
-from polyturn.tools.deadline import CallWithDeadline, DeadlineError
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 
 MAX_THREADS = 1024
 """Plain methods that run at once; beyond it they wait. `run` keeps one for as long as its episode lives."""
@@ -28,17 +28,15 @@ GRACE_S = 3.0
 class AuthorCalls:
     """Calls scheduler methods for all episodes of a run."""
 
-    def __init__(self, *, timeout_s: float, max_abandoned: int = 64) -> None:
+    def __init__(self, *, timeout_s: float) -> None:
         """Prepare the threads.
 
         Args:
             timeout_s: Deadline of every method: of a plain one for all of it, but for `run`, which the episode's own time
                 limit ends; of an async one for each stretch that it works by itself.
-            max_abandoned: How many calls past their deadline may be running before the run ends.
         """
         self.timeout_s = timeout_s
-        self._max_abandoned = max_abandoned
-        self._bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S, max_threads=MAX_THREADS)
+        self.bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S, max_threads=MAX_THREADS)
         self._turn_taking: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -102,25 +100,18 @@ class AuthorCalls:
         def work() -> tuple[Any]:
             return (method(*args),)
 
-        (answer,) = await (self._within(name, work) if has_deadline else self._bounded.call(work))
+        (answer,) = await (self._within(name, work) if has_deadline else self.bounded.call(work))
         return answer
 
     async def _within(self, name: str, work: Callable[[], Any], *, clock: OwnTime | None = None) -> Any:
-        self._check_abandoned(name)
+        self.bounded.check_abandoned(name)
         try:
-            return await self._bounded.run(work, clock=clock)
+            return await self.bounded.run(work, clock=clock)
         except DeadlineError as problem:
-            self._check_abandoned(name)
+            self.bounded.check_abandoned(name)
             raise SchedulerError(
                 f"{name} took longer than {self.timeout_s:g} s; raise rollout.scheduler_timeout_s or make it quicker"
             ) from problem
-
-    def _check_abandoned(self, name: str) -> None:
-        if self._bounded.num_abandoned > self._max_abandoned:
-            raise RolloutError(
-                f"{self._bounded.num_abandoned} calls of {name} still run past their deadline; give what it waits for a "
-                "time-out of its own"
-            )
 
     def _lock(self) -> asyncio.Lock:
         loop = asyncio.get_running_loop()

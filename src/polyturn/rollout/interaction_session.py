@@ -13,22 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.errors import DataError, InteractionError, LifecycleError, RolloutError, one_line
+from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
 from polyturn.core.reward import MAX_REWARD, as_flag, as_score, shown
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 from polyturn.interactions.adapters import in_usual_form
 from polyturn.interactions.context import AsksPerson, ConversationView, SeesConversation
-from polyturn.tools.deadline import CallWithDeadline, DeadlineError
 from polyturn.tools.results import content_of
 from polyturn.tools.schema import ToolResponse
 
 logger = logging.getLogger(__name__)
-
-MAX_ABANDONED = 64
-"""Calls of an interaction that may run past their deadline before the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +229,8 @@ class InteractionSession:
         limit_s = self._host.timeout_s if limit_s is None else limit_s
         is_owed = method.__name__ == "finalize_interaction"
         bounded = self._host.bounded
-        if bounded.num_abandoned > MAX_ABANDONED and not is_owed:
-            raise RolloutError(
-                f"{bounded.num_abandoned} calls of the interaction {self.name!r} still run past their deadline; give "
-                "what it waits for a time-out of its own"
-            )
+        if not is_owed:
+            bounded.check_abandoned(f"the interaction {self.name!r}")
         try:
             return await bounded.run(functools.partial(method, *args, **kwargs or {}), timeout_s=limit_s, is_owed=is_owed)
         except Exception as problem:

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from polyturn.core.errors import ToolConnectionError, ToolError, ToolTimeoutError, one_line
 from polyturn.core.hiding import scrubbed
-from polyturn.tools.deadline import DeadlineError
+from polyturn.infra.deadline import DeadlineError
 
 
 class ToolFailure(StrEnum):

@@ -18,12 +18,12 @@ from polyturn.core.protocols import Tool
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import Task, select_tools
 from polyturn.core.trajectory import RAISED_AT, ToolResult
+from polyturn.infra.deadline import MAX_ABANDONED, CallWithDeadline
 from polyturn.tokens.codec import Codec
 from polyturn.tools.adapters import methods_of
 from polyturn.tools.base import BaseTool, check_names
 from polyturn.tools.breaker import Breaker
 from polyturn.tools.concurrency import ConcurrencyLimits
-from polyturn.tools.deadline import CallWithDeadline
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.result_shape import finite
@@ -31,10 +31,6 @@ from polyturn.tools.truncate import ResultLimit
 from polyturn.tools.validate import ArgumentSchema
 
 logger = logging.getLogger(__name__)
-
-
-MAX_ABANDONED = 64
-"""How many calls past their deadline may be running before the run ends."""
 
 
 class RunTools:

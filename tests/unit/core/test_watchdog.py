@@ -16,12 +16,12 @@ from polyturn.core import watchdog
 from polyturn.core.code_origin import PACKAGES
 from polyturn.core.nesting import is_deep
 from polyturn.core.watchdog import Culprit, LoopWatchdog, calls_plugins
+from polyturn.infra.deadline import CallWithDeadline
 from polyturn.infra.threads import DaemonThreads
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.tools.deadline import CallWithDeadline
 
 CALL = '<tool_call>\n{"name": "holds", "arguments": {}}\n</tool_call>'
 LIMIT_S = 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from polyturn.cli.main import main
 from polyturn.core.arrays import ids_array
-from polyturn.core.errors import ConfigError, EngineError, EngineLostError
+from polyturn.core.errors import ConfigError, EngineError, EngineLostError, RolloutError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines import foreign
@@ -77,7 +78,11 @@ class Bare:
 
 
 def contained(act: Callable[[], Any]) -> ForeignEngine:
-    return ForeignEngine(Odd(act), vocab_size=8)
+    return of(Odd(act))
+
+
+def of(engine: Any, *, timeout_s: float = 60.0) -> ForeignEngine:
+    return ForeignEngine(engine, vocab_size=8, timeout_s=timeout_s)
 
 
 def raising(problem: BaseException) -> Callable[[], Any]:
@@ -122,7 +127,7 @@ async def test_an_engine_error_is_told_in_its_own_words():
 
 async def test_an_interrupt_and_a_cancellation_of_the_caller_pass():
     with pytest.raises(KeyboardInterrupt):
-        await contained(raising(KeyboardInterrupt())).update_weights(1)
+        contained(raising(KeyboardInterrupt())).read_metrics()
     asked = asyncio.Event()
 
     class Waits(Odd):
@@ -131,7 +136,7 @@ async def test_an_interrupt_and_a_cancellation_of_the_caller_pass():
             await asyncio.Event().wait()
             raise AssertionError
 
-    task = asyncio.create_task(ForeignEngine(Waits(completion), vocab_size=8).generate(REQUEST))
+    task = asyncio.create_task(of(Waits(completion)).generate(REQUEST))
     await asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -139,18 +144,58 @@ async def test_an_interrupt_and_a_cancellation_of_the_caller_pass():
 
 
 async def test_a_coroutine_that_is_dropped_just_ends():
+    asked = asyncio.Event()
+
     class Waits(Odd):
         async def generate(self, request: GenerateRequest) -> Completion:
-            await asyncio.sleep(0)
+            asked.set()
+            await asyncio.Event().wait()
             raise AssertionError
 
-    dropped = ForeignEngine(Waits(completion), vocab_size=8).generate(REQUEST)
+    task = asyncio.create_task(of(Waits(completion)).generate(REQUEST))
+    await asked.wait()
+    (asking,) = asyncio.all_tasks() - {task, asyncio.current_task()}
+    asking.get_coro().close()  # type: ignore[union-attr]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
-    async def begin() -> None:
-        dropped.send(None)
 
-    await asyncio.create_task(begin())
-    dropped.close()
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("lets_itself_be_cancelled", [True, False])
+async def test_a_call_that_hangs_fails_by_its_deadline(
+    name: str, lets_itself_be_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    over = asyncio.Event()
+
+    async def hangs(self: Odd, *args: Any, **kwargs: Any) -> Any:
+        while not over.is_set():
+            with contextlib.nullcontext() if lets_itself_be_cancelled else contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+
+    monkeypatch.setattr(Odd, name, hangs)
+    engine = of(Odd(completion), timeout_s=0.01)
+    engine.bounded.max_abandoned = 0
+    said = rf"^the engine Odd: {name} \({HERE}, line \d+\): it took longer than 0.01 s; raise engine.timeout_s, or give "
+    with pytest.raises(EngineError, match=said):
+        await CALLS[name](engine)
+    if not lets_itself_be_cancelled:
+        with pytest.raises(RolloutError, match="1 calls of the engine Odd still run past their deadline"):
+            await engine.generate(REQUEST)
+        await engine.close()
+    over.set()
+
+
+async def test_an_engine_that_cancels_the_task_that_it_is_called_in_fails_alone():
+    class Cancels(Odd):
+        async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+
+    with pytest.raises(EngineError, match=r"the engine Cancels: update_weights .* it was cancelled from within"):
+        await CALLS["update_weights"](of(Cancels(completion)))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +226,7 @@ async def test_a_good_completion_passes_as_it_is():
 
 
 def test_what_it_says_of_itself_is_looked_at():
-    bare: Any = ForeignEngine(Bare(), vocab_size=8)  # type: ignore[arg-type]
+    bare = of(Bare())
     with pytest.raises(EngineError, match="the engine Bare: capabilities returned None; it must be an EngineCapabilities"):
         _ = bare.capabilities
     with pytest.raises(EngineError, match="the engine Bare: busy_s returned 'long'; it must be a number of seconds"):
@@ -199,11 +244,13 @@ async def test_a_close_that_fails_or_hangs_is_a_warning(monkeypatch: pytest.Monk
             await asyncio.Event().wait()
 
     await contained(raising(SystemExit(3))).close()
-    monkeypatch.setattr(foreign, "CLOSE_S", 0.0)
-    await ForeignEngine(Stays(completion), vocab_size=8).close()
+    monkeypatch.setattr(foreign, "CLOSE_S", 0.001)
+    await of(Stays(completion)).close()
     first, second = (record.getMessage() for record in caplog.records)
     assert "raised SystemExit: 3" in first and first.endswith("what it held may be left behind")
-    assert "the engine Stays: close" in second and "took longer than 0 s" in second
+    assert "the engine Stays: close" in second and second.endswith(
+        "it took longer than 0.001 s; what it held may be left behind"
+    )
 
 
 def test_one_that_cannot_be_made_is_a_sentence():

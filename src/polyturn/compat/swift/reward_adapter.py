@@ -22,8 +22,8 @@ from polyturn.compat.swift.orm import orms
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.signature import has_parameter, takes_any_keyword
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.deadline import CallWithDeadline
 from polyturn.serving.outputs import reward_rows
-from polyturn.tools.deadline import CallWithDeadline
 
 GYM = "gym_reward"
 """The component that an environment's `total_reward` makes."""

@@ -26,7 +26,7 @@ from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.data.options import MixOptions
-from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, is_deterministic
+from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, OwnEngineOptions, is_deterministic
 from polyturn.store.options import StoreSettings
 from polyturn.training.options import SftOptions, TrainOptions
 
@@ -82,9 +82,14 @@ class RunConfig(Section):
     @property
     def deadline_s(self) -> float:
         """The longest deadline of a plug-in's call."""
-        rollout = self.rollout
+        rollout, engine = self.rollout, self.engine
+        of_engine = engine.timeout_s if isinstance(engine, OwnEngineOptions) else 0.0
         return max(
-            rollout.tools.timeout_s, rollout.interaction_timeout_s, rollout.scheduler_timeout_s, self.reward.timeout_s
+            rollout.tools.timeout_s,
+            rollout.interaction_timeout_s,
+            rollout.scheduler_timeout_s,
+            self.reward.timeout_s,
+            of_engine,
         )
 
     @field_validator("name")

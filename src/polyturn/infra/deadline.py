@@ -17,14 +17,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from polyturn.core.errors import one_line
+from polyturn.core.errors import RolloutError, one_line
 from polyturn.core.own_time import OwnTime
 from polyturn.core.watchdog import calls_plugins
 from polyturn.infra.threads import DaemonThreads
 
 GRACE_S = 1.0
 """How long cancelled code may take to clean up."""
-
+MAX_ABANDONED = 64
+"""Calls of one plug-in that may run past their deadline before the run ends."""
 
 _BEGIN_AT_ONCE: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
@@ -38,6 +39,7 @@ class CallWithDeadline:
 
     def __init__(self, *, name: str, timeout_s: float, grace_s: float = GRACE_S, max_threads: int = 64) -> None:
         self.timeout_s = timeout_s
+        self.max_abandoned = MAX_ABANDONED
         self._grace_s = grace_s
         self._threads = DaemonThreads(name=name, max_threads=max_threads)
         self._left: set[asyncio.Future[Any]] = set()
@@ -46,6 +48,18 @@ class CallWithDeadline:
     def num_abandoned(self) -> int:
         """How many calls run on although nobody waits for them any more."""
         return self._threads.num_abandoned + len(self._left)
+
+    def check_abandoned(self, what: str) -> None:
+        """Check that `what`, the code that is called, keeps its deadlines on the whole.
+
+        Raises:
+            RolloutError: too many calls were left behind.
+        """
+        if self.num_abandoned > self.max_abandoned:
+            raise RolloutError(
+                f"{self.num_abandoned} calls of {what} still run past their deadline; give what it waits for a time-out of "
+                "its own"
+            )
 
     def close(self) -> None:
         """Let its idle threads end."""

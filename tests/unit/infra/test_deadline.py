@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from polyturn.core.own_time import OwnTime
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 from polyturn.infra.threads import DaemonThreads
-from polyturn.tools.deadline import CallWithDeadline, DeadlineError
 
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
 
