@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 from rich.table import Table
 
 from polyturn.cli.console import Output
-from polyturn.core.errors import DataError
+from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.run_loop import run_loop
 from polyturn.evaluation.rescore import rescore
 from polyturn.infra.writable import check_file_writable
@@ -22,17 +23,23 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     """Score, print how the rewards moved, and write one row a trajectory as Parquet.
 
     Raises:
-        ConfigError: the function cannot be found, its parameters fit no form, or the file cannot be written.
+        ConfigError: the function cannot be found, its parameters fit no form, or the file cannot be written or is one of
+            the run's own.
         DataError: there is nothing to score.
     """
+    folder = Path(os.path.realpath(folder))  # whatever the function does to the working directory
+    rescored = folder / "rescored"
+    file = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
+    out = Path(os.path.realpath(out or rescored / file))
+    if out.is_relative_to(folder) and not out.is_relative_to(rescored):
+        raise ConfigError(f"{str(out)!r} is among the run's own files; name another --out, such as one in {rescored}")
+    check_file_writable(out, instead="name another --out")
     store = open_store(folder)
     if where is not None:
         store = store.filter(where)
     if not len(store):
         raise DataError(f"{folder} has no trajectories{f' where {where}' if where else ''}")
     router = RewardRouter({"*": reward}, function=reward, weighing=Weighing(weights={"outcome": 1.0}), base=Path())
-    out = out or folder / "rescored" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
-    check_file_writable(out, instead="name another --out")
     found = run_loop(rescore(store, router))
     out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(found, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,7 +14,10 @@ from polyturn.cli import list_runs, rescore
 from polyturn.cli.view import find_runs
 from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import ConfigError, DataError, RolloutError
+from polyturn.infra import deadline
+from polyturn.rewards.options import CallOptions
+from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing.episodes import scripted_context, task
@@ -50,6 +54,32 @@ def test_rescoring_writes_old_and_new_rewards_and_says_what_could_not_be_scored(
     assert "failed with ValueError: boom" in rows[1]["error"]
     shown = capsys.readouterr()
     assert "not scored" in shown.out + shown.err and "ValueError: boom" in shown.out + shown.err
+
+
+def test_a_function_that_changes_the_working_directory_moves_no_file(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mine.py").write_text("import os\n\ndef moves(trajectory):\n    os.chdir('/')\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    rescore.run(Path("runs/one"), reward="mine.py:moves", where=None, out=Path("x.parquet"))
+    assert pq.read_table(tmp_path / "x.parquet").num_rows == 2
+
+
+@pytest.mark.parametrize("own", ["trajectories/part-000000.parquet", "metrics.jsonl", ".", "new.parquet"])
+def test_nothing_is_written_among_the_files_of_the_run(run_folder: Path, monkeypatch: pytest.MonkeyPatch, own: str):
+    monkeypatch.chdir(run_folder)
+    with pytest.raises(ConfigError, match="is among the run's own files; name another --out"):
+        rescore.run(Path(), reward="mine.py:f", where=None, out=Path(own))
+
+
+def test_too_many_calls_that_hang_end_it_with_a_sentence(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine.py").write_text("import time\n\ndef hangs(trajectory):\n    time.sleep(20)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(deadline, "MAX_ABANDONED", 0)
+    monkeypatch.setattr(rescore, "RewardRouter", partial(RewardRouter, calls=CallOptions(timeout_s=0.05)))
+    monkeypatch.setattr(rescore, "rescore", partial(rescore.rescore, max_concurrent=1))
+    with pytest.raises(RolloutError, match=r"1 calls of the reward 'mine.py:hangs' still run past their deadline"):
+        rescore.run(run_folder, reward="mine.py:hangs", where=None, out=None)
 
 
 def test_a_condition_narrows_what_is_rescored_and_a_wrong_name_is_said(
