@@ -195,6 +195,7 @@ def test_a_model_that_cannot_be_packed_is_trained_in_rows_and_that_is_said_once(
         metrics = policy.forward_backward(branching(8)).metrics
         policy.forward_backward(branching(8))
     assert metrics["tokens/packing_refused"].value == 1 and metrics["tokens/shared_prefix"].value == 0
+    assert metrics["tokens/padding_share"].value > 0
     assert len([r for r in caplog.records if "cannot be packed, because" in r.message]) == 1
 
 
