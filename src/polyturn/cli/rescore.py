@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from rich.table import Table
 
 from polyturn.cli.console import Output
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import ConfigError, DataError, RolloutError
 from polyturn.core.run_loop import run_loop
 from polyturn.evaluation.rescore import rescore
 from polyturn.infra.writable import check_file_writable
@@ -26,6 +26,7 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
         ConfigError: the function cannot be found, its parameters fit no form, or the file cannot be written or is one of
             the run's own.
         DataError: there is nothing to score.
+        RolloutError: nothing could be scored; the reasons are in the file.
     """
     folder = Path(os.path.realpath(folder))  # whatever the function does to the working directory
     rescored = folder / "rescored"
@@ -56,6 +57,8 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     if reasons:
         console.text(f"the first that could not be scored: {reasons[0]}")
     console.fact("written", out)
+    if len(reasons) == found.num_rows:
+        raise RolloutError(f"none of the {found.num_rows} trajectories could be scored")
 
 
 def _mean(value: float | None) -> str:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable
 
 from polyturn.core.hiding import scrubbed
+from polyturn.core.printable import printable
 
 
 class PolyturnError(Exception):
@@ -170,12 +171,12 @@ MAX_LINE = 10_000
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one short line: its type, then its message without line breaks and without secrets."""
+    """Return an exception as one short line: its type, then its message without secrets and what a screen obeys."""
     try:
         whole = str(error)
     except BaseException as odd:  # it is the code of whoever wrote the exception, too
         whole = f"(its message cannot be read: {type(odd).__name__})"
-    text = " ".join(scrubbed(whole[: 2 * MAX_LINE]).split())  # a secret that the end of a line cuts is hidden before
+    text = printable(" ".join(scrubbed(whole[: 2 * MAX_LINE]).split()))  # a secret that the line's end cuts is hidden before
     if len(text) > MAX_LINE or len(whole) > 2 * MAX_LINE:
         text = f"{text[:MAX_LINE]}… ({len(whole)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -25,7 +25,7 @@ def as_score(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except Exception:  # a tensor of two numbers raises RuntimeError, and a class of an author's whatever it likes
+    except (Exception, SystemExit):  # a tensor of two numbers raises RuntimeError, and a class of an author's what it likes
         return None
     return number if abs(number) <= MAX_REWARD else None  # NaN compares as false
 
@@ -36,7 +36,7 @@ def as_flag(value: Any) -> bool | None:
         return None
     try:
         return bool(value)
-    except Exception:  # an array of several, and whatever an author's class raises
+    except (Exception, SystemExit):  # an array of several, and whatever an author's class raises
         return None
 
 
@@ -44,7 +44,7 @@ def shown(value: Any, max_chars: int = 100) -> str:
     """Return what a plug-in or a judge gave in place of what was wanted, on one line of a sentence about it."""
     try:
         return " ".join(repr(value).split())[:max_chars]
-    except Exception:  # more digits than are written out, nested too deep, or what an author's class raises
+    except (Exception, SystemExit):  # more digits than are written out, nested too deep, or what an author's class raises
         return f"a {type(value).__name__} that cannot be written out"
 
 

@@ -143,18 +143,11 @@ class RewardFunction:
                     returned = await self._batch(told)
                 else:
                     returned = await self._run(**{k: v for k, v in told.items() if k in self._accepted})
-        except Exception as problem:
-            raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
-        info: dict[str, Any] = {}
-        if isinstance(returned, Mapping):
-            if "score" not in returned:
-                raise RewardError(f"{where}: it returned a mapping with {sorted(map(str, returned))}; it needs a 'score'")
-            info = {str(k): v for k, v in returned.items() if k != "score"}
-            returned = returned["score"]
-        try:
-            return Score(finite(returned, what="outcome"), info)
+            return _score_of(returned)
         except RewardError as problem:
             raise RewardError(f"{where}: {problem}") from problem
+        except (Exception, SystemExit) as problem:  # what is returned may be of an author's class
+            raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
 
     async def _call_many(self, told: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
         assert self._accepted is not None
@@ -167,6 +160,15 @@ class RewardFunction:
         async with self.limit:
             call = functools.partial(self._called, *args, **told, **self._kwargs)
             return await self._bounded.run(call, clock=OwnTime())
+
+
+def _score_of(returned: Any) -> Score:
+    if not isinstance(returned, Mapping):
+        return Score(finite(returned, what="outcome"), {})
+    found = {str(key): value for key, value in returned.items()}
+    if "score" not in found:
+        raise RewardError(f"it returned a mapping with {sorted(found)}; it needs a 'score'")
+    return Score(finite(found.pop("score"), what="outcome"), found)
 
 
 def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> dict[str, Any]:

@@ -30,6 +30,22 @@ def length(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": len(solution_str), "gt": ground_truth}
 """
 
+ODD = """
+class Odd:
+    def __str__(self):
+        raise ValueError("no words")
+
+    def __float__(self):
+        raise SystemExit(3)
+
+
+class OddMapping(dict):
+    def items(self):
+        raise SystemExit(3)
+
+
+"""
+
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
@@ -63,6 +79,27 @@ def test_a_function_that_changes_the_working_directory_moves_no_file(
     monkeypatch.chdir(tmp_path)
     rescore.run(Path("runs/one"), reward="mine.py:moves", where=None, out=Path("x.parquet"))
     assert pq.read_table(tmp_path / "x.parquet").num_rows == 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "return '1.0'",
+        "raise ValueError('half a pair: \\ud800')",
+        "return {'score': 1.0, Odd(): 2}",
+        "return Odd()",
+        "return OddMapping(score=1.0)",
+    ],
+)
+def test_where_nothing_could_be_scored_the_reasons_are_written_and_it_fails(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+):
+    (tmp_path / "mine.py").write_text(ODD + f"def f(trajectory):\n    {code}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RolloutError, match="none of the 2 trajectories could be scored"):
+        rescore.run(run_folder, reward="mine.py:f", where=None, out=Path("x.parquet"))
+    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert all(row["error"].startswith("reward 'mine.py:f' of trajectory ") for row in rows)
 
 
 @pytest.mark.parametrize("own", ["trajectories/part-000000.parquet", "metrics.jsonl", ".", "new.parquet"])
