@@ -62,7 +62,7 @@ def call(name, *args):
         "memfd": 319 if x86 else 279, "shmget": 29 if x86 else 194, "msgget": 68 if x86 else 186, "semget": 64 if x86 else 190,
         "mq_open": 240 if x86 else 180, "io_setup": 206 if x86 else 0, "inotify": 294 if x86 else 26, "fanotify": 300 if x86 else 262,
         "flock": 73 if x86 else 32, "fcntl": 72 if x86 else 25, "timer_create": 222 if x86 else 107, "kill": 62 if x86 else 129,
-        "tkill": 200 if x86 else 130, "tgkill": 234 if x86 else 131, "queue": 129 if x86 else 138, "pidfd_signal": 424}}[name], *args)
+        "tkill": 200 if x86 else 130, "tgkill": 234 if x86 else 131, "queue": 129 if x86 else 138, "pidfd_signal": 424, "setsockopt": 54 if x86 else 208}}[name], *args)
     if r >= 0:
         print("ESCAPED", name, r)
 {body}
@@ -152,7 +152,8 @@ def attempts(outside: Path) -> dict[str, str]:
         ),
         "memory_that_no_limit_counts": CALL.format(
             body="call('memfd', b'a', 0)\ncall('shmget', 0, 1 << 24, 0o1600)\ncall('msgget', 0, 0o1600)\n"
-            "call('semget', 0, 32000, 0o1600)\ncall('mq_open', b'a', 0o102, 0o600, 0)"
+            "call('semget', 0, 32000, 0o1600)\ncall('mq_open', b'a', 0o102, 0o600, 0)\nimport socket\n"
+            "a, b = socket.socketpair()\nfor o in (7, 8): call('setsockopt', a.fileno(), 1, o, ctypes.byref(ctypes.c_int(1 << 30)), 4)"
         ),
         "what_all_processes_of_a_user_share": CALL.format(
             body="context = ctypes.c_ulong(0)\ncall('io_setup', 64, ctypes.byref(context))\ncall('inotify', 0)\n"

@@ -9,13 +9,15 @@ stopped from outside: SIGCONT is sent neither by a process nor by the kernel, fo
     load the architecture -> another one: kill
     load the number       -> on the list: EPERM;  clone with a new namespace: EPERM;  socket of another family: EAFNOSUPPORT;
                              prctl that forgets what ends it with its parent: EPERM;  fcntl with a lease or a notice, or that
-                             chooses a signal: EPERM;  kill and its like with SIGCONT, clone that ends with it: EPERM
+                             chooses a signal: EPERM;  kill and its like with SIGCONT, clone that ends with it: EPERM;
+                             setsockopt that makes buffers larger: EPERM
 """
 
 from __future__ import annotations
 
 import platform
 import signal
+import socket
 import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -46,6 +48,7 @@ _LOOKED_AT = {
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
+    "setsockopt": (54, 208),
 }
 _REFUSED_WITH = {
     "prctl": (0, (_SET_DEATH_SIGNAL,)),
@@ -56,6 +59,7 @@ _REFUSED_WITH = {
     "rt_sigqueueinfo": (1, (signal.SIGCONT,)),
     "rt_tgsigqueueinfo": (2, (signal.SIGCONT,)),
     "pidfd_send_signal": (1, (signal.SIGCONT,)),
+    "setsockopt": (2, (socket.SO_SNDBUF, socket.SO_RCVBUF)),
 }
 """System call -> which of its arguments is looked at, and the values that are refused."""
 _REFUSED = {
