@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.compat.verl_config.compose import BASE, compose_file, compose_name
+from polyturn.compat.verl_config.compose import BASE, OF_VERL, base_folder, compose_file, compose_name
 from polyturn.core.errors import ConfigError
 
 PLAIN = "defaults: [ppo_trainer, _self_]\n"
@@ -78,6 +78,18 @@ def test_the_search_path_is_searched(tmp_path: Path):
     assert composed(write(tmp_path, main=f"{search}defaults: [ppo_trainer, shared, _self_]\n"))["data"]["seed"] == 5
     bare = write(tmp_path, main="defaults: [shared]\n")
     assert composed(bare, f"hydra.searchpath=[file://{tmp_path / 'more'}]")["data"]["seed"] == 5
+
+
+def test_a_module_of_the_search_path_is_searched_and_its_keys_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    write(tmp_path / "own_tree" / "parts", other="data: {seed: 5}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    search = "hydra: {searchpath: ['pkg://own_tree.parts', 'pkg://own_tree.nothing']}\n"
+    found = compose_file(write(tmp_path, main=f"{search}defaults: [ppo_trainer, other, _self_]\n"))
+    assert found.values["data"]["seed"] == 5
+    assert found.origin == {"data.seed": f"in {tmp_path / 'own_tree' / 'parts' / 'other.yaml'}"}
+    assert "hydra.searchpath names pkg://own_tree.nothing, which does not exist" in caplog.text
 
 
 def test_a_missing_default_says_where_it_was_searched(tmp_path: Path):
@@ -272,6 +284,21 @@ def test_in_a_checkout_of_verl_its_own_tree_is_the_base(tmp_path: Path, monkeypa
     assert compose_file(path).values["data"] == {"seed": 9}
     assert compose_file(path).origin == {"data.seed": f"in {path}"}
     assert tree.is_dir()
+
+
+def test_the_tree_of_a_checkout_is_the_base_in_its_folders_and_where_it_is_on_pythons_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    checkout(tmp_path / "verl")
+    inside, outside = tmp_path / "verl" / "recipe" / "mine", tmp_path / "project"
+    for folder in (inside, outside):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    assert compose_name("ppo_trainer", folder=None).values["actor_rollout_ref"]["rollout"]["temperature"] == 0.5
+    monkeypatch.chdir(outside)
+    assert base_folder() == BASE
+    monkeypatch.syspath_prepend(tmp_path / "verl")
+    assert base_folder() == tmp_path / "verl" / OF_VERL
 
 
 def test_a_package_header_is_read(tmp_path: Path):

@@ -4,7 +4,7 @@
       ->  Composed(values={"data": {...}, ...}, origin={"data.train_batch_size": "from the override …", ...})
 
 Separate because it knows files and the command line but no key's meaning. `ppo_trainer` and its groups are those of the
-checkout of verl that is the working directory; elsewhere those of the shipped base. Two things differ from Hydra itself: an
+checkout of verl that the command stands in; elsewhere those of the shipped base. Two things differ from Hydra itself: an
 override may set a key that the tree lacks, with or without `+`, because the table of keys decides which ones there are;
 and a config that does not name `ppo_trainer` stands above it all the same.
 """
@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,9 +116,11 @@ def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (
 
 
 def base_folder() -> Path:
-    """Return the folder of `ppo_trainer`: that of a checkout of verl in the working directory, else the shipped one."""
-    own = Path.cwd() / OF_VERL
-    return own if (own / f"{BASE_NAME}.yaml").is_file() else BASE
+    """Return the folder of `ppo_trainer`: that of the checkout of verl around the working directory, or on Python's path,
+    else the shipped one."""
+    here = Path.cwd()
+    trees = (place / OF_VERL for place in (here, *here.parents, *map(Path, sys.path)))
+    return next((tree for tree in trees if (tree / f"{BASE_NAME}.yaml").is_file()), BASE)
 
 
 # --- one composition ----------------------------------------------------------------------------------------------------
@@ -131,12 +134,11 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
     own: dict[str, Any] = {} if is_base else _spelled_out(read_yaml(path))
     refuse_backend(str(own.get("defaults", "")), what=f"{path}: defaults names {own.get('defaults')!r:.200}")
     changes = [Override.parse(text) for text in overrides]
-    folders, modules = _search_path(own, changes)
-    folders = [path.parent, *more, *folders, base]
+    folders = [path.parent, *more, *_search_path(own, changes), base]
     for change in changes:
         change.find_group(folders)
     groups = [c for c in changes if c.is_group]
-    hydra = _Hydra(path, folders=folders, modules=modules)
+    hydra = _Hydra(path, folders=folders)
     if is_base:
         tree = hydra.compose({"defaults": [path.stem, "_self_"]}, groups) if groups else _verls_own(base, path.stem)
         parts = hydra.parts if groups else []
@@ -183,16 +185,16 @@ def _shipped() -> DictConfig:
 
 
 def _fresh(base: Path, name: str) -> DictConfig:
-    return _Hydra(base / f"{name}.yaml", folders=[base], modules=[]).compose({"defaults": [name, "_self_"]}, [])
+    return _Hydra(base / f"{name}.yaml", folders=[base]).compose({"defaults": [name, "_self_"]}, [])
 
 
 class _Hydra:
     """Hydra over a copy of one config, so that the folders it searches are ours; its errors become sentences."""
 
-    def __init__(self, path: Path, *, folders: Sequence[Path], modules: Sequence[str]) -> None:
+    def __init__(self, path: Path, *, folders: Sequence[Path]) -> None:
         self._path = path
         self._folders = folders
-        self._search = [*(f"file://{folder.absolute()}" for folder in folders), *modules]
+        self._search = [f"file://{folder.absolute()}" for folder in folders]
         self.parts: list[Any] = []
         """The files of the tree composed last, the weakest first."""
 
@@ -250,8 +252,8 @@ def _require_hydra() -> None:
         )
 
 
-def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> tuple[list[Path], list[str]]:
-    """Return the folders and the modules of `hydra.searchpath`; verl's own tree is searched anyhow."""
+def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> list[Path]:
+    """Return the folders of `hydra.searchpath`, those of modules too; verl's own tree is searched anyhow."""
     section = own.get("hydra")
     names = section.get("searchpath") if isinstance(section, Mapping) else None
     for change in changes:
@@ -259,16 +261,26 @@ def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> tuple[l
             names = change.value
     if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
         raise ConfigError(f"hydra.searchpath is {names!r:.200}; it must be a list of file://FOLDER and pkg://MODULE")
-    folders, modules = [], []
-    for name in OmegaConf.create(names or []):
-        if str(name).startswith("pkg://"):
-            if not str(name).startswith("pkg://verl."):
-                modules.append(str(name))
-        elif (folder := Path(str(name).removeprefix("file://")).expanduser()).is_dir():
-            folders.append(folder)
-        elif not folder.as_posix().endswith(OF_VERL.as_posix()):
+    folders: list[Path] = []
+    for name in map(str, OmegaConf.create(names or [])):
+        found = [folder for folder in _folders_of(name) if folder.is_dir()]
+        if not found and not name.startswith("pkg://verl.") and not name.endswith(OF_VERL.as_posix()):
             logger.warning("hydra.searchpath names %s, which does not exist", name)
-    return folders, modules
+        folders += found
+    return folders
+
+
+def _folders_of(place: str) -> list[Path]:
+    """Return the folders that file://FOLDER, FOLDER or pkg://MODULE means."""
+    if not place.startswith("pkg://"):
+        return [Path(place.removeprefix("file://")).expanduser()]
+    if place.startswith("pkg://verl."):
+        return []
+    try:
+        spec = importlib.util.find_spec(place.removeprefix("pkg://").replace("/", "."))
+    except (ImportError, ValueError):
+        return []
+    return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
 
 
 def _origin(parts: Sequence[Any], path: Path | None, own: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, str]:
