@@ -42,8 +42,8 @@ class Namespace:
     packages: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Package -> its body: the modules whose names it shows. Packages without a body need no entry."""
     library: Path | None = None
-    """A file with the names of all modules of the library itself, none of which is a project's own; behind those that are
-    offered here, the digests of their files in the releases."""
+    """A file with the names of all modules of the library itself, none of which is a project's own, each with the digests
+    of its file in the releases."""
 
     def package_names(self) -> frozenset[str]:
         """Return every package: those with a body, and all that stand above a module."""
@@ -100,6 +100,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
             self._tell_if_changed(fullname)
             return importlib.machinery.ModuleSpec(fullname, _AliasLoader(alias))
         if fullname in self._packages:
+            self._tell_if_changed(fullname)
             body = self.namespace.packages.get(fullname, ())
             return importlib.machinery.ModuleSpec(fullname, _PackageLoader(body), is_package=True)
         if fullname not in self._library and (own := _find_own(fullname)) is not None:
@@ -112,20 +113,28 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         file = self.namespace.library
         return {} if file is None else {name: digests for name, *digests in map(str.split, _lines(file))}
 
+    def changed(self, root: Path) -> list[str]:
+        """Return which of the library's modules are, below the folder `root`, as in no release."""
+        return [name for name in self._library if self._is_changed(_file_of(root, name), name)]
+
+    def _is_changed(self, file: Path | None, fullname: str) -> bool:
+        digests = self._library.get(fullname)
+        if file is None or not digests or _OURS in file.resolve().parents:
+            return False
+        return digest(file.read_bytes()) not in digests
+
     def _tell_if_changed(self, fullname: str) -> None:
         """Warn of a module of the library that somebody changed in a checkout, because the change has no effect."""
-        name = Path(*fullname.split(".")).with_suffix(".py")
-        file = next((file for entry in sys.path if (file := Path(entry, name)).is_file()), None)
-        digests = self._library.get(fullname)
-        if file is None or not digests or _OURS in file.resolve().parents or digest(file.read_bytes()) in digests:
-            return
-        logger.warning(
-            "%s is as in no release of %s; %s answers in its place, so what was changed there has no effect: inherit "
-            "from its classes in a module of your own",
-            file,
-            self.namespace.root,
-            self.namespace.modules[fullname],
-        )
+        files = (_file_of(Path(entry), fullname) for entry in sys.path)
+        file = next((file for file in files if file is not None), None)
+        if self._is_changed(file, fullname):
+            logger.warning(
+                "%s is as in no release of %s; %s answers in its place, so what was changed there has no effect: inherit "
+                "from its classes in a module of your own",
+                file,
+                self.namespace.root,
+                self.namespace.modules.get(fullname, "polyturn"),
+            )
 
     def _why_not(self, fullname: str) -> str:
         parent = fullname.rpartition(".")[0]
@@ -235,6 +244,12 @@ class _AliasLoader(importlib.abc.Loader):
 def digest(source: bytes) -> str:
     """Return by which digits a file's content is known."""
     return hashlib.sha256(source).hexdigest()[:8]
+
+
+def _file_of(root: Path, fullname: str) -> Path | None:
+    """Return the file of a module or a package below a folder."""
+    path = Path(root, *fullname.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def _lines(file: Path) -> list[str]:

@@ -19,6 +19,7 @@ import polyturn.tools.schema
 from polyturn import compat
 from polyturn.compat.finder import AliasFinder, Namespace, digest
 from polyturn.compat.namespaces import NAMESPACES, VERL
+from polyturn.compat.verl_config.command import tell_changes
 from polyturn.core.errors import ConfigError, MissingModuleError, UnknownNameError
 from polyturn.core.registry import import_attr, import_file
 from polyturn.interactions.registry import initialize_interactions_from_config
@@ -197,6 +198,23 @@ def test_a_module_as_a_release_has_it_is_no_change(
     assert finder.find_spec("mine_in_test.thing") is not None and caplog.text == ""
     file.write_bytes(b"x = 2\n")
     assert finder.find_spec("mine_in_test.thing") is not None and "is as in no release" in caplog.text
+
+
+def test_what_was_changed_in_a_checkout_is_told_when_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the run would import none of it: a scorer, a package, verl's own trainer."""
+    tell_changes()
+    assert caplog.text == ""  # there is no checkout
+    changed = ("verl/utils/reward_score/__init__.py", "verl/utils/reward_score/gsm8k.py", "verl/trainer/ppo/ray_trainer.py")
+    for name in (*changed, "verl/tools/own_tool.py", "verl/trainer/config/ppo_trainer.yaml"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("# mine\n")
+    monkeypatch.chdir(tmp_path)
+    tell_changes()
+    names = "verl.trainer.ppo.ray_trainer, verl.utils.reward_score, verl.utils.reward_score.gsm8k;"
+    assert f"{tmp_path}: as in no release of verl, and without effect here, are {names}" in caplog.text
 
 
 REGISTERS = """

@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from polyturn.cli.console import program
 from polyturn.cli.run_as import find_like
-from polyturn.compat.verl_config.compose import Composed, base_folder, compose_file, compose_name
+from polyturn.compat import finder
+from polyturn.compat.verl_config.compose import BASE, Composed, base_folder, compose_file, compose_name
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values
@@ -21,15 +22,20 @@ from polyturn.core.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
+MAX_CHANGED = 8
+"""How many changed modules a warning names."""
+
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
     """Train the run that a config in verl's keys describes."""
+    find_like("verl")
     command = [*program(), "train", "--verl", str(path), *overrides]
     train(compose_file(path, overrides), folder=path.parent, command=command, resume=resume, dry_run=dry_run)
 
 
 def run_main_ppo(arguments: Sequence[str], *, dry_run: bool = False) -> None:
     """Do what `python -m verl.trainer.main_ppo` is asked to do by its command line."""
+    find_like("verl")
     asked = parse_arguments(arguments)
     folder = None if asked.folder is None else config_path(asked.folder)
     tree = compose_name(asked.name, folder=folder, overrides=asked.overrides, more=asked.more)
@@ -47,11 +53,11 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
         resume: Go on from the latest checkpoint; without it the config's resume_mode decides.
         dry_run: Check everything, show it, and stop.
     """
-    find_like("verl")
     translation = translate(tree)
     loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
     for notice in translation.notices():
         logger.info("%s", notice)
+    tell_changes()
 
     from polyturn.api.console import quiet_transformers
     from polyturn.build import ConfigSource
@@ -66,6 +72,20 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
         return [*command, *renamed, "trainer.resume_mode=auto"]
 
     native.train(place, loaded.resolved, again=again, resume=when, dry_run=dry_run)
+
+
+def tell_changes() -> None:
+    """Warn of what somebody changed in the modules of a checkout of verl: a run here does without them."""
+    changed = [] if (tree := base_folder()) == BASE else finder("verl").changed(tree.parents[2])
+    if changed:
+        more = f" and {len(changed) - MAX_CHANGED} more" if len(changed) > MAX_CHANGED else ""
+        logger.warning(
+            "%s: as in no release of verl, and without effect here, are %s%s; what was changed there belongs in files of "
+            "your own (rewards, tools, interactions, agent loops, estimators, losses), which the config names",
+            tree.parents[2],
+            ", ".join(changed[:MAX_CHANGED]),
+            more,
+        )
 
 
 class HydraArguments(NamedTuple):
