@@ -581,6 +581,15 @@ def test_a_bare_multi_turn_true_is_enable_and_keeps_the_keys_beside_it():
     assert made.native["rollout"]["limits"]["max_turns"] == 3
 
 
+@pytest.mark.parametrize(
+    "key", ["polyturn.rollout.stuff", "actor_rollout_ref.ref.strategy", "actor_rollout_ref.rollout.trace.backend"]
+)
+def test_a_reference_that_leads_nowhere_is_told_wherever_somebody_wrote_it(key: str):
+    """Also inside a section of native keys, and where the value would have no effect."""
+    with pytest.raises(ConfigError, match=rf"{key} is '\$\{{no.where\}}' .*cannot be resolved"):
+        translated(f"+{key}=${{no.where}}")
+
+
 def test_two_spellings_of_one_key_must_agree():
     with pytest.raises(
         ConfigError, match=r"tools_config_file is 'a.yaml'.*tool_config_path, which means the same, is 'b.yaml'"

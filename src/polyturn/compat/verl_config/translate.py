@@ -158,14 +158,14 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
             yield f"unknown key {key!r}, set to {_show(value)}{tree.where(key)}.{known.nearest(key)}"
         elif unheard := _unheard_of(key, value, row, tree) if known is table() else []:
             yield from unheard
+        elif missing := list(_without_value(key, value, row, tree)):
+            yield from missing
         elif isinstance(value, Unresolved):
-            if row.ignored is None:
-                what = "has no value yet" if value == "???" else "cannot be resolved: it refers to a key that has no value"
-                yield f"{key} is {str(value)!r}{tree.where(key)}, which {what}; give it one"
+            continue  # a default of verl's own, which nobody needs
         elif row.means is not None:
             aliases.append((key, value, row))
         else:
-            source.found[key] = value
+            source.found[key] = _resolved(value)
             if tree.is_written(key):
                 source.written.add(key)
     for key, value, row in aliases:
@@ -181,6 +181,22 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
         if other is None or _is_override(mine) or not _is_override(theirs):
             source.found[target] = value
             source.written.add(target)
+
+
+def _without_value(key: str, value: Any, row: KeyRule, tree: Composed) -> Iterator[str]:
+    """Yield a sentence for each value, also inside a section, that leads nowhere and that somebody wrote or that is read."""
+    for path, one in leaves(value):
+        name = ".".join((key, *path))
+        if isinstance(one, Unresolved) and (row.ignored is None or (one != "???" and tree.is_written(name))):
+            what = "has no value yet" if one == "???" else "cannot be resolved: it refers to a key that has no value"
+            yield f"{name} is {str(one)!r}{tree.where(name)}, which {what}; give it one"
+
+
+def _resolved(value: Any) -> Any:
+    """Return a value, a section without what leads nowhere in it."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _resolved(one) for name, one in value.items() if not isinstance(one, Unresolved)}
 
 
 def _unheard_of(key: str, value: Any, row: KeyRule, tree: Composed) -> list[str]:
