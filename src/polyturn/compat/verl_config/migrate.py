@@ -17,16 +17,23 @@ from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import default_tree
+from polyturn.core.errors import ConfigError
 
 
 def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
-    """Write the native config and, beside it, the table; print the keys that somebody wrote."""
+    """Write the native config and, beside it, the table; print the keys that somebody wrote.
+
+    Raises:
+        ConfigError: the config cannot be translated, or the native one would be no YAML file or take its place.
+    """
+    target = path.with_suffix(".polyturn.yaml") if out is None else out
+    if target.suffix != ".yaml" or target.resolve() == path.resolve():
+        raise ConfigError(f"--out is {str(target)!r}; name another file than the config's, which ends in .yaml")
     translation = translate(compose_file(path, overrides))
     load_values(RunConfig, translation.native, origin=translation.origin)
-    target = path.with_suffix(".polyturn.yaml") if out is None else out
     target.parent.mkdir(parents=True, exist_ok=True)
     native = _without_defaults(relative_to(translation, target.parent, config=path.parent), default_tree(RunConfig))
-    source = " ".join([str(path), *overrides])
+    source = "".join(c if c.isprintable() else " " for c in " ".join([str(path), *overrides]))
     head = f"# Made from {source} by `polyturn config migrate`; paths start from this file's folder.\n"
     target.write_text(head + yaml.safe_dump(native, sort_keys=False, allow_unicode=True, width=1000), encoding="utf-8")
     notes = target.with_suffix(".md")

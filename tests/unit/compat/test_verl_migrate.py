@@ -1,0 +1,35 @@
+"""What `polyturn config migrate` writes of a config in verl's keys, and where."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from polyturn.compat.verl_config.migrate import run
+from polyturn.core.errors import ConfigError
+
+OVERRIDES = ["actor_rollout_ref.model.path=m", "data.train_files=t.parquet"]
+
+
+def config(folder: Path) -> Path:
+    path = folder / "run.yaml"
+    path.write_text("data: {train_batch_size: 4}\n")
+    return path
+
+
+@pytest.mark.parametrize("odd", ["a\nname: b", "a\u2028b", "a\rname: b"])
+def test_a_value_of_several_lines_stays_a_value(odd: str, tmp_path: Path):
+    path = config(tmp_path)
+    run(path, [*OVERRIDES, f"+polyturn.model.chat_template='{odd}'"], out=None)
+    native = yaml.safe_load((tmp_path / "run.polyturn.yaml").read_text())
+    assert native["model"]["chat_template"] == odd and native["name"] == "gsm8k"
+    assert (tmp_path / "run.polyturn.md").read_text().startswith(f"# What became of each key of {path}")
+
+
+@pytest.mark.parametrize("out", ["run.yaml", "../{}/run.yaml", "new.md", "new"])
+def test_a_file_that_the_native_config_must_not_be_is_refused_before_anything_is_written(out: str, tmp_path: Path):
+    path = config(tmp_path)
+    before = path.read_text()
+    with pytest.raises(ConfigError, match=r"--out is .*which ends in \.yaml"):
+        run(path, OVERRIDES, out=tmp_path / out.format(tmp_path.name))
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
