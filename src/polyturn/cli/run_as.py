@@ -26,6 +26,15 @@ DRY_RUN = "POLYTURN_DRY_RUN"
 OVERRIDES = "POLYTURN_OVERRIDES"
 """Overrides, as a JSON list, behind those that the command gives its training programs."""
 
+_PROGRAM = """#!/bin/sh
+shims={shims}
+case ":$PYTHONPATH:" in
+*":$shims:"*) ;;
+*) export PYTHONPATH="$shims${{PYTHONPATH:+:$PYTHONPATH}}" ;;
+esac
+exec {command} "$@"
+"""
+
 
 def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: Sequence[str] = ()) -> None:
     """Replace this process by `command`.
@@ -46,8 +55,8 @@ def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: 
             raise ConfigError(f"--dry-run and --set are read by {readers}'s programs, not by {name!r}'s; leave them out")
         environment |= {OVERRIDES: json.dumps(list(overrides)), **({DRY_RUN: "1"} if dry_run else {})}
     # `python` is the one that runs polyturn, also where its virtual environment is not activated
-    folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
-    environment["PATH"] = os.pathsep.join([*_programs(name), *folders])
+    folders = [_programs(name), str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+    environment["PATH"] = os.pathsep.join(folders)
     if not command:
         raise ConfigError(f"there is no command; write polyturn run-as {name} -- python -m …")
     program = shutil.which(command[0], path=environment["PATH"])
@@ -80,16 +89,16 @@ def find_stand_in(name: str) -> StandIn:
     return known[name]
 
 
-def _programs(name: str) -> list[str]:
-    """Return a folder with the programs of the library, where it has some; scripts call them like any other."""
-    if not (programs := find_stand_in(name).programs):
-        return []
-    folder = Path(tempfile.mkdtemp(prefix="polyturn-"))
-    for own, module in programs.items():
-        program = folder / own
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n', encoding="utf-8")
+def _programs(name: str) -> str:
+    """Return a folder with the interpreter, which puts the stand-in on a PYTHONPATH that a script wrote anew, and with the
+    programs of the library, where it has some; scripts call them like any other."""
+    stand_in, folder, python = find_stand_in(name), Path(tempfile.mkdtemp(prefix="polyturn-")), shlex.quote(sys.executable)
+    commands = {own: f"{python} -m {module}" for own, module in stand_in.programs.items()}
+    for called, command in {"python": python, "python3": python, **commands}.items():
+        program = folder / called
+        program.write_text(_PROGRAM.format(shims=shlex.quote(str(stand_in.shims)), command=command), encoding="utf-8")
         program.chmod(0o700)
-    return [str(folder)]
+    return str(folder)
 
 
 def find_like(name: str) -> None:

@@ -57,6 +57,15 @@ def test_a_checkout_that_comes_first_on_the_path_gives_way(tmp_path: Path, first
     assert ended.stdout.strip() == "polyturn.tools.base", ended.stderr
 
 
+@pytest.mark.parametrize(
+    "line", ["PYTHONPATH=. python3", "env -u PYTHONPATH python", 'PYTHONPATH="$PWD:$PYTHONPATH" python3']
+)
+def test_a_script_that_writes_its_own_pythonpath_in_a_checkout_gets_ours_all_the_same(tmp_path: Path, line: str):
+    asks = "from verl.tools.base_tool import BaseTool; print(BaseTool.__module__)"
+    ended = run_as_verl(make_checkout(tmp_path / "my verl"), "bash", "-c", f'{line} -c "$0" a', asks)
+    assert ended.stdout.strip() == "polyturn.tools.base", ended.stderr
+
+
 def test_a_module_of_verl_that_is_not_offered_is_never_taken_from_a_checkout(tmp_path: Path):
     ended = run_as_verl(make_checkout(tmp_path), "python", "-c", "import verl.utils.megatron_utils")
     assert ended.returncode == 1
