@@ -91,7 +91,7 @@ def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume:
     try:
         find_dialect(name).train(path, overrides, resume=resume, dry_run=dry_run)
     except ConfigError as problem:
-        if dialect_of(path) is not None or not _is_native(path):
+        if dialect_of(path) is not None or not _is_native(path, overrides):
             raise
         raise ConfigError(
             f"{path} is written in polyturn's own keys, not in those of {find_dialect(name).title}; leave out --{name}: "
@@ -140,9 +140,9 @@ def to_migrate(path: Path) -> MigrateDialect:
     return able[name or next(iter(able))]
 
 
-def _is_native(path: Path) -> bool:
+def _is_native(path: Path, overrides: Sequence[str] = ()) -> bool:
     try:
-        load_native(path, (), tells=False)
+        load_native(path, overrides, tells=False)
     except ConfigError:
         return False
     return True

@@ -199,6 +199,13 @@ def test_our_own_config_under_the_flag_of_another_library_is_recognised(flag: st
     assert f"leave out {flag}: " in called.err and "Did you mean" not in called.err
 
 
+def test_a_config_whose_keys_two_libraries_share_is_not_taken_for_ours_beside_overrides_of_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {shuffle: false}\n")
+    called = call("train", "--verl", path, "actor_rollout_ref.rollout.name=hf", "data.train_files=gone.parquet", "--dry-run")
+    assert called.code == 2 and "own keys" not in called.err and "gone.parquet" in called.err
+
+
 def test_a_tool_of_the_rows_that_the_run_does_not_have_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, tasks = write_tiny_run(tmp_path), tmp_path / "tasks.jsonl"
     rows = [json.loads(line) for line in tasks.read_text().splitlines()]
