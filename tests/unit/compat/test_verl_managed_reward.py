@@ -96,6 +96,17 @@ def test_a_config_names_a_manager_that_its_functions_file_registers(file: Path) 
     assert function["function"] == f"{file}:judge" and function["manager_kwargs"] == {"per_char": 2}
 
 
+@pytest.mark.parametrize("where", ["file://{file}", "pkg://judges.of_mine"])
+def test_the_place_of_a_manager_is_written_as_verl_writes_it(where: str, file: Path) -> None:
+    overrides = [
+        *OVERRIDES,
+        f"custom_reward_function.path={where.format(file=file)}",
+        "reward_model.reward_manager=talkative",
+    ]
+    function = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native["reward"]["function"]
+    assert function["function"] in (f"{file}:compute_score", "judges.of_mine:compute_score")
+
+
 def test_a_manager_that_nothing_registers_is_refused(file: Path) -> None:
     for more in ([], [f"custom_reward_function.path={file}"]):
         overrides = [*OVERRIDES, "reward_model.reward_manager=talkativ", *more]

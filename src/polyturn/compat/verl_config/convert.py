@@ -20,7 +20,7 @@ from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.compat.verl_config.convert_optim import backend, megatron_schedule, optimizer, warmup
-from polyturn.compat.verl_config.convert_reward import module_of, reward_function, reward_manager
+from polyturn.compat.verl_config.convert_reward import module_of, placed, reward_function, reward_manager
 from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import is_of_verl
@@ -92,13 +92,12 @@ def files(s: Source) -> None:
             continue
         names = [str(Path(name).expanduser()) for name in given]
         if where is not None:
-            file = module_of(str(where))
             kwargs = {
-                "cls": f"{_absolute(file) if file.endswith('.py') else file}:{name}",
-                "files": [_absolute(n) for n in names],
+                "cls": placed(f"{module_of(str(where))}:{name}"),
+                "files": [placed(n) for n in names],
                 "split": "train" if native == "data.train" else "validation",
                 "config": {**s.sections("data")["data"], "return_raw_chat": True},
-                "model": _absolute(s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", ""))),
+                "model": placed(s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", ""))),
                 "template": s.get("actor_rollout_ref.model.custom_chat_template"),
                 "max_samples": limit,
             }
@@ -110,23 +109,13 @@ def files(s: Source) -> None:
             s.put(f"{native}.limit", limit, by=most)
 
 
-def _absolute(name: str) -> str:
-    """Return the absolute path of what is there; what is not may be a name of the hub."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if name and path.exists() else name
-
-
 def sampler(s: Source) -> None:
     """Set the order of tasks."""
     where, name = s.get("data.sampler.class_path"), s.get("data.sampler.class_name")
     if (where is None) != (name is None):
         s.refuse("data.sampler.class_path", "class_path and class_name belong together; set both")
     elif where is not None:
-        file = module_of(str(where))
-        own = {
-            "sampler": f"{_absolute(file) if file.endswith('.py') else file}:{name}",
-            "config": s.sections("data")["data"],
-        }
+        own = {"sampler": placed(f"{module_of(str(where))}:{name}"), "config": s.sections("data")["data"]}
         s.put("data.sampler.name", "polyturn.compat.verl.sampler:SamplerOrder", by="data.sampler.class_path")
         for option, value in own.items():
             s.put(f"data.sampler.{option}", value, by="data.sampler.class_path")

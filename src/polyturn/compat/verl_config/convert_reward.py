@@ -62,11 +62,11 @@ def _managed(s: Source, function: str | None) -> None:
     """Score with a manager of the project's own; it calls the function as it likes."""
     model, manager = s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", "")), s.get(MANAGER)
     if s.get(SOURCE) == "importlib":
-        manager = f"{_placed(module_of(str(s.get(MODULE))))}:{manager}"
+        manager = placed(f"{module_of(str(s.get(MODULE)))}:{manager}")
     own = {
         "manager": manager,
-        "function": None if function is None else _placed(function),
-        "tokenizer": str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model,
+        "function": None if function is None else placed(function),
+        "tokenizer": placed(model),
         "config": s.sections("actor_rollout_ref", "algorithm", "data", "reward", "reward_model", "trainer"),
         "manager_kwargs": s.get("reward_model.reward_kwargs", {}),
         "function_kwargs": s.get("custom_reward_function.reward_kwargs", {}),
@@ -76,9 +76,11 @@ def _managed(s: Source, function: str | None) -> None:
     s.put("reward.timeout_s", MANAGER_S, by=MANAGER)
 
 
-def _placed(name: str) -> str:
-    """Return `file.py` or `file.py:name` with the absolute path of the file; a module as it is."""
-    return str(Path(name).absolute()) if name.partition(":")[0].endswith(".py") else name
+def placed(name: str) -> str:
+    """Return what is there, also as `file.py:name`, with an absolute path; a module or a name of the hub as it is."""
+    file, colon, attribute = name.partition(".py:")
+    path = Path(f"{file}.py" if colon else file).expanduser()
+    return f"{path.absolute()}{colon[3:]}{attribute}" if name and path.exists() else name
 
 
 def reward_manager(s: Source) -> None:
@@ -127,7 +129,9 @@ def _check_imported(s: Source, name: str) -> None:
 def _check_registered(s: Source, name: str) -> None:
     """Refuse a manager that the file of the reward function does not register; nothing is imported for the question."""
     where = s.get("custom_reward_function.path")
-    file = None if where is None else Path(str(where)).expanduser()
+    if str(where).startswith("pkg://"):
+        return
+    file = None if where is None else Path(module_of(str(where)))
     text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else ""
     if re.search(rf"register\(\s*['\"]{re.escape(name)}['\"]", text) is None:
         here = "no custom_reward_function.path registers one" if where is None else f"{where} registers none of that name"
