@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+MAX_TAGS = 10
+"""Tags of one kind beside which a right answer earns less: a model that writes many guesses for it."""
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(
     solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` for a right answer, `format_score` for another one, 0.0 where there is none.
+    """Return `score` for a right answer (a quarter beside over ten tags), `format_score` for another, else 0.0.
 
     Args:
         solution_str: What the model wrote.
@@ -31,22 +33,55 @@ def compute_score(
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
-    targets = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
-    return score if em_check(answer, targets) else format_score
+    right = score / 4 if max(count_answer_tags(solution_str)) > MAX_TAGS else score
+    return right if em_check(answer, _targets(ground_truth)) else format_score
+
+
+def compute_score_subem(
+    solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """Return `score` for an answer that has a right one in it, `format_score` for another answer, else 0.0."""
+    answer = extract_solution(solution_str)
+    if answer is None:
+        return 0.0
+    return score if subem_check(answer, _targets(ground_truth)) else format_score
 
 
 def extract_solution(solution_str: Any) -> str | None:
-    """Return what stands in the last `<answer>` of a text; None if nothing does."""
-    if not isinstance(solution_str, str) or (end := solution_str.rfind("</answer>")) < 0:
-        return None
-    start = solution_str.rfind("<answer>", 0, end)
-    return None if start < 0 else solution_str[start + len("<answer>") : end].strip()
+    """Return what stands in the last `<answer>…</answer>` of a text; None if nothing does."""
+    found, end = None, 0
+    while isinstance(solution_str, str):
+        start = solution_str.find("<answer>", end)
+        end = solution_str.find("</answer>", start)
+        if min(start, end) < 0:
+            break
+        found, end = solution_str[start + len("<answer>") : end].strip(), end + len("</answer>")
+    return found
+
+
+def count_answer_tags(text: str) -> tuple[int, int]:
+    """Return how many `<answer>` and how many `</answer>` a text has."""
+    return text.count("<answer>"), text.count("</answer>")
 
 
 def em_check(prediction: str, golden_answers: Any) -> bool:
     """Return whether a prediction is one of the right answers, up to how it is written."""
+    return normalize_answer(prediction) in _normalized(golden_answers)
+
+
+def subem_check(prediction: str, golden_answers: Any) -> bool:
+    """Return whether one of the right answers is a part of a prediction, up to how both are written."""
+    whole = normalize_answer(prediction)
+    return any(answer in whole for answer in _normalized(golden_answers))
+
+
+def _normalized(golden_answers: Any) -> set[str]:
     answers = [golden_answers] if isinstance(golden_answers, str) else list(golden_answers)
-    return normalize_answer(prediction) in {normalize_answer(str(a)) for a in answers}
+    return {normalize_answer(str(answer)) for answer in answers}
+
+
+def _targets(ground_truth: Any) -> Any:
+    return ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
 
 
 def normalize_answer(text: str) -> str:

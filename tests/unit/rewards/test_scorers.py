@@ -132,11 +132,23 @@ def test_geo3k_scores_a_bare_answer_too() -> None:
         ("<answer>Beatles band</answer>", {"target": ["Beatles"]}, 0.25),
         ("Beatles", {"target": ["Beatles"]}, 0.0),
         ("</answer>Beatles<answer>", {"target": ["Beatles"]}, 0.0),
+        ("<answer>no <answer>Beatles</answer>", {"target": ["Beatles"]}, 0.25),
+        ("<answer>Beatles</answer> <answer>", {"target": ["Beatles"]}, 1.0),
+        ("<answer>x</answer>" * 9 + "<answer>Beatles</answer>", {"target": ["Beatles"]}, 1.0),
+        ("<answer>x</answer>" * 10 + "<answer>Beatles</answer>", {"target": ["Beatles"]}, 0.25),
+        ("</answer>" * 10 + "<answer>Beatles</answer>", {"target": ["Beatles"]}, 0.25),
         (None, {"target": ["Beatles"]}, 0.0),
     ],
 )
 def test_search_r1_compares_the_last_answer_with_the_right_ones(text: Any, truth: Any, score: float) -> None:
     assert search_r1.compute_score(text, truth, format_score=0.25) == score
+
+
+def test_search_r1_finds_a_right_answer_in_another() -> None:
+    truth = {"target": ["the Beatles"]}
+    assert search_r1.compute_score_subem("<answer>Beatles, 1962</answer>", truth) == 1.0
+    assert search_r1.compute_score_subem("<answer>Stones</answer>", truth, format_score=0.25) == 0.25
+    assert search_r1.compute_score_subem("Beatles", truth) == 0.0
 
 
 class Sandbox(BaseHTTPRequestHandler):
