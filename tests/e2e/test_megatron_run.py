@@ -49,6 +49,21 @@ def test_a_run_learns_and_goes_on_with_the_other_backend(tmp_path):
     assert last["step"] == 11 and last["policy/rollout_difference_max"] < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_a_critic_goes_on_with_the_other_backend(tmp_path):
+    config = write_tiny_run(tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    critic = [*WITHOUT_MORE, "train.backend=megatron", "warm_start.steps=0", "algorithm.advantage=gae"]
+    for steps, more in ((2, ()), (3, ("--resume", "train.backend=torch"))):
+        done = run_forked("train", config, *critic, f"train.steps={steps}", *more, env=environment)
+        assert done.returncode == 0, done.err
+    steps = metrics_of(tmp_path / "runs" / "tiny")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["critic/grad_norm"] > 0 and step["critic/skipped_steps"] == 0 for step in steps)
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -131,6 +131,25 @@ def test_a_critic_goes_on_with_any_number_of_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_share_experts_and_one_process_goes_on_with_them(tmp_path):
+    """Policy and critic; both ranks see all samples, and the engine says which experts tokens went to."""
+    config = write_run(tmp_path)
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": "true"}
+    experts = ["model.init.model_type=qwen3_moe", *(f"model.init.{name}={value}" for name, value in sizes.items())]
+    settings = [*experts, *CRITIC, "algorithm.routing.balance_coef=0.01", "warm_start.steps=0"]
+    shared = "train.distributed={ranks: 2, expert_parallel: 2}"
+    done = run_forked("train", config, "train.steps=2", shared, *settings, env=ENVIRONMENT)
+    assert done.returncode == 0, done.err
+    done = run_forked("train", config, "--resume", "train.steps=3", *settings, env=ENVIRONMENT)
+    assert done.returncode == 0, done.err
+    steps = metrics_of(tmp_path / "runs" / "tiny")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["loss/router_balance"] > 0 and step["critic/grad_norm"] > 0 for step in steps)
+    assert all(step["policy/rollout_difference_max"] < 1e-4 for step in steps), "the engine samples with what is trained"
+
+
+@pytest.mark.slow
 def test_a_killed_leader_ends_the_run_and_the_other_ranks(tmp_path):
     run, ranks = started(tmp_path, command("train", write_run(tmp_path), "--nproc", 2, *ENDLESS))
     try:
