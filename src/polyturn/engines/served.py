@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 import shutil
 import sys
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from polyturn.engines.served_routes import FLAG
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WeightStore
 from polyturn.engines.weight_transport import choose_way
+
+logger = logging.getLogger(__name__)
 
 _FOR_PROBES = 16
 """Places on a server beyond those of the rollout, so that looking at its weights never waits for an episode."""
@@ -106,7 +109,7 @@ def _launches(
     count = launch.replicas if places is None else places.count
     device = "cuda" if (torch.cuda.is_available() if places is None else places.num_gpus) else "cpu"
     wide = ["--tensor-parallel-size", str(places.num_gpus)] if places is not None and places.num_gpus > 1 else []
-    routes = [] if setup.routes is None else [FLAG]
+    asks = _asks_for_routes(setup, client, device=device)
     if places is None and device == "cuda" and count > 1 and not launch.devices:
         raise ConfigError(
             f"engine.launch.replicas is {launch.replicas} and nothing says which GPUs each server gets; set "
@@ -121,9 +124,25 @@ def _launches(
             max_context=setup.max_context,
             device=device,
             sees=setup.media is not None,
-            args=[*wide, *routes, *launch.args],
-            env={**devices, **({} if setup.routes is None else client.routes_env), **launch.env},
+            args=[*wide, *([FLAG] if asks else []), *launch.args],
+            env={**devices, **(client.routes_env if asks else {}), **launch.env},
         )
         log = None if launch.log is None else Path(launch.log if number == 0 else f"{launch.log}.{number}")
         specs.append(dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=log))
     return specs
+
+
+def _asks_for_routes(setup: EngineSetup, client: type[RemoteEngine], *, device: str) -> bool:
+    """Return whether servers are started so that they say which experts tokens went to. Asked on a CPU they end: vLLM needs
+    Triton for it, which has no backend there, and SGLang memory that CUDA has registered.
+
+    Raises:
+        ConfigError: it is needed there.
+    """
+    if setup.routes is None or device != "cpu":
+        return setup.routes is not None
+    why = f"{client.name} does not say on a CPU which experts tokens went to"
+    if setup.needs_routes:
+        raise ConfigError(f"algorithm.routing.replay is on and {why}; set it to auto or off, or take engine.kind embedded")
+    logger.warning("%s; training sends them where its own routers do, and counts them (policy/router_missing)", why)
+    return False

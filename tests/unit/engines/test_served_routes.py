@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polyturn.core.errors import AlignmentError, EngineError
+from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.routing import RouteShape
+from polyturn.engines.options import LaunchOptions
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.served_routes import ServedRoutes
+from polyturn.engines.serve_commands import SERVE_COMMANDS
+from polyturn.engines.served import _launches
+from polyturn.engines.served_routes import FLAG, ServedRoutes
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 
@@ -104,3 +109,26 @@ def test_what_a_server_cannot_give_or_says_of_another_model_is_refused_in_a_sent
     other = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
     with pytest.raises(AlignmentError, match="2 layers with experts"):
         other._read(ask(0), vllm_reply(npy(np.zeros((4, 5, 2), np.uint8))))
+
+
+@pytest.mark.parametrize("client", [VllmEngine, SglangEngine])
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_server_on_a_cpu_is_not_asked_to_say_it(
+    needs: bool, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    setup: Any = SimpleNamespace(routes=SHAPE, needs_routes=needs, places=None, max_context=64, media=None)
+
+    def started() -> Any:
+        return _launches(LaunchOptions(python="python"), setup, client, SERVE_COMMANDS[client.name], Path())[0]
+
+    if needs:
+        with pytest.raises(ConfigError, match=f"replay is on and {client.name} does not say on a CPU which experts"):
+            started()
+        return
+    spec = started()
+    assert FLAG not in spec.command and not client.routes_env.keys() & spec.env.keys()
+    assert "policy/router_missing" in caplog.text
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    spec = started()
+    assert FLAG in spec.command and client.routes_env.items() <= spec.env.items()
