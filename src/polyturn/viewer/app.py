@@ -264,6 +264,6 @@ def _real(given: Mapping[str, str], name: str, default: float) -> float:
 
 def _whole(given: dict[str, str], name: str, default: int) -> int:
     value = given.get(name, str(default))
-    if not value.isdecimal():
-        raise HTTPException(422, f"{name} is {value!r}; it must be a whole number of at least 0")
+    if not value.isdecimal() or len(value) > 15:
+        raise HTTPException(422, f"{name} is {value[:40]!r}; it must be a whole number of at least 0, of at most 15 digits")
     return int(value)

@@ -151,7 +151,7 @@ def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
     for key, value in wanted.items():
         if value == "":
             continue
-        kind, _, column = key.partition("_") if key.startswith(("min_", "max_")) else ("", "", key)
+        kind, _, column = key.partition("_") if key.startswith(("min_", "max_")) and key not in PLAIN else ("", "", key)
         if key == "errors":
             failed = pc.is_valid(table["error"])
             masks.append(pc.or_(failed, pc.fill_null(pc.greater(table["num_tool_errors"], 0), False)))

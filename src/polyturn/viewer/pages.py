@@ -17,6 +17,7 @@ from typing import Any
 
 import starlette.responses
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,6 +54,11 @@ def page_app(title: str, *, cookie: str, rules: ServerRules) -> FastAPI:
     @app.exception_handler(PolyturnError)
     async def refused(request: Request, problem: PolyturnError) -> Response:
         return JSONResponse({"detail": " ".join(str(problem).split())}, 422)
+
+    @app.exception_handler(RequestValidationError)
+    async def misunderstood(request: Request, problem: RequestValidationError) -> Response:
+        said = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in problem.errors())
+        return JSONResponse({"detail": f"the request cannot be understood ({said})"}, 422)
 
     @app.get("/")
     def index() -> Response:

@@ -55,6 +55,7 @@ def test_kinds_are_counted_with_training_first_and_empty_columns_left_out(client
     assert "stop_reason" not in counted, "all are of one kind"
     assert client.get("/api/runs/0/trajectories?text=apples&reward=1.0").json()["total"] == 2
     assert client.get("/api/runs/0/trajectories?text=(&regex=1").status_code == 422
+    assert client.get("/api/runs/0/trajectories?min_version=0&max_version=0").json()["total"] == 4
 
 
 def test_a_number_of_many_values_has_ranges_that_hold_every_row_once(client: TestClient):
