@@ -30,7 +30,7 @@ class MetricFile:
         self.written_at = 0.0
         """Seconds of the clock at which it was last written."""
         self._folder, self._name = folder, name
-        self._read_to = self._bad_lines = 0
+        self._read_to = self._bad_lines = self._file = 0
 
     def refresh(self) -> None:
         """Read the lines that are whole by now."""
@@ -46,8 +46,8 @@ class MetricFile:
             return
         about = path.stat()
         size, self.written_at = about.st_size, about.st_mtime
-        if size < self._read_to:  # a resumed run drops the steps that it takes again
-            self.lines, self.names, self._read_to, self._bad_lines = [], {}, 0, 0
+        if size < self._read_to or about.st_ino != self._file:  # a resumed run drops the steps that it takes again
+            self.lines, self.names, self._read_to, self._bad_lines, self._file = [], {}, 0, 0, about.st_ino
         with path.open("rb") as file:
             file.seek(self._read_to)
             new = file.read(max(0, MAX_BYTES - self._read_to))

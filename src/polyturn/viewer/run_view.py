@@ -89,6 +89,7 @@ class RunView:
         def known(column: str) -> list[str]:
             return sorted(v for v in pc.unique(self._store.table([column])[column]).to_pylist() if v)
 
+        how_far = self._progress()
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -96,10 +97,10 @@ class RunView:
             "splits": known("split"),
             "stop_reasons": known("stop_reason"),
             "data_sources": known("data_source"),
-            **self._progress(),
+            **how_far,
             "latest": self._latest(),
             "num_metrics": len(self._metrics.lines) + len(self._warm_start.lines),
-            "problems": self.problems(),
+            "problems": self.problems(is_running=how_far["state"] == "running"),
             "has_tokenizer": self._tokens().is_known,
         }
 
@@ -134,13 +135,13 @@ class RunView:
         known = {"name": self.name, "folder": str(self.folder), "num_metrics": 0, "has_tokenizer": False}
         return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
 
-    def problems(self) -> list[str]:
-        """Return a sentence for each thing of the run that cannot be read."""
+    def problems(self, *, is_running: bool = False) -> list[str]:
+        """Return a sentence for each thing of the run that cannot be read, or that one which does not go on has not."""
         found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
-        is_warming_up = bool(self._warm_start.lines) and not self._metrics.is_there
-        if not (self.folder / FOLDER).is_dir() and not is_warming_up:
+        is_begun = is_running or (bool(self._warm_start.lines) and not self._metrics.is_there)
+        if not (self.folder / FOLDER).is_dir() and not is_begun:
             found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
-        if not self._metrics.is_there and not is_warming_up and not self._metrics.problem:
+        if not self._metrics.is_there and not is_begun and not self._metrics.problem:
             found.append("the run recorded no metrics (there is no metrics.jsonl)")
         return found + self._metrics.problems() + self._warm_start.problems()
 

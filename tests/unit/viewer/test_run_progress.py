@@ -95,6 +95,23 @@ def test_a_lock_that_is_none_tells_nothing(run: Path, kind: str):
     assert state(run) == ("running", "")
 
 
+def test_a_run_that_goes_on_lacks_nothing_yet_and_one_that_ended_does(tmp_path: Path):
+    with hold_folder(tmp_path):
+        assert RunView(tmp_path).summary()["problems"] == []
+    assert len(RunView(tmp_path).summary()["problems"]) == 2
+
+
+def test_metrics_that_a_resumed_run_wrote_anew_take_the_place_of_the_old_ones(run: Path):
+    """The new file may be longer by the time it is looked at."""
+    view = RunView(run)
+    assert view.summary()["num_metrics"] == 1
+    (run / "new").write_text('{"step": 1, "reward/mean": 0.1}\n{"step": 2, "reward/mean": 0.2, "loss/total": 1.0}\n' * 2)
+    (run / "new").replace(run / "metrics.jsonl")
+    found = view.summary()
+    assert found["num_metrics"] == 4 and found["problems"] == RunView(run).summary()["problems"]
+    assert "eval/greedy/success" not in view.metrics()["names"]
+
+
 def test_the_list_of_runs_has_what_each_was_worth_last(run: Path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 0.75}\n')
