@@ -22,7 +22,7 @@ from polyturn.store.schema import StoredTrajectory
 from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, is_trained, why, why_weight
 
 MAX_TOKENS = 20_000
-"""Tokens of one segment that a page shows at once."""
+"""Tokens that a page shows at once."""
 MAX_TEXT = 100_000
 """Characters of one text that a page shows."""
 
@@ -37,9 +37,14 @@ def trajectory_page(
         tokens: The texts of the run's ids.
         segment: Which segment is not shown from its beginning.
         start: Its first token that is shown.
-        page_size: Tokens of a segment that are shown.
+        page_size: Tokens that are shown: of that segment first, then of the others in their order, as long as there is room.
     """
     one = record.trajectory
+    shown, left = {}, page_size
+    for n in sorted(range(len(one.segments)), key=lambda n: n != segment):
+        begin = max(0, min(start if n == segment else 0, len(one.segments[n]) - 1))
+        shown[n] = slice(begin, min(begin + left, len(one.segments[n])))
+        left -= shown[n].stop - begin
     reward = None if one.reward is None else plain(to_json(one.reward))
     task = {
         "id": one.task.id,
@@ -61,16 +66,14 @@ def trajectory_page(
         "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
         "metrics": plain(to_json(one.metrics)),
         "messages": list(_conversation(one)),
-        "segments": [_segment(record, n, tokens, start if n == segment else 0, page_size) for n in range(len(one.segments))],
+        "segments": [_segment(record, n, tokens, shown[n]) for n in range(len(one.segments))],
         "page_size": page_size,
         "has_tokenizer": tokens.is_known,
     }
 
 
-def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, start: int, size: int) -> dict[str, Any]:
+def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, shown: slice) -> dict[str, Any]:
     segment, trained = record.trajectory.segments[number], record.trained
-    start = max(0, min(start, len(segment) - 1))
-    shown = slice(start, start + size)
     ids = segment.token_ids[shown].tolist()
     made = {
         "advantages": trained.advantages,
@@ -101,12 +104,12 @@ def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, start: i
     if trained.weights is not None:
         for t in np.flatnonzero(segment.sampled_mask[shown]).tolist():
             if (note := why_weight(float(segment.loss_weights[shown][t]), float(used[shown][t]))) is not None:
-                notes[start + t] = note
+                notes[shown.start + t] = note
     return {
         "agent": segment.agent,
         "parent": None if segment.parent is None else list(segment.parent),
         "num_tokens": len(segment),
-        "start": start,
+        "start": shown.start,
         "ids": ids,
         "texts": tokens.texts(ids),
         "weights": segment.loss_weights[shown].tolist(),

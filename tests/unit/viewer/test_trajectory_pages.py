@@ -1,0 +1,34 @@
+"""What the page of a trajectory is given: never more tokens at once than it has room for, whatever their segments."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.store.schema import StoredTrajectory
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.viewer.tokens import TokenTexts
+from polyturn.viewer.trajectory_page import trajectory_page
+
+
+@pytest.mark.parametrize(
+    ("segment", "start", "shown"),
+    [(0, 0, [(0, 10), (0, 2), (0, 0)]), (1, 4, [(0, 6), (4, 6), (0, 0)]), (2, 0, [(0, 2), (0, 0), (0, 10)]),
+     (0, 99, [(9, 1), (0, 10), (0, 1)]), (9, 9, [(0, 10), (0, 2), (0, 0)])],
+)  # fmt: skip
+def test_segments_share_the_room_of_a_page(tmp_path: Path, segment: int, start: int, shown: list[tuple[int, int]]):
+    """Three segments of ten tokens, and room for twelve: that which is asked for comes first."""
+    spec = GroupSpec(id="g", task=task("What is 2+2?", id="t"), size=1)
+    (group,) = asyncio.run(RolloutPool(scripted_context(["four"])).run([spec]))
+    (one,) = group.trajectories
+    first = one.segments[0]
+    span = dataclasses.replace(first.spans[0], ids=first.token_ids[:10])
+    three = dataclasses.replace(one, turns=(), segments=tuple(dataclasses.replace(first, spans=(span,)) for _ in range(3)))
+    record = StoredTrajectory(trajectory=three, group="g", step=1, split="train")
+    page = trajectory_page(record, TokenTexts(tmp_path), segment=segment, start=start, page_size=12)
+    assert [(part["start"], len(part["ids"])) for part in page["segments"]] == shown
+    assert [part["num_tokens"] for part in page["segments"]] == [10, 10, 10]
