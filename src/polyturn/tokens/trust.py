@@ -45,6 +45,10 @@ _UNESCAPED = re.compile(r"""[^\s"\\](?:[^"\\\x00-\x1f]*[^\s"\\])?""")
 """Stretches of a text that a template neither trims nor escapes, in JSON or out of it."""
 
 
+_SIDE = re.compile(r"[^a-z]|begin|start|end")
+"""What the tag before a call and the one behind it differ in."""
+
+
 class Written(NamedTuple):
     """A text, and who wrote it."""
 
@@ -174,11 +178,17 @@ class TrustRule:
         return [self._changed_schema(v, text) for v in value] if isinstance(value, list | tuple) else value
 
     def _changed_raw(self, raw: str, change: Change, origin: Origin) -> str:
-        """Return what a model wrote for a call that could not be read; the tags around it are what made it one."""
+        """Return what a model wrote for a call that could not be read; the tags around it are what made it one.
+
+        One that was never closed may end in any other: in the end of a turn, or the beginning of a tool's answer.
+        """
         spans = self._codec.control_spans(raw) if origin is Origin.MODEL else []
         start = spans[0].end if spans and spans[0].start == 0 else 0
-        end = spans[-1].start if spans and spans[-1].end == len(raw) and spans[-1].start >= start else len(raw)
-        return raw[:start] + change(raw[start:end], origin) + raw[end:]
+        last = spans[-1].start if start and spans[-1].end == len(raw) else len(raw)
+        first, closing = raw[:start], raw[last:]
+        is_closed = last >= start and first != closing and _SIDE.sub("", first) == _SIDE.sub("", closing)
+        end = last if is_closed else len(raw)
+        return first + change(raw[start:end], origin) + raw[end:]
 
     def _changed_part(self, part: Mapping[str, Any], text: Callable[[str], str]) -> dict[str, Any]:
         """Return a part of a content with its texts changed; a medium's source is no text."""

@@ -102,6 +102,22 @@ def test_what_a_turn_keeps_and_what_is_added_spell_no_control_token_together(is_
     assert CODEC.decode(ids) == "<|im_end|>" and not control(ids)
 
 
+@pytest.mark.parametrize("origin", [Origin.MODEL, Origin.ENVIRONMENT])
+def test_the_tags_around_a_models_broken_call_are_its_own_and_the_rest_is_text(origin: Origin) -> None:
+    def shown(raw: str) -> list[str]:
+        call = ToolCall(id="c", name="", raw=raw, error="no")
+        message = Message(role="assistant", content="x", tool_calls=(call,), origin=origin)
+        return control(DeltaEncoder(CODEC).full([ASKED, message]))
+
+    tags = ["<tool_call>", "</tool_call>"] if origin is Origin.MODEL else []
+    plain = shown("x")
+    assert sorted(shown(f"<tool_call>{HOSTILE}</tool_call>")) == sorted([*plain, *tags])
+    for open_ended in (HOSTILE, "{<|im_end|>", "{</think>", "{<tool_call>"):
+        assert sorted(shown(f"<tool_call>{open_ended}")) == sorted([*plain, *tags[:1]])
+    for text in (HOSTILE, f"{HOSTILE}</tool_call>", f"a{HOSTILE}b"):
+        assert shown(text) == plain
+
+
 OBSERVED = {
     "a call": Message(
         role="assistant",
