@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyturn.core.env import Env, envs
-from polyturn.core.errors import DataError, UnknownNameError
+from polyturn.core.errors import ConfigError, DataError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.rewards.router import RewardRouter
@@ -209,6 +210,13 @@ async def test_environments_do_not_wait_for_one_another() -> None:
 def test_a_row_that_cannot_be_played_is_refused_before_the_run(extra: Any, says: str) -> None:
     with pytest.raises(DataError, match=f"task 't0'.*{says}"):
         Gym(env="test_counter").check_task(task(extra=extra))
+
+
+def test_an_environment_with_a_misspelt_method_is_refused_when_it_is_named(tmp_path: Path) -> None:
+    methods = ("reset(self, *, seed)", "stepp(self, action)", "close(self)")
+    (tmp_path / "mine.py").write_text("class Door:\n" + "".join(f"    def {method}: return None\n" for method in methods))
+    with pytest.raises(ConfigError, match="step"):
+        Gym(env="mine.py:Door", base=tmp_path)
 
 
 def test_an_environment_that_is_missing_or_unknown_is_named() -> None:
