@@ -38,6 +38,7 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode_state import Aside, EpisodeState, EpisodeView, sampled_for
 from polyturn.rollout.history_state import Mark
 from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.request_length import TooLongError, check_text
 from polyturn.rollout.resources import Fork, as_messages
 from polyturn.rollout.stop_strings import Stopped, generate_until
 
@@ -67,6 +68,7 @@ class Episode(EpisodeState):
             InteractionError: the interaction could not be started.
             TemplateError: the template cannot render what waits.
             SchedulerError: it cannot render the history that the scheduler wrote.
+            TooLongError: what is shown first is longer than the context.
         """
         shared, history = self.resources, self._history
         is_first = not shared.is_started
@@ -75,6 +77,14 @@ class Episode(EpisodeState):
         elif shared.on_turn is not None:
             await shared.on_turn()
         await self.process_media(history.to_encode)
+        try:
+            await check_text(history.to_encode, codec=self.codec, limits=self.limits)
+        except TooLongError:
+            if is_first:
+                raise
+            if event_log.is_on():
+                event_log.limited(self.id, turn=len(history.turns), reason=StopReason.CONTEXT_FULL)
+            return StopReason.CONTEXT_FULL
         prompt = history.next_prompt()
         if is_first:
             history.show(prompt)

@@ -2,8 +2,8 @@
 
     check_length(messages, codec=…, limits=…)     returns soon for what is short, else once a thread has counted
 
-Separate because a request comes from outside: a text of a few megabytes takes the tokenizer seconds, and everything that the
-event loop serves would wait. Behind this check a request is at most as long as the context.
+Separate because a request comes from outside, as an environment's words do: a text of a few megabytes takes the tokenizer
+seconds, and everything that the event loop serves would wait. Behind this check it is at most as long as the context.
 """
 
 from __future__ import annotations
@@ -45,10 +45,18 @@ async def check_length(
     Raises:
         TooLongError: there are too many tokens.
     """
-    texts = [*map(_text_of, messages), *([json.dumps(tools)] if tools else [])]
-    num_chars, limit = sum(map(len, texts)), limits.max_context
+    limit = limits.max_context
     if limit is not None and len(messages) > limit:
         raise TooLongError(f"there are {len(messages)} messages, more than a context of {limit} tokens holds")
+    await check_text(messages, tools=tools, codec=codec, limits=limits)
+
+
+async def check_text(
+    messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), codec: Codec, limits: Limits
+) -> None:
+    """Refuse what `check_length` refuses, but for the number of messages: an environment's words may be megabytes, too."""
+    texts = [*map(_text_of, messages), *([json.dumps(tools)] if tools else [])]
+    num_chars, limit = sum(map(len, texts)), limits.max_context
     if num_chars <= LONG_CHARS or limit is None:
         return
     if num_chars > limit * codec.longest_token:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, ToolCall
+from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.request_length import LONG_CHARS, TooLongError, check_length
+from polyturn.rollout.run_episode import run_episode
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
 
 CODEC = Codec(tiny_tokenizer())
 
@@ -117,3 +125,29 @@ def test_a_long_text_has_the_ids_of_a_short_one(text: str):
     pieces = CODEC._backend.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
     assert CODEC.encode(text).tolist() == pieces
     assert CODEC.count([text]) == [len(pieces)]
+
+
+async def test_megabytes_of_an_environment_are_never_encoded(monkeypatch: pytest.MonkeyPatch):
+    """Only the words of the environment: the rest of the conversation is encoded as ever."""
+    encoded: list[int] = []
+    encode = DeltaEncoder.extend
+
+    def noted(self: DeltaEncoder, messages: Sequence[Message], **options: Any) -> Any:
+        encoded.append(max((len(m.text) for m in messages), default=0))
+        return encode(self, messages, **options)
+
+    class Shouts(MultiTurnScheduler):
+        async def step(self, episode: Episode, turn: OpenTurn) -> str:
+            return "x " * 10_000_000
+
+    monkeypatch.setattr(DeltaEncoder, "extend", noted)
+    context = scripted_context(["a", "b"], scheduler=Shouts(), limits=Limits(max_context=2000, max_turns=4))
+    trajectory = await run_episode(context, task(), id="e")
+    assert (trajectory.error, trajectory.stop_reason, len(trajectory.turns)) == (None, StopReason.CONTEXT_FULL, 1)
+    assert max(encoded, default=0) < LONG_CHARS
+
+
+async def test_a_first_prompt_of_megabytes_fails_by_name():
+    context = scripted_context(["a"], limits=Limits(max_context=2000))
+    trajectory = await run_episode(context, task("x " * 10_000_000), id="e")
+    assert "TooLongError: the messages have 200000" in (trajectory.error or "")
