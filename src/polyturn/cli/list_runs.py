@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.table import Table
 
 from polyturn.cli.console import Output, command
-from polyturn.cli.view import find_runs
 from polyturn.core.errors import PolyturnError
+from polyturn.store.run_folders import find_runs
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import read_metrics
 

@@ -34,6 +34,7 @@ from polyturn.core.live import is_held, is_label
 from polyturn.core.nesting import MAX_DEPTH, is_deep
 from polyturn.core.secret import masked
 from polyturn.infra.yaml_file import read_yaml
+from polyturn.store.run_folders import RESOLVED_HEAD
 
 __all__ = ["Loaded", "load_config", "load_values", "schema_table", "write_resolved"]
 
@@ -41,10 +42,6 @@ logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-RESOLVED_HEAD = (
-    "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
-)
-"""The first line of a run's own configuration, which tells it from one that a person wrote."""
 _BASE_LINE = "# Relative paths in it start at "
 """How the second line of a run's own configuration begins, where the run's paths start at a folder that is not the run's."""
 MAX_NAME = 1000

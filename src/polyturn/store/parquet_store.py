@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,9 +21,11 @@ import pyarrow.parquet as pq
 
 from polyturn.core.errors import one_line
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.store.options import StoreSettings
 from polyturn.store.schema import SCHEMA, StoredTrajectory, Trained
 from polyturn.store.to_rows import to_table
+
+if TYPE_CHECKING:
+    from polyturn.store.options import StoreSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,11 @@ class ParquetStore:
 
     def __init__(self, folder: Path, settings: StoreSettings | None = None, *, join_at: int = 64) -> None:
         """Open the store of the run in `folder`; parts that are there already stay."""
-        self.settings = settings or StoreSettings()
+        if settings is None:
+            from polyturn.store.options import StoreSettings  # what only reads needs none
+
+            settings = StoreSettings()
+        self.settings = settings
         self._join_at = join_at  # so many parts that one flush wrote are joined to one
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.config.load import RESOLVED_HEAD
 from polyturn.core.errors import RewardError
 from polyturn.infra.folder_lock import hold_folder
+from polyturn.store.run_folders import RESOLVED_HEAD
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 pytestmark = pytest.mark.timeout(300)

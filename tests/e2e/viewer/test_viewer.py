@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.config.load import RESOLVED_HEAD
+from polyturn.store.run_folders import RESOLVED_HEAD
 from support.viewer_runs import add_step
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.cli.view import find_runs
 from polyturn.core.errors import DataError
 from polyturn.core.serde import to_json
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore, list_parts
+from polyturn.store.run_folders import find_runs
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.viewer.run_view import RunView
 from support.runs import call_command

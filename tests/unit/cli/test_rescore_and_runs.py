@@ -11,7 +11,6 @@ import pytest
 
 from polyturn.api.folders import new_run_folder
 from polyturn.cli import list_runs, rescore
-from polyturn.cli.view import find_runs
 from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, RolloutError
@@ -20,6 +19,7 @@ from polyturn.rewards.options import CallOptions
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.run_folders import find_runs
 from polyturn.testing.episodes import scripted_context, task
 from support.runs import write_tiny_run
 

@@ -1,0 +1,60 @@
+"""The folders of runs: which folders are a run's, and the runs inside one.
+
+    runs/quickstart/     has metrics.jsonl, trajectories/, or a config.yaml that a run wrote; a person's makes no run
+
+Separate so that a list of runs reads no configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyturn.core.contained import contained
+from polyturn.core.errors import DataError
+
+RESOLVED_HEAD = (
+    "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
+)
+"""The first line of a run's own configuration, which tells it from one that a person wrote."""
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """Return the runs that folders mean: a run's own, or each run inside, the newest first.
+
+    Raises:
+        DataError: there is none.
+    """
+    runs: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise DataError(f"there is no folder {str(folder)!r}; name a run's folder, or a folder of runs")
+        if _is_run(folder):
+            runs.append(folder)
+            continue
+        inside = _runs_in(folder) or (_runs_in(folder / "runs") if (folder / "runs").is_dir() else [])
+        if not inside:
+            raise DataError(
+                f"there is no run in {str(folder)!r}: a run's folder has metrics.jsonl, trajectories/ or a config.yaml that "
+                "polyturn wrote"
+            )
+        runs += inside
+    return list(dict.fromkeys(runs))
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.iterdir() if p.is_dir() and _is_run(p)), key=lambda p: -p.stat().st_mtime)
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run, however little it wrote so far; a config that a person wrote is none."""
+    if any((folder / name).exists() for name in ("metrics.jsonl", "trajectories")):
+        return True
+    try:
+        config = contained(folder, "config.yaml")
+        if config is None:
+            return False
+        with config.open("rb") as lines:
+            return lines.read(len(RESOLVED_HEAD.encode())) == RESOLVED_HEAD.encode()
+    except (OSError, DataError):
+        return False
