@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -74,8 +75,8 @@ class RolloutContext:
     media: MediaProcessor | None = None
     """The model's processor, for messages that show images, videos or sounds; None for text."""
 
-    told: set[str] = field(default_factory=set)
-    """What is said once in a run: lines of plug-ins whose exceptions were logged with their traceback, and `warn_of`."""
+    told: Counter[str] = field(default_factory=Counter)
+    """How often there was a reason to say what is not said every time: why trajectories failed, and `warn_of`."""
 
     journal: Journal | None = None
     """Where live episodes are kept turn by turn, so that a resumed run goes on with them; None keeps nothing."""
@@ -169,7 +170,7 @@ class RolloutContext:
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
         """Warn of a difference between held ids and a full render that nothing explains, once in a run."""
         if difference.kind == sanity.UNEXPLAINED and difference.kind not in self.told:
-            self.told.add(difference.kind)
+            self.told[difference.kind] += 1
             logger.warning(
                 "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept",
                 self.sanity_mode,

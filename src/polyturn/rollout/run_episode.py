@@ -268,12 +268,19 @@ def _end(episode: Episode, state: RequestState) -> None:
 
 
 def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
-    """Log why an episode failed, with the traceback of a plug-in's exception once for each line that raises; return why."""
+    """Log why an episode failed, for one reason the first, tenth, hundredth … time; return why.
+
+    The first time comes with the traceback, where a plug-in raised it: its line then is the reason.
+    """
     where = raised_at(problem)
     error = one_line(problem).removesuffix(where) + where
-    is_news = bool(where) and where not in context.told
-    context.told.add(where)
-    logger.warning("trajectory %s failed: %s", episode_id, error, exc_info=problem if is_news else None)
+    reason = where or error.replace(episode_id, "…")
+    context.told[reason] += 1
+    count = context.told[reason]
+    level = logging.WARNING if count == 10 ** (len(str(count)) - 1) else logging.DEBUG
+    again = f" ({count} trajectories so far)" if count > 1 else ""
+    trace = problem if where and count == 1 else None
+    logger.log(level, "trajectory %s failed: %s%s", episode_id, error, again, exc_info=trace)
     return error
 
 

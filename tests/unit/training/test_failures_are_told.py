@@ -98,6 +98,16 @@ async def test_a_failure_names_the_line_of_the_plugin_and_its_traceback_is_logge
     assert HERE in alarm.message and "KeyError" in alarm.message
 
 
+@pytest.mark.parametrize("wrong", [{"scheduler": Stepper()}, {"rewards": {"openai/gsm8k": lambda trajectory: "a"}}])
+async def test_one_reason_of_many_failures_is_logged_the_first_the_tenth_the_hundredth_time(
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = await groups_of(6, 5, **wrong)
+    assert all(t.is_failed for group in groups for t in group.trajectories)
+    said = [r.getMessage() for r in caplog.records if "failed" in r.getMessage()]
+    assert [text.endswith("(10 trajectories so far)") for text in said] == [False, True]
+
+
 def test_an_error_that_passed_through_no_code_of_a_user_names_no_line() -> None:
     assert raised_at(RewardError("never raised")) == ""
     with pytest.raises(KeyError) as caught:
