@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from polyturn.api.given import GivenArguments
     from polyturn.api.run import Run
     from polyturn.api.stepping import Steps
+    from polyturn.config.config_source import ConfigSource
+
+logger = logging.getLogger(__name__)
+
+_OF_TRAINING = ("train", "algorithm", "warm_start")
+"""Sections that a run reads which trains."""
 
 
 def train(
@@ -51,7 +58,8 @@ def train(
         resume: Go on from the newest checkpoint of the run of this name; "auto": where there is one.
         overrides: Further keys of the configuration: a whole section (`train={"steps": 100}`), the last part of a key
             (`steps=100`, `lr=1e-5`, `max_turns=4`, `temperature=0.8`, `name="mine"`), or a whole key
-            (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may stand where YAML has an import path.
+            (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may stand where YAML has an import path,
+            and a number may be its text, as it comes from the environment (`steps=os.environ["STEPS"]`).
             Of these, `scheduler` is a subclass of `polyturn.MultiTurnScheduler`, an object of one, or the name of one;
             `engine` is "embedded" (the default), "vllm" or "sglang", or the section `engine` as a dict; `tokenizer` is a
             tokenizer of transformers, its folder or its name, the model's own by default; and `ray` is the address of a
@@ -88,14 +96,15 @@ def evaluate(
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
-    from polyturn.api import evaluating
-    from polyturn.api.event_loop import run_beside
-    from polyturn.api.given import GivenArguments, read
-    from polyturn.api.run import Run
+    from polyturn.api.given import GivenArguments
 
     own = {"model": model, "tools": tools, "interaction": interaction, "reward": reward}
-    with _shown():
-        source, resolved = read(GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None))
+    given = GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None)
+    with _begun(given, reads=()) as (source, resolved):
+        from polyturn.api import evaluating
+        from polyturn.api.event_loop import run_beside
+        from polyturn.api.run import Run
+
         folder, found = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
     return Run(folder, reports=found, resources=source)
 
@@ -124,15 +133,16 @@ def rollout(
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
-    from polyturn.api import rolling
-    from polyturn.api.event_loop import run_beside
-    from polyturn.api.given import GivenArguments, read
-    from polyturn.api.run import Run
+    from polyturn.api.given import GivenArguments
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     overrides = {"group_size": group_size, **overrides}
-    with _shown():
-        source, resolved = read(GivenArguments.of(overrides, **own, config=config, eval_tasks=None, ray=None))
+    given = GivenArguments.of(overrides, **own, config=config, eval_tasks=None, ray=None)
+    with _begun(given, reads=("group_size",)) as (source, resolved):
+        from polyturn.api import rolling
+        from polyturn.api.event_loop import run_beside
+        from polyturn.api.run import Run
+
         folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks))
     return Run(folder, resources=source)
 
@@ -165,14 +175,15 @@ def steps(
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
     from polyturn.api.given import GivenArguments, read
-    from polyturn.api.stepping import Steps
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     told = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
     source, resolved = read(told)
+    from polyturn.api.stepping import Steps
 
     def work(hooks: Any) -> Run:
         with _shown():
+            _announce(source)
             from polyturn.api.training import RunOptions, run_training
 
             options = RunOptions(
@@ -187,12 +198,9 @@ def _again(name: str) -> str:
     return f"polyturn.train(…, name={name!r}, resume=True)"
 
 
-def _train(given: Any, *, resume: bool | Literal["auto"]) -> Run:
-    from polyturn.api.event_loop import run_beside
-    from polyturn.api.given import read
-
-    with _shown():
-        source, resolved = read(given)
+def _train(given: GivenArguments, *, resume: bool | Literal["auto"]) -> Run:
+    with _begun(given) as (source, resolved):
+        from polyturn.api.event_loop import run_beside
         from polyturn.api.training import RunOptions, run_training
 
         finished = run_beside(
@@ -220,11 +228,39 @@ def _run_of(finished: Any, given: Any, source: Any) -> Run:
 
 
 @contextlib.contextmanager
+def _begun(given: GivenArguments, *, reads: Collection[str] | None = None) -> Iterator[tuple[ConfigSource, dict[str, Any]]]:
+    """Read what was given, and show the lines of the run that begins.
+
+    Args:
+        given: What was given.
+        reads: Of the keywords of training, those that a run without training reads too; None where it trains.
+    """
+    from polyturn.api.given import read
+    from polyturn.api.keywords import path_of
+
+    with _shown():
+        source, resolved = read(given)
+        _announce(source)
+        idle = [n for n in given.overrides if reads is not None and n not in reads and path_of(n)[0] in _OF_TRAINING]
+        if idle:
+            instead = "; how often a task is answered: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
+            logger.warning("nothing is trained here, so %s has no effect%s", ", ".join(idle), instead)
+        yield source, resolved
+
+
+def _announce(source: ConfigSource) -> None:
+    from polyturn.api.console import quiet_transformers
+    from polyturn.api.ranks import tell_start
+
+    tell_start(source.config.name)
+    quiet_transformers()
+
+
+@contextlib.contextmanager
 def _shown() -> Iterator[None]:
     """Show the lines of a run where nobody has said where the program's log goes; an imported library says nothing else."""
-    from polyturn.api.console import ConsoleHandler, quiet_transformers
+    from polyturn.api.console import ConsoleHandler
 
-    quiet_transformers()
     ours = logging.getLogger("polyturn")
     if logging.getLogger().handlers or ours.handlers:
         yield

@@ -20,7 +20,7 @@ import numpy as np
 
 from polyturn.api.given_rows import called, check_first, rows_of, tasks_of
 from polyturn.api.keywords import path_of
-from polyturn.build.config_source import ConfigSource, model_folder
+from polyturn.config.config_source import ConfigSource, model_folder
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
 from polyturn.config.sources import merge

@@ -68,6 +68,13 @@ def this_rank() -> RankPlace | None:
         ) from problem
 
 
+def tell_start(name: str) -> None:
+    """Say that a run begins, once for all of its ranks, before PyTorch is imported, which takes seconds."""
+    this = this_rank()
+    if this is None or this.rank == 0:
+        logger.info("run %s: loading PyTorch and the model", name)
+
+
 def launch(num_ranks: int) -> None:
     """Run this process's own command line in `num_ranks` processes, and return when all are done.
 

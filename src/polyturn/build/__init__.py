@@ -9,7 +9,6 @@ those to its left; nothing else in the library takes a config.
 
 from polyturn.build.backend import check_backend
 from polyturn.build.cluster import check_cluster, cluster_parts
-from polyturn.build.config_source import ConfigSource, model_folder
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
@@ -38,6 +37,7 @@ from polyturn.build.training import (
     stored_exporter,
     warm_start_samples,
 )
+from polyturn.config.config_source import ConfigSource, model_folder
 
 __all__ = [
     "ConfigSource", "FurtherPolicies", "Parts", "RunTasks", "build_codec", "build_endpoint_context", "build_engine",

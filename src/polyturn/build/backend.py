@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import build_codec, build_outline
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins

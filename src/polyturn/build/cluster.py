@@ -8,11 +8,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.backend import row_width
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, servable_folder
 from polyturn.build.model import build_codec, build_media, build_outline
 from polyturn.build.parts import Parts, build_parts, max_context_of
 from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.config_source import ConfigSource, folder_or_name
 from polyturn.build.critic import critic_path
 from polyturn.build.loss import build_correction, build_loss, reference_path, teacher_path
 from polyturn.build.parts import Parts
+from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
+from polyturn.config.config_source import ConfigSource
 from polyturn.core.errors import ConfigError
 
 if TYPE_CHECKING:

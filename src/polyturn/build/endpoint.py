@@ -6,10 +6,10 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.parts import build_context, build_plugins, build_tools, check_plugins
 from polyturn.build.policies import build_policies
 from polyturn.build.tasks import check_use
+from polyturn.config.config_source import ConfigSource
 from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.task import Task

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.config_source import ConfigSource
+from polyturn.config.config_source import ConfigSource
 from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams

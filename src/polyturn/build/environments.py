@@ -6,8 +6,8 @@ import atexit
 import re
 from collections.abc import Sequence
 
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.policies import FurtherPolicies
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import EnvConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.protocols import Tool

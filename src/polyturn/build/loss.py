@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from polyturn.algorithms.options import CorrectionSettings
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyturn.build.config_source import ConfigSource, folder_or_name
+from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig, TrainTokenizerConfig
 from polyturn.core.errors import ConfigError, one_line, raised_at
 from polyturn.core.live import is_label, target

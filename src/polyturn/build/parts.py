@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyturn.algorithms.options import RoutingOptions
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, find_engine, route_shape
 from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, on_gpu, set_up_torch
 from polyturn.build.policies import FurtherPolicies, build_policies
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RewardFunctionConfig
 from polyturn.config.models.rollout import LIMITS
 from polyturn.config.parts import arguments_of

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.algorithms.options import RoutingOptions
-from polyturn.build.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_model
+from polyturn.config.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.config.models import ModelConfig, PolicyConfig, RolloutConfig
 from polyturn.config.models.model import AnyModelConfig
 from polyturn.config.models.policies import SELF

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.batching.loss_scale import build_loss_scale
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.credit import check_algorithm, check_credit
 from polyturn.build.environments import build_env_tasks, env_configs, rows_for_env
 from polyturn.build.parts import Parts, Plugins, sampling_params
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import (
     TaskSourceConfig,
 )

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from polyturn import build
-from polyturn.build.config_source import ConfigSource, folder_or_name
 from polyturn.build.parts import check_plugins
 from polyturn.cli.dialects import load_native
+from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.load import base_of
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.tokens.hub import only_cached

@@ -352,3 +352,38 @@ def test_help_loads_nothing_heavy():
     assert "..." not in ended.stdout.replace("[ARGS]...", ""), "every command is told whole, in a line"
     assert ended.stdout.splitlines()[-1] == "[]"
     assert all(command in ended.stdout for command in ("train", "sft", "eval", "rollout", "show", "check", "config", "data"))
+
+
+LISTS = {"torch", "transformers", "pydantic", "omegaconf", "jinja2", "duckdb", "aiohttp"}
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("polyturn.cli.list_runs", LISTS), ("polyturn.cli.show", LISTS), ("polyturn.api.given", {"torch", "transformers"})],
+)
+def test_what_lists_reads_no_configuration_and_what_reads_one_loads_no_model(module: str, heavy: set[str]):
+    code = f"import sys, {module}\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert heavy & set(loaded) == set()
+
+
+@pytest.mark.parametrize("call", ["main(['train', 'run.yaml'])", "polyturn.train('somewhere', ['1 + 1?'])"])
+def test_a_run_says_that_it_begins_before_pytorch_is_imported(tmp_path: Path, call: str):
+    (tmp_path / "run.yaml").write_text("model: {path: somewhere}\nname: mine\n", encoding="utf-8")
+    script = f"""
+import logging, os, sys
+import polyturn
+from polyturn.cli.main import main
+
+class First(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), {{"torch", "transformers"}} & set(sys.modules), flush=True)
+        os._exit(0)
+
+logging.getLogger("polyturn").addHandler(First())
+logging.getLogger("polyturn").setLevel("INFO")
+{call}
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    name = "mine" if "main" in call else "run"
+    assert done.stdout == f"run {name}: loading PyTorch and the model set()\n"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.parts import check_plugins
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.tasks import build_trackers
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import polyturn
-from polyturn.build.config_source import ConfigSource
 from polyturn.build.tasks import build_run_tasks
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, RewardError, RolloutError, raised_at

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -18,6 +18,9 @@ from typer.core import TyperCommand
 from polyturn.cli.arguments import CheckpointOption, ConfigArgument, Overrides, refuse_unused
 from polyturn.cli.dialects import described, spelled_out
 from polyturn.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from polyturn.config.models import RunConfig
 
 
 class TrainCommand(TyperCommand):
@@ -73,7 +76,7 @@ def train(
 
         train_in_dialect(names[0], config, overrides or [], resume=resume, dry_run=dry_run)
         return
-    _check_config(config, overrides or [])
+    _begin(config, overrides or [])
     from polyturn.cli import train as native
 
     native.run(config, overrides or [], resume=resume, dry_run=dry_run, with_ids=ids)
@@ -97,7 +100,7 @@ def plan(
 
 def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
     """Train on conversations, or on a run's best trajectories. It is the `warm_start` part of the config, alone."""
-    _check_config(config, overrides or [])
+    _begin(config, overrides or [])
     from polyturn.cli import sft as command
 
     command.run(config, overrides or [], checkpoint=checkpoint)
@@ -125,7 +128,7 @@ def evaluate(
     if endpoint is None:
         refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
     if not model:
-        _check_config(config, overrides or [])
+        _begin(config, overrides or [])
     from polyturn.cli import evaluate as command
 
     if endpoint is None:
@@ -155,7 +158,7 @@ def rollout(
     ] = 8,
 ) -> None:
     """Run episodes on the training tasks, and record them."""
-    _check_config(config, overrides or [])
+    _begin(config, overrides or [])
     from polyturn.api.folders import open_place
     from polyturn.api.rolling import roll_out
     from polyturn.cli.console import Output, command
@@ -168,8 +171,15 @@ def rollout(
     out.fact("look at one", command("show", folder, groups[0].trajectories[0].id))
 
 
-def _check_config(path: Path, overrides: Sequence[str]) -> None:
+def _check_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     """Refuse a config that cannot be read at once: what it is read for imports PyTorch first, which takes seconds."""
     from polyturn.cli.dialects import load_native
 
-    load_native(path, overrides, tells=False)
+    return load_native(path, overrides, tells=False).config
+
+
+def _begin(path: Path, overrides: Sequence[str]) -> None:
+    """Check a config, and say that its run begins."""
+    from polyturn.api.ranks import tell_start
+
+    tell_start(_check_config(path, overrides).name)
