@@ -161,7 +161,7 @@ def test_tasks_that_cannot_run_are_refused(parts: build.Parts, task: Task, says:
 def test_a_run_whose_interactions_or_tools_no_task_uses_is_refused(parts: build.Parts):
     alone, talking = user("?"), user("?", interaction=InteractionRef(name="coach"))
     toolless = [dataclasses.replace(t, id=f"n{i}", tools=()) for i, t in enumerate((alone, talking))]
-    with pytest.raises(ConfigError, match=r"rollout.interactions is set and not one of the 1 tasks of data.train names an"):
+    with pytest.raises(ConfigError, match=r"and not one of the 1 tasks of data.train names one; add it to the rows"):
         build.check_run(parts, [alone], name="data.train")
     with pytest.raises(ConfigError, match=r"rollout.tools is set and not one of the 2 tasks .*may call.*\['shout'\]"):
         build.check_run(parts, toolless, name="data.train")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,8 +141,8 @@ def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins,
         check_row(plugins.interactions, task)
 
     sources = {"data.train": tasks.train, **({"evaluation.data": tasks.eval_sets[0].tasks} if tasks.eval_sets else {})}
-    for name, source in sources.items():
-        check_tasks(
+    found = {
+        name: check_tasks(
             Subset(source, range(min(len(source), FIRST_TASKS))),
             tools=tools.tools,
             interactions=plugins.interactions,
@@ -150,6 +150,10 @@ def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins,
             require_interaction_name=place.config.compat.require_interaction_name,
             also=check,
         )
+        for name, source in sources.items()
+    }
+    if all(len(source) <= FIRST_TASKS for source in sources.values()):
+        _refuse_unused(plugins.interactions, tools.tools, found)
 
 
 def check_training(parts: Parts, tasks: RunTasks) -> None:
@@ -258,7 +262,7 @@ def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
             f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
         )
     train = dataclasses.replace(train, steps=visits // train.groups_per_step, epochs=None)
-    place = ConfigSource(config=config.model_copy(update={"train": train}), base=parts.place.base)
+    place = dataclasses.replace(parts.place, config=config.model_copy(update={"train": train}))
     return dataclasses.replace(parts, place=place), tasks
 
 
@@ -335,15 +339,21 @@ def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> N
                 "without it.%s",
                 part, num, summary.num_tasks, name, did_you_mean(name, context.tools.tools) if context.tools.tools else "",
             )  # fmt: skip
+    _refuse_unused(context.interactions, context.tools.tools, found)
+
+
+def _refuse_unused(interactions: Collection[str], tools: Collection[str], found: Mapping[str, DatasetSummary]) -> None:
     which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
-    if context.interactions and not any(set(s.interactions) - {None} for s in found.values()):
+    if interactions and not any(set(s.interactions) - {None} for s in found.values()):
+        first = next(iter(interactions))
         raise ConfigError(
-            f"rollout.interactions is set and {which} names an interaction; add `interaction` to the rows "
-            "(or extra_info.interaction_kwargs), or drop rollout.interactions"
+            f"the run has the interactions {sorted(interactions)} and {which} names one; add it to the rows, "
+            f"{{'prompt': …, 'interaction': {first!r}}}, or set data.train.interaction to the one of all rows, or drop "
+            "rollout.interactions"
         )
-    if context.tools.tools and not any(s.num_with_tools for s in found.values()):
+    if tools and not any(s.num_with_tools for s in found.values()):
         raise ConfigError(
-            f"rollout.tools is set and {which} may call a tool of it, which has {sorted(context.tools.tools)}; name them in "
+            f"rollout.tools is set and {which} may call a tool of it, which has {sorted(tools)}; name them in "
             "`tools` of the rows (or extra_info.tools_kwargs), leave that column out, or drop rollout.tools"
         )
 
