@@ -157,7 +157,7 @@ def _described(name: str, what: Any, module: str) -> Iterator[str]:
 def _own_and_private(cls: type) -> dict[str, Any]:
     """Return what a class defines, and what it has from bases of ours that have no entry of their own."""
     ours = [c for c in cls.__mro__ if c.__module__.startswith("polyturn.") and c is not Record]
-    defining = [c for c in ours if c is cls or c.__name__ not in polyturn.__all__]
+    defining = [c for c in ours if c is cls or c.__name__ not in dir(polyturn)]
     return {name: inspect.getattr_static(cls, name) for c in defining for name in vars(c)}
 
 

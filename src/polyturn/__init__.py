@@ -137,74 +137,85 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
 
 _WHERE = {name: module for names in BY_TASK.values() for name, module in names.items()}
 __doc__ += "\n" + "\n".join(f"{task}:\n    {', '.join(names)}" for task, names in BY_TASK.items()) + "\n"
-__all__ = ["__version__", *_WHERE]
+__all__ = ["evaluate", "rollout", "steps", "tiny", "tool", "train"]
+"""What `from polyturn import *` brings and help(polyturn) shows whole: functions. All of `BY_TASK` is public."""
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # each with an alias of its own name, which says to type checkers that it is public
     from polyturn.algorithms.advantages import (
-        BatchAdvantages,
-        GroupView,
-        MemberView,
-        advantages,
-        assign_advantages,
-        declare,
-        grpo,
+        BatchAdvantages as BatchAdvantages,
+        GroupView as GroupView,
+        MemberView as MemberView,
+        advantages as advantages,
+        assign_advantages as assign_advantages,
+        declare as declare,
+        grpo as grpo,
     )
-    from polyturn.algorithms.losses import TokenLoss, marks, policy_losses
-    from polyturn.api.front import evaluate, steps, train
-    from polyturn.api.run import Run
-    from polyturn.batching.filters import filter_groups
-    from polyturn.batching.samples import to_samples
+    from polyturn.algorithms.losses import TokenLoss as TokenLoss, marks as marks, policy_losses as policy_losses
+    from polyturn.api.front import evaluate as evaluate, steps as steps, train as train
+    from polyturn.api.run import Run as Run
+    from polyturn.batching.filters import filter_groups as filter_groups
+    from polyturn.batching.samples import to_samples as to_samples
     from polyturn.core.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        EngineError,
-        InteractionError,
-        PolyturnError,
-        RewardError,
-        RolloutError,
-        SchedulerError,
-        TemplateError,
-        ToolConnectionError,
-        ToolError,
-        ToolTimeoutError,
-        ToolUnavailableError,
-        TrainingError,
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        DataError as DataError,
+        EngineError as EngineError,
+        InteractionError as InteractionError,
+        PolyturnError as PolyturnError,
+        RewardError as RewardError,
+        RolloutError as RolloutError,
+        SchedulerError as SchedulerError,
+        TemplateError as TemplateError,
+        ToolConnectionError as ToolConnectionError,
+        ToolError as ToolError,
+        ToolTimeoutError as ToolTimeoutError,
+        ToolUnavailableError as ToolUnavailableError,
+        TrainingError as TrainingError,
     )
-    from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
-    from polyturn.core.lifecycle import StopReason
-    from polyturn.core.messages import Message, ToolCall
-    from polyturn.core.reward import Reward
-    from polyturn.core.sample import TrainSample
-    from polyturn.core.task import InteractionRef, Task
-    from polyturn.core.trajectory import Segment, Span, Trajectory, TrajectoryGroup, Turn
-    from polyturn.data.conversations import Conversation
-    from polyturn.data.dataset import TaskDataset
-    from polyturn.data.sampler import Curriculum
-    from polyturn.engines.embedded import EmbeddedEngine
-    from polyturn.environments.base import Adapter
-    from polyturn.interactions.base import BaseInteraction, SceneInteraction
-    from polyturn.interactions.context import ConversationView, VoiceOptions
-    from polyturn.rewards.router import RewardRouter
-    from polyturn.rollout.context import RolloutContext
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.limits import Limits
-    from polyturn.rollout.open_turn import OpenTurn, Reply
-    from polyturn.rollout.pool import GroupSpec, RolloutPool
-    from polyturn.rollout.scheduler import MultiTurnScheduler
-    from polyturn.testing.published import tiny
-    from polyturn.tokens.codec import Codec
-    from polyturn.tokens.parsers import PlainParser
-    from polyturn.tokens.train import train_tokenizer
-    from polyturn.tools.base import BaseTool
-    from polyturn.tools.executor import ToolBox
-    from polyturn.tools.function import FromTask, tool
-    from polyturn.tools.schema import ToolResponse
-    from polyturn.tracking.base import RunTracker
-    from polyturn.training.hf import build_model
-    from polyturn.training.options import OptimSettings, SftOptions
-    from polyturn.training.policy import local_policy
-    from polyturn.training.sft import encode_conversation, run_sft
+    from polyturn.core.generation import (
+        Completion as Completion,
+        GenerateRequest as GenerateRequest,
+        SamplingParams as SamplingParams,
+    )
+    from polyturn.core.lifecycle import StopReason as StopReason
+    from polyturn.core.messages import Message as Message, ToolCall as ToolCall
+    from polyturn.core.reward import Reward as Reward
+    from polyturn.core.sample import TrainSample as TrainSample
+    from polyturn.core.task import InteractionRef as InteractionRef, Task as Task
+    from polyturn.core.trajectory import (
+        Segment as Segment,
+        Span as Span,
+        Trajectory as Trajectory,
+        TrajectoryGroup as TrajectoryGroup,
+        Turn as Turn,
+    )
+    from polyturn.data.conversations import Conversation as Conversation
+    from polyturn.data.dataset import TaskDataset as TaskDataset
+    from polyturn.data.sampler import Curriculum as Curriculum
+    from polyturn.engines.embedded import EmbeddedEngine as EmbeddedEngine
+    from polyturn.environments.base import Adapter as Adapter
+    from polyturn.interactions.base import BaseInteraction as BaseInteraction, SceneInteraction as SceneInteraction
+    from polyturn.interactions.context import ConversationView as ConversationView, VoiceOptions as VoiceOptions
+    from polyturn.rewards.router import RewardRouter as RewardRouter
+    from polyturn.rollout.context import RolloutContext as RolloutContext
+    from polyturn.rollout.episode import Episode as Episode
+    from polyturn.rollout.limits import Limits as Limits
+    from polyturn.rollout.open_turn import OpenTurn as OpenTurn, Reply as Reply
+    from polyturn.rollout.pool import GroupSpec as GroupSpec, RolloutPool as RolloutPool
+    from polyturn.rollout.scheduler import MultiTurnScheduler as MultiTurnScheduler
+    from polyturn.testing.published import tiny as tiny
+    from polyturn.tokens.codec import Codec as Codec
+    from polyturn.tokens.parsers import PlainParser as PlainParser
+    from polyturn.tokens.train import train_tokenizer as train_tokenizer
+    from polyturn.tools.base import BaseTool as BaseTool
+    from polyturn.tools.executor import ToolBox as ToolBox
+    from polyturn.tools.function import FromTask as FromTask, tool as tool
+    from polyturn.tools.schema import ToolResponse as ToolResponse
+    from polyturn.tracking.base import RunTracker as RunTracker
+    from polyturn.training.hf import build_model as build_model
+    from polyturn.training.options import OptimSettings as OptimSettings, SftOptions as SftOptions
+    from polyturn.training.policy import local_policy as local_policy
+    from polyturn.training.sft import encode_conversation as encode_conversation, run_sft as run_sft
 
 
 def __getattr__(name: str) -> Any:
@@ -216,4 +227,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *_WHERE])
