@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,12 +39,22 @@ def some_of(tasks: Sequence[Task], num: int, *, of_each: bool) -> Sequence[Task]
     return list(itertools.islice((task for task in in_turn if task is not None), num))
 
 
+def _count(num_tasks: Any) -> int:
+    """Return a number of tasks, given as numbers of the configuration may be: 3, np.int64(3), "3"."""
+    try:
+        count = int(num_tasks) if isinstance(num_tasks, str) else operator.index(num_tasks)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1 or isinstance(num_tasks, bool):
+        raise ConfigError(f"num_tasks is {num_tasks!r}; give a number of tasks from 1 on, or leave it out for all of them")
+    return count
+
+
 def roll_out(
     place: build.ConfigSource, resolved: Mapping[str, Any], *, num_tasks: int | None, checkpoint: Path | None = None
 ) -> RolledOut:
     """Run `num_tasks` groups of `train.group_size` members, or one for every task, and record them."""
-    if num_tasks is not None and not (isinstance(num_tasks, int) and num_tasks > 0):
-        raise ConfigError(f"num_tasks is {num_tasks!r}; give a number of tasks from 1 on, or leave it out for all of them")
+    num_tasks = None if num_tasks is None else _count(num_tasks)
     config = place.config
     folder = Path(config.out) / f"{config.name}-rollout"
     check_writable(folder.parent, instead=ANOTHER_FOLDER)

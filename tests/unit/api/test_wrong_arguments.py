@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from polyturn.api.event_loop import run_beside
 from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import ELSEWHERE, OWN, path_of
 from polyturn.api.stepping import TrainingStep
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import schema_table
 from polyturn.rewards.router import RewardRouter
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
@@ -221,7 +224,8 @@ def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: polyturn.rollout("tiny", ROWS, num_tasks="3"), "num_tasks is '3'; give a number of tasks from 1 on"),
+        (lambda: polyturn.rollout("tiny", ROWS, num_tasks="few"), "num_tasks is 'few'; give a number of tasks from 1 on"),
+        (lambda: polyturn.rollout("tiny", ROWS, num_tasks=True), "num_tasks is True; give a number of tasks from 1 on"),
         (lambda: polyturn.rollout("tiny", ROWS, num_tasks=0), "num_tasks is 0; give a number of tasks from 1 on"),
         (lambda: polyturn.rollout("tiny", ROWS, resume=True), "'resume' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny", ROWS, eval_tasks=ROWS), "'eval_tasks' is for polyturn.train"),
@@ -292,6 +296,26 @@ def test_a_generator_is_read_once_and_kept() -> None:
 def test_a_number_of_numpy_is_the_number() -> None:
     source, _ = read(GivenArguments(model="tiny", tasks=ROWS, overrides={"steps": np.int64(3), "lr": np.float32(0.5)}))
     assert (source.config.train.steps, source.config.train.optim.lr) == (3, 0.5)
+
+
+def _numbers() -> Iterator[str]:
+    for row in schema_table(RunConfig):
+        of_number = {"int", "float"} & set(row.type.split(" | ")) and not ({"<", "["} & set(row.key) or row.of)
+        if of_number and row.default not in ("null", "required") and "str" not in row.type.split(" | "):
+            yield row.key
+
+
+def test_the_text_of_a_number_is_the_number_for_every_keyword() -> None:
+    """As YAML and the environment have them: `steps=os.environ["STEPS"]`."""
+    defaults = {row.key: json.loads(row.default) for row in schema_table(RunConfig) if row.key in set(_numbers())}
+    numbers = {key: value for key, value in defaults.items() if isinstance(value, int | float)}
+    assert len(numbers) > 50
+    given = {"model": "tiny", "tasks": ROWS}
+    as_numbers, as_texts = (
+        read(GivenArguments(**given, overrides=values))[0].config
+        for values in (numbers, {key: str(value) for key, value in numbers.items()})
+    )
+    assert as_texts == as_numbers.model_copy(update={"data": as_texts.data})  # of which each has rows of its own
 
 
 def test_a_run_for_the_model_means_its_newest_checkpoint(tmp_path: Path) -> None:
