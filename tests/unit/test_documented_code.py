@@ -1,7 +1,7 @@
 """The code and the links of every page are true: Python runs, commands parse, links lead somewhere.
 
 Blocks of one page run in one namespace, from top to bottom, in a folder where each run that the page opens is a small one.
-Those in NOT_RUN are only compiled, and say why. Configurations have a file of their own, test_documented_configs.py.
+Those in RUN_ELSEWHERE are only compiled here. Configurations have a file of their own, test_documented_configs.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -26,20 +27,25 @@ from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.core import errors
 from polyturn.core.entry_points import offered
+from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.rewards.gsm8k import compute_score
 from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing import tiny
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.failures import ToolFailure
+from polyturn.tools.gsm8k import Gsm8kTool
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-NOT_RUN = {
-    ("docs/guides/serve.md", 0): "asks a server; the client's own tests start one",
-    ("docs/guides/testing.md", 0): "imports the reader's plug-ins",
-    ("docs/segments.md", 0): "an excerpt of a file with its imports; the schedulers' own tests run it",
+RUN_ELSEWHERE = {
+    ("docs/guides/serve.md", 0): "test_the_client_of_the_guide_asks_a_server",
+    ("docs/guides/testing.md", 0): "test_the_tests_that_a_page_shows_pass",
+    ("docs/segments.md", 0): "test_the_schedulers_of_the_documentation_run",
 }
+"""Blocks that need what a page cannot bring, and the tests that run them."""
 MAX_PICTURE = 150_000
 MODEL = "Qwen/Qwen3-0.6B"
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -112,13 +118,29 @@ def test_the_python_of_a_page_runs(page: Path, here: Path, recorded: Path, monke
     model = str(tiny(MODEL)) if MODEL in page.read_text() else MODEL
     for number, body in enumerate(blocks(page, "python")):
         code = compile(small(body, model), f"{named(page)} block {number}", "exec")
-        if (named(page), number) not in NOT_RUN:
+        if (named(page), number) not in RUN_ELSEWHERE:
             exec(code, module.__dict__)
 
 
-def test_what_is_not_run_is_there():
-    for page, number in NOT_RUN:
+def test_what_is_run_elsewhere_is_there():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests/unit").rglob("test_*.py"))
+    for (page, number), test in RUN_ELSEWHERE.items():
         assert len(blocks(ROOT / page, "python")) > number, page
+        assert f"def {test}(" in tests
+
+
+async def test_the_tests_that_a_page_shows_pass(monkeypatch: pytest.MonkeyPatch):
+    """The reader's plug-ins are some of ours."""
+    mine = ModuleType("mine")
+    own = {"MyInteraction": Gsm8kInteraction, "MyTool": Gsm8kTool, "MyScheduler": MultiTurnScheduler}
+    vars(mine).update(own, SCHEMA=Gsm8kTool({}).tool_schema, compute_score=compute_score)
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    page: dict[str, Any] = {}
+    exec(blocks(DOCS / "guides/testing.md", "python")[0], page)
+    tests = [test for name, test in page.items() if name.startswith("test_")]
+    assert len(tests) == 4
+    for test in tests:
+        await test()
 
 
 def commands(page: Path) -> list[str]:

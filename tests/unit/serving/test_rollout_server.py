@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -101,6 +102,16 @@ def test_a_failing_episode_is_a_reply_and_the_batch_lives(server: str):
     assert "messages" in (replies[3].error or "")
     assert "on fire" in (replies[2].error or "")
     assert not any(map(any, replies[2].outputs[0]["response_loss_mask"])), "nothing of it is trained"
+
+
+def test_the_client_of_the_guide_asks_a_server(server: str, flags: list[str]):
+    page = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text(encoding="utf-8")
+    block = page.partition("```python\n")[2].partition("```")[0]
+    parts = build.build_parts(build.ConfigSource(config=load_config(RunConfig, None, flags).config, base=Path()))
+    names: dict[str, Any] = {"model": parts.model}
+    exec(block.replace("http://127.0.0.1:8000", server), names)
+    assert [reply.error for reply in names["replies"]] == [None]
+    assert httpx.post(f"{server}/probe/").json()["version"] == 1
 
 
 def test_the_endpoints_of_a_trainer(server: str):
