@@ -212,7 +212,7 @@ def _read_chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dic
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")] if path.parent.is_dir() else []
         what = "is a folder, not a config file" if path.is_dir() else "does not exist"
         raise ConfigError(f"the config {str(path)!r} {what}.{did_you_mean(path.name, near) if near else ' Check the path.'}")
     return read_yaml(path)
