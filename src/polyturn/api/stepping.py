@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from polyturn.api.event_loop import in_thread
 from polyturn.api.signals import Signals
 from polyturn.core.errors import ConfigError
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 class TrainingStep:
     """One step that is about to be taken. What is set here is what is trained."""
+
+    __slots__ = ("_changed", "_done", "_go", "_groups", "_samples", "metrics", "number")  # a misspelt name sets nothing
 
     def __init__(
         self, number: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]
@@ -47,8 +51,7 @@ class TrainingStep:
 
     @groups.setter
     def groups(self, groups: Sequence[TrajectoryGroup]) -> None:
-        if bad := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
-            raise ConfigError(f"step.groups has a {type(bad[0]).__name__}; set groups: step.groups = step.groups[:2]")
+        _check_list("step.groups", groups, TrajectoryGroup, write="step.groups = step.groups[:2]")
         self._change("groups")
         self._groups = list(groups)
 
@@ -64,8 +67,7 @@ class TrainingStep:
 
     @samples.setter
     def samples(self, samples: Sequence[TrainSample]) -> None:
-        if bad := [sample for sample in samples if not isinstance(sample, TrainSample)]:
-            raise ConfigError(f"step.samples has a {type(bad[0]).__name__}; give samples: [s for s in step.samples if …]")
+        _check_list("step.samples", samples, TrainSample, write="step.samples = [s for s in step.samples if …]")
         self._change("samples")
         self._samples = list(samples)
 
@@ -76,11 +78,20 @@ class TrainingStep:
 
     @advantages.setter
     def advantages(self, advantages: Sequence[Any]) -> None:
-        if len(advantages) != len(self._samples):
+        write = "step.advantages = [2 * a for a in step.advantages]"
+        num = len(advantages) if isinstance(advantages, Sequence | np.ndarray) else None
+        if num != len(self._samples):
+            has = f"is a {type(advantages).__name__}" if num is None else f"has {num} entries"
             raise ConfigError(
-                f"step.advantages has {len(advantages)} entries and the step {len(self._samples)} samples; give one array "
-                "for each: step.advantages = [2 * a for a in step.advantages]"
+                f"step.advantages {has} and the step {len(self._samples)} samples; give one array for each: {write}"
             )
+        for number, (sample, values) in enumerate(zip(self._samples, advantages, strict=True)):
+            shape, num_tokens = np.shape(values), len(sample.token_ids)
+            if values is not None and shape != (num_tokens,):
+                raise ConfigError(
+                    f"step.advantages[{number}] has the shape {shape} and its sample {num_tokens} tokens; give a number for "
+                    f"each token: {write}"
+                )
         pairs = zip(self._samples, advantages, strict=True)
         self.samples = [sample.replace(advantages=values) for sample, values in pairs]
 
@@ -102,6 +113,13 @@ class TrainingStep:
 
     def _revised(self) -> Revised:
         return Revised(self._groups, self._samples)
+
+
+def _check_list(what: str, given: Any, of: type, *, write: str) -> None:
+    if not isinstance(given, Sequence):
+        raise ConfigError(f"{what} is a {type(given).__name__}; give a list, which may be empty: {write}")
+    if bad := [one for one in given if not isinstance(one, of)]:
+        raise ConfigError(f"{what} has a {type(bad[0]).__name__}; give {of.__name__}s: {write}")
 
 
 class Steps:
