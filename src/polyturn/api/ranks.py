@@ -61,18 +61,24 @@ def this_rank() -> RankPlace | None:
         return None
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return RankPlace(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
-    except ValueError as problem:
+        local = int(os.environ.get("LOCAL_RANK", rank))
+    except ValueError:
+        rank, size, local = 0, -1, 0
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in os.environ]
+    if missing or not 0 <= rank < size:
+        wrong = f"and {missing[0]} is not set" if missing else "which are no rank and number of ranks"
         raise ConfigError(
-            f"RANK is {os.environ['RANK']!r} and WORLD_SIZE {os.environ['WORLD_SIZE']!r}; a launcher sets both to numbers"
-        ) from problem
+            f"the environment has RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}, {wrong}; begin with "
+            "torchrun --nproc-per-node 2 FILE, which sets all of them, or unset RANK for one process"
+        )
+    return RankPlace(rank, size, local)
 
 
 def tell_start(name: str) -> None:
     """Say that a run begins, once for all of its ranks, before PyTorch is imported, which takes seconds."""
     this = this_rank()
     if this is None or this.rank == 0:
-        logger.info("run %s: loading PyTorch and the model", name)
+        logger.info("%s: loading PyTorch and the model", name)
 
 
 def launch(num_ranks: int) -> None:
@@ -147,7 +153,7 @@ def end_with_launcher() -> None:
     Only the leader asks for it, because it needs the others for its checkpoint; they end with the leader.
     """
     launcher = os.environ.get(_LAUNCHER)
-    if launcher is None or not sys.platform.startswith("linux"):
+    if launcher is None or not sys.platform.startswith("linux") or not _may_set_signals():
         return
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -163,8 +169,13 @@ def end_with_launcher() -> None:
 
 def keep_serving() -> None:
     """Leave signals to the leader, who needs this rank for its last checkpoint and then lets it end."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM) if _may_set_signals() else ():
         signal.signal(number, signal.SIG_IGN)
+
+
+def _may_set_signals() -> bool:
+    """Return whether this is the main thread: in another one, as of `polyturn.steps`, signals are the program's."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -386,4 +386,4 @@ logging.getLogger("polyturn").setLevel("INFO")
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     name = "mine" if "main" in call else "run"
-    assert done.stdout == f"run {name}: loading PyTorch and the model set()\n"
+    assert done.stdout == f"{name}: loading PyTorch and the model set()\n"
