@@ -83,7 +83,8 @@ def run_query(
         raise DataError("the query was stopped: nobody waits for its answer")
     if child.returncode:
         said = errors.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
-        raise DataError(f"the condition or query is not valid: {said[-1]}. Columns: {', '.join(table.column_names)}")
+        own = [name for name in table.column_names if not name.startswith("__")]
+        raise DataError(f"the condition or query is not valid: {said[-1]}. Columns: {', '.join(own)}")
     with pa.ipc.open_stream(out) as stream:
         return stream.read_all()
 
