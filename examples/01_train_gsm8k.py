@@ -1,4 +1,6 @@
-"""Train Qwen3-0.6B on GSM8K with a calculator, on one GPU. `--tiny` runs the same on a laptop, with a small random model."""
+"""Train Qwen3-0.6B on GSM8K with a calculator, on one GPU. `--tiny`: on a laptop, with a small model of random weights. Its
+rewards may all be 0, here and in the next examples, so that it learns nothing: it shows that everything fits together.
+"""
 
 import sys
 

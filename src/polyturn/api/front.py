@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -206,13 +207,14 @@ def _train(given: GivenArguments, *, resume: bool | Literal["auto"]) -> Run:
         finished = run_beside(
             lambda signals: run_training(source, resolved, RunOptions(again=_again, resume=resume, signals=signals))
         )
-    return _run_of(finished, given, source)
+        run = _run_of(finished, given, source)
+        if not isinstance(finished, Path):  # which a rank gets that follows another
+            logger.info("look at it: run.show(), or in a shell: polyturn view %s", run.folder)
+    return run
 
 
 def _run_of(finished: Any, given: Any, source: Any) -> Run:
     """Return the run that training left, as seen from this process."""
-    import dataclasses
-
     from polyturn.api.run import Run
     from polyturn.api.training import TrainedRun
 
