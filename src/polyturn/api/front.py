@@ -100,7 +100,7 @@ def evaluate(
     from polyturn.api.given import GivenArguments
 
     own = {"model": model, "tools": tools, "interaction": interaction, "reward": reward}
-    given = GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None)
+    given = GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None, evaluates=True)
     with _begun(given, reads=()) as (source, resolved):
         from polyturn.api import evaluating
         from polyturn.api.event_loop import run_beside
@@ -223,8 +223,7 @@ def _run_of(finished: Any, given: Any, source: Any) -> Run:
     folder = finished.folder if isinstance(finished, TrainedRun) else finished
 
     def again(changes: Mapping[str, Any]) -> Run:
-        merged = {**given.overrides, **changes, "name": folder.name}
-        return _train(dataclasses.replace(given, overrides=merged), resume=True)
+        return _train(given.changed(changes, name=folder.name), resume=True)
 
     return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again, resources=source)
 

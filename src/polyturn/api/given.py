@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class GivenArguments:
     ray: str | None = None
     config: Any = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    evaluates: bool = False
+    """Whether what its caller names `tasks` stands in `eval_tasks`."""
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], **own: Any) -> GivenArguments:
@@ -69,8 +71,29 @@ class GivenArguments:
             raise ConfigError(f"{strange[0]!r} is for polyturn.train and polyturn.steps; leave it out here")
         if isinstance(own["model"], str | Path) and own["config"] is None and Path(own["model"]).suffix in _YAML:
             own |= {"model": None, "config": own["model"]}
-        ours = {name: value for name, value in keywords.items() if name in cls.__dataclass_fields__ and name != "overrides"}
+        ours = _own(keywords)
         return cls(**own, **ours, overrides={name: value for name, value in keywords.items() if name not in ours})
+
+    def changed(self, changes: Mapping[str, Any], *, name: str) -> GivenArguments:
+        """Return these with others in their place, for the run of a name to go on with.
+
+        Raises:
+            ConfigError: one would make it another run.
+        """
+        if fixed := [key for key in ("name", "out", "resume", "config") if key in changes]:
+            raise ConfigError(
+                f"run.resume goes on in the folder of its run and with its configuration, so {fixed[0]!r} cannot change; "
+                f"leave it out, or begin another run: polyturn.train(…, {fixed[0]}=…)"
+            )
+        ours = _own(changes)
+        rest = {key: value for key, value in changes.items() if key not in ours}
+        return replace(self, **ours, overrides={**self.overrides, **rest, "name": name})
+
+
+def _own(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that are arguments of their own, and no keys of the configuration."""
+    fields = GivenArguments.__dataclass_fields__.keys() - {"overrides", "evaluates"}
+    return {name: value for name, value in keywords.items() if name in fields}
 
 
 def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
@@ -94,7 +117,7 @@ def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
         reader.model(given.model, given.tokenizer),
         reader.interaction(given.interaction),
         reader.tasks(given.tasks, "tasks"),
-        reader.tasks(given.eval_tasks, "eval_tasks"),
+        reader.tasks(given.eval_tasks, "tasks" if given.evaluates else "eval_tasks", is_eval=True),
         reader.tools(given.tools),
         reader.reward(given.reward),
         reader.scheduler(given.scheduler),
@@ -175,14 +198,15 @@ class _Reader:
         path = self.label(model, name=_kind(model))
         return {"model": {"path": path, "dtype": dtype, **nothing, "tokenizer": name, **of_tokenizer}}
 
-    def tasks(self, value: Any, what: str) -> dict[str, Any]:
+    def tasks(self, value: Any, what: str, *, is_eval: bool = False) -> dict[str, Any]:
         """Return where tasks come from, under the key that `tasks` or `eval_tasks` stands for."""
         if value is None:
             return {}
-        source = self._tasks(value, what) | ({} if self.partner is None else {"interaction": self.partner})
-        return {"data": {"train": source}} if what == "tasks" else {"evaluation": {"data": source}}
+        split = "eval" if is_eval else "train"
+        source = self._tasks(value, what, split=split) | ({} if self.partner is None else {"interaction": self.partner})
+        return {"evaluation": {"data": source}} if is_eval else {"data": {"train": source}}
 
-    def _tasks(self, value: Any, what: str) -> dict[str, Any]:
+    def _tasks(self, value: Any, what: str, *, split: str) -> dict[str, Any]:
         nothing: dict[str, Any] = {**dict.fromkeys(("files", "dataset", "subset", "split", "generator", "limit")), **_EMPTY}
         refuse_coroutine(value, what)
         if isinstance(value, Mapping) and not hasattr(value, "column_names"):
@@ -213,7 +237,7 @@ class _Reader:
             return {**nothing, "files" if is_file else "dataset": _here(value)}
         if callable(value) and not hasattr(value, "__getitem__"):
             name = getattr(value, "__name__", type(value).__name__)
-            return self._tasks(called(value, what, name), what)
+            return self._tasks(called(value, what, name), what, split=split)
         rows = rows_of(value, what)
         if len(rows) and all(isinstance(row, str | Path) for row in rows):
             if all(str(row).endswith(FILES) for row in rows):
@@ -222,7 +246,6 @@ class _Reader:
         if not len(rows):
             raise DataError(f"{what} has no row; give at least one: {what}=[{{'prompt': '…'}}]")
         check_first(rows[0], what, has_columns=hasattr(value, "rename_column"))
-        split = "train" if what == "tasks" else "eval"
         label = self.label(functools.partial(tasks_of, rows, split=split, name=what), name=f"{_kind(value)} of {len(rows)}")
         return {**nothing, "generator": label}
 

@@ -104,10 +104,10 @@ class Run(StoredRun):
         return tokenizer
 
     def resume(self, **changes: Any) -> Run:
-        """Go on from the newest checkpoint, with the same objects; keywords change the configuration: `steps=200`.
+        """Go on from the newest checkpoint, with the same objects; keywords of `polyturn.train` change it: `steps=200`.
 
         Raises:
-            ConfigError: the run was opened from its folder, or is no training run.
+            ConfigError: the run was opened from its folder or is no training run, or it would become another one (`name`).
         """
         if self._again is None:
             raise ConfigError(

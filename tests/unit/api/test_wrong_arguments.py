@@ -16,9 +16,11 @@ import polyturn
 from polyturn.api.event_loop import run_beside
 from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import ELSEWHERE, OWN, path_of
+from polyturn.api.ranks import this_rank
 from polyturn.api.stepping import TrainingStep
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
+from polyturn.core.sample import SampleId, TrainSample
 from polyturn.rewards.router import RewardRouter
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
@@ -230,12 +232,13 @@ def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
         (lambda: polyturn.rollout("tiny", ROWS, resume=True), "'resume' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny", ROWS, eval_tasks=ROWS), "'eval_tasks' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny"), "evaluation.data is not set.*tasks=rows"),
+        (lambda: polyturn.evaluate("tiny", [1]), r"^tasks has a first row 1; a row is a dict"),
         (lambda: polyturn.steps("tiny", config="Qwen/Qwen3-0.6B"), "a model is given as model='Qwen/Qwen3-0.6B'"),
         (lambda: polyturn.steps("nowhere.yaml"), "nowhere.yaml"),
     ],
 )
 def test_what_is_given_to_another_function_is_answered_too(call: Any, words: str) -> None:
-    with pytest.raises(polyturn.ConfigError, match=words):
+    with pytest.raises(polyturn.PolyturnError, match=words):
         call()
 
 
@@ -347,6 +350,52 @@ def test_a_damaged_run_opens_and_each_thing_that_cannot_be_read_is_one_sentence(
         with pytest.raises(polyturn.PolyturnError, match=says) as told:
             read_it()
         assert "\n" not in str(told.value)
+
+
+def test_a_resumed_run_takes_the_arguments_of_train_but_stays_where_it_is() -> None:
+    given = GivenArguments(model="tiny", tasks=ROWS, overrides={"steps": 1, "lr": 0.5, "name": "mine"})
+    changed = given.changed({"tasks": ["1 + 2?"], "reward": Score(), "steps": 2}, name="mine-2")
+    assert (changed.tasks, type(changed.reward), changed.model) == (["1 + 2?"], Score, "tiny")
+    assert changed.overrides == {"steps": 2, "lr": 0.5, "name": "mine-2"}
+    for name in ("name", "out", "resume", "config"):
+        with pytest.raises(polyturn.ConfigError, match=rf"so '{name}' cannot change; leave it out"):
+            given.changed({name: "other"}, name="mine")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a and WORLD_SIZE=2, which are no rank and number of ranks"),
+        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=3 .*which are no rank"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set; begin with torchrun"),
+    ],
+)
+def test_half_a_launcher_is_told_what_begins_several_ranks(
+    environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(polyturn.ConfigError, match=words):
+        this_rank()
+
+
+def test_what_a_step_cannot_be_given_is_one_sentence() -> None:
+    step = TrainingStep(1, [], [], {})
+    for name in ("groups", "samples", "advantages"):
+        with pytest.raises(polyturn.ConfigError, match=rf"step\.{name} is a NoneType"):
+            setattr(step, name, None)
+    with pytest.raises(polyturn.ConfigError, match=r"step\.advantages has 1 entries and the step 0 samples"):
+        step.advantages = [1.0]
+    with pytest.raises(AttributeError, match="'advantage'"):
+        step.advantage = []  # type: ignore[attr-defined]
+    ids = np.arange(3, dtype=np.int32)
+    sample = TrainSample(id=SampleId("g", "g/0", 0), token_ids=ids, loss_weights=np.ones(3, np.float32), turn_ids=ids)
+    step = TrainingStep(1, [], [sample], {})
+    with pytest.raises(polyturn.ConfigError, match=r"step\.advantages\[0\] has the shape \(\) and its sample 3 tokens"):
+        step.advantages = [1.0]
+    step.advantages = [np.zeros(3, np.float32)]
 
 
 def test_what_a_step_refused_does_not_count_as_set() -> None:
