@@ -430,11 +430,12 @@ async def test_calls_that_outlive_their_deadline_are_counted_and_capped() -> Non
             self.gate.wait(10)
 
     tool = Stuck()
-    box = ToolBox([tool], ToolOptions(timeout_s=0.02))
+    box = ToolBox([tool])
     box.max_abandoned = 1
     try:
         async with box.session("e") as session:
             await session.start(task())
+            box.bounded["rec"].timeout_s = 0.02
             for _ in range(2):
                 assert (await session.call([call("rec")]))[0].error == "timeout"
             assert box.num_abandoned == 2
