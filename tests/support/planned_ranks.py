@@ -47,8 +47,8 @@ def train(policy, count):
 
 
 def measure(out, folder):
-    """Write what each rank had above its imports, and the plan by what it is, in bytes."""
-    ranks, layout = dist.get_world_size(), LayoutSettings(max_tokens_per_batch=TOKENS)
+    """Write what each rank had above its imports, beside `out`, and there the plan by what it is, in bytes."""
+    rank, ranks, layout = dist.get_rank(), dist.get_world_size(), LayoutSettings(max_tokens_per_batch=TOKENS)
     Path("/proc/self/clear_refs").write_text("5")  # the most starts again from here
     before = bytes_of("VmRSS")
     if ranks == 1:
@@ -60,14 +60,13 @@ def measure(out, folder):
             return policy_backend(load_unread(folder), placement=placement, optim=OptimSettings(), layout=layout)
 
         worker = RankWorker({"policy": make})
-        if dist.get_rank():
+        if rank:
             follow(worker)
         else:
             backend = RankedBackend(GroupTeam(worker, tensor_parallel=1), "policy", layout=layout)
             train(ModelPolicy(backend), 2 * ranks)
             backend.close()
-    most = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(most, torch.tensor([bytes_of("VmHWM") - before]))
-    planned = rank_bytes(ModelSize.of(load_unread(folder)), RankLoad(ranks=ranks, tokens=TOKENS, on_gpu=False))
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"most": [int(found) for found in most], "planned": planned}))
+    out.with_name(f"{rank}.json").write_text(json.dumps(bytes_of("VmHWM") - before))
+    if rank == 0:
+        planned = rank_bytes(ModelSize.of(load_unread(folder)), RankLoad(ranks=ranks, tokens=TOKENS, on_gpu=False))
+        out.write_text(json.dumps(planned))

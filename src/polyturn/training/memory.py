@@ -126,6 +126,9 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
 
     inputs = size.num_layers * size.hidden * size.element
     activations = load.tokens * (inputs + size.kept if load.recomputes else size.num_layers * size.kept)
+    # glibc frees what is large, but not very large, within its heap, where gradients, which stay, settle between: the
+    # activations of a micro-batch, and of ranks each layer as it is gathered, and its whole gradient.
+    gaps = activations + (2 * size.parameters * size.element if load.ranks > 1 else 0)
     return {
         "parameters": held(size.parameters, bytes_of_each=copies * size.element),
         "float32 masters": held(size.trained, bytes_of_each=copies * 4) if low else 0,
@@ -136,8 +139,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
         # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
         "gradient of the largest tensor on its way": (1 if low or gathered else 2) * size.widest * size.element,
         f"activations of a micro-batch of {load.tokens} tokens": activations,
-        # glibc frees the activations of a micro-batch in its heap, where gradients, which stay, settle between them.
-        "gaps in the heap": 0 if load.on_gpu else activations,
+        "gaps in the heap": 0 if load.on_gpu else gaps,
         "logits": 3 * 4 * min(load.tokens, at_once) * size.vocab,
     }
 
