@@ -326,7 +326,7 @@ def shout(text: str) -> str:
 
 def reward(trajectory):
     assert SEEN
-    return float(trajectory.segments[0].token_ids.sum() % 5)
+    return float(trajectory.id.rpartition("/")[2])  # of its number in its group, so that each group teaches something
 
 
 run = polyturn.train(
