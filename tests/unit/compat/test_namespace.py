@@ -185,6 +185,18 @@ def test_a_module_that_was_changed_in_a_checkout_is_told(
     assert "geo3k" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "alias", ["verl.utils.reward_score.math_dapo", "verl.utils.reward_score.gsm8k", "verl.utils.tokenizer"]
+)
+def test_a_module_is_the_same_whether_it_is_imported_or_taken_from_its_package(alias: str) -> None:
+    """Also where the module that answers for the package imported another one of that name for itself."""
+    compat.uninstall("verl")
+    compat.install("verl")
+    package, _, name = alias.rpartition(".")
+    taken = getattr(__import__(package, fromlist=[name]), name)
+    assert taken is importlib.import_module(alias)
+
+
 def test_a_module_as_a_release_has_it_is_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
