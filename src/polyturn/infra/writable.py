@@ -35,9 +35,13 @@ def check_file_writable(file: Path, *, instead: str = "name another") -> None:
     """Refuse a file that could not be written; it need not exist, nor its folder.
 
     Raises:
-        ConfigError: it is a folder, or its folder cannot be made or written.
+        ConfigError: it is a folder, has a name that no file can have, or its folder cannot be made or written.
     """
-    if file.is_dir():
+    try:
+        is_folder = file.is_dir()
+    except OSError as problem:
+        raise ConfigError(f"the file {str(file)!r:.200} cannot be written ({problem.strerror}); {instead}") from problem
+    if is_folder:
         raise ConfigError(f"{str(file)!r} is a folder, where a file is written; {instead}")
     check_writable(file.parent, instead=instead)
 

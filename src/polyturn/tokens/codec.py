@@ -267,7 +267,7 @@ class Codec:
     def replace_control(self, text: str, change: Callable[[str], str], *, barred: Collection[int]) -> str:
         """Return a text with `change` applied to each piece that reads like a control token of `barred`; to all of it where
         only the tokenizer's normal form of the text reads so."""
-        if self._normal_text is not None and self._is_disguised(text, barred):
+        if self._is_disguised(text, barred):
             return change(text)
         return self._control_text.sub(lambda m: change(m[0]) if self._control_ids[m[0]] in barred else m[0], text)
 

@@ -187,6 +187,9 @@ def test_clip_cov_marks_tokens_of_a_band():
     assert marked.sum() == 10 and ((value[marked] > 0.5) & (value[marked] < 2.0)).all()
     assert choose_within(old, adv, np.random.default_rng(1), clip_cov_ratio=0.0).sum() == 1
     assert not choose_within(old, adv, np.random.default_rng(1), clip_cov_lb=1e9, clip_cov_ub=2e9).any()
+    one = np.array([1.0, -1.0])  # each token's share is 1
+    for low, high, marks in ((0.5, 2.0, 1), (1.0, 2.0, 0), (0.5, 1.0, 0)):
+        assert choose_within(one, one, rng, clip_cov_lb=low, clip_cov_ub=high).sum() == marks
 
 
 def test_kl_cov_marks_the_largest():

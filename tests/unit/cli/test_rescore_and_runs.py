@@ -109,6 +109,11 @@ def test_nothing_is_written_among_the_files_of_the_run(run_folder: Path, monkeyp
         rescore.run(Path(), reward="mine.py:f", where=None, out=Path(own))
 
 
+def test_a_name_that_no_file_can_have_is_refused_before_anything_is_scored(run_folder: Path):
+    with pytest.raises(ConfigError, match=r"cannot be written \(File name too long\); name another --out"):
+        rescore.run(run_folder, reward="mine.py:f", where=None, out=Path("x" * 300))
+
+
 def test_too_many_calls_that_hang_end_it_with_a_sentence(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine.py").write_text("import time\n\ndef hangs(trajectory):\n    time.sleep(20)\n")
     monkeypatch.chdir(tmp_path)

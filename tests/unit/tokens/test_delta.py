@@ -367,3 +367,18 @@ def test_a_prompt_that_explains_the_reasoning_tag_keeps_it_where_the_generation_
     said = "Think between <think> and </think>."
     ids = DeltaEncoder(codec).start([Message(role="system", content=said, origin=Origin.OWNER), user("Hi")])
     assert [codec.control_tokens[i] for i in codec.control_in(ids).tolist()].count("<think>") == 2
+
+
+def test_a_result_follows_a_call_with_its_own_id() -> None:
+    """Some templates refuse one without: the conversation that it is encoded behind has a call with its id."""
+    template = """
+{%- for m in messages -%}
+{%- if m.role == 'tool' and m.tool_call_id not in messages | map(attribute='tool_calls', default=[]) | sum(start=[]) |
+    map(attribute='id') -%}{{ raise_exception('no call has the id of this result') }}{%- endif -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+    codec = Codec(tiny_tokenizer(), chat_template=template)
+    assert "tool\n5<|im_end|>" in extended(Message(role="tool", content="5", tool_call_id="abc123"), codec=codec)
