@@ -112,7 +112,7 @@ from polyturn.engines.base import BaseEngine
 class Hangs(BaseEngine):
     def __init__(self, setup, *, where):
         super().__init__()
-        self.where, self.num = where, 0
+        self.where, self.num, self.version = where, 0, 0
 
     @property
     def capabilities(self):
@@ -129,7 +129,10 @@ class Hangs(BaseEngine):
         if self.num > 4:
             await self.hang("generate")
         ids = np.arange(4, dtype=np.int32) + 10 + self.num % 7
-        return Completion(token_ids=ids, logprobs=np.full(4, -5.0), finish_reason=FinishReason.LENGTH)
+        versions = ((0, self.version),)
+        return Completion(
+            token_ids=ids, logprobs=np.full(4, -5.0), finish_reason=FinishReason.LENGTH, policy_versions=versions
+        )
 
     async def abort(self, request_id):
         pass
@@ -139,6 +142,7 @@ class Hangs(BaseEngine):
 
     async def update_weights(self, version, *, weights=None):
         await self.hang("update_weights")
+        self.version = version
 
     async def close(self):
         await self.hang("close")
