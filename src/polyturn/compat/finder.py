@@ -177,7 +177,7 @@ class AliasPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             offered = (name for module in self._bodies() for name in vars(module).get("__all__", vars(module)))
-            return sorted({name for name in offered if not name.startswith("_")})
+            return sorted({name for name in offered if not name.startswith("_") and self._body(name) is not None})
         body = None if name.startswith("__") else self._body(name)
         if body is not None:
             return vars(body)[name]

@@ -195,6 +195,9 @@ def test_a_module_is_the_same_whether_it_is_imported_or_taken_from_its_package(a
     package, _, name = alias.rpartition(".")
     taken = getattr(__import__(package, fromlist=[name]), name)
     assert taken is importlib.import_module(alias)
+    everything: dict[str, object] = {}
+    exec(f"from {package} import *", everything)
+    assert name not in everything and len(everything) > 2
 
 
 def test_a_module_as_a_release_has_it_is_no_change(
