@@ -145,4 +145,5 @@ def test_a_schedule_needs_an_end_above_its_warm_up_and_takes_that_of_the_run():
     found = OptimSettings(schedule=COSINE, warmup_steps=0.1).over(50)
     assert (found.warmup_steps, found.schedule.total_steps) == (5, 50)
     assert OptimSettings(warmup_steps=9).over(3).schedule.total_steps == 10
+    assert OptimSettings(warmup_steps=1, lr=0.0).over(50).warmup_steps == 1, "one step, not all of them"
     assert OptimSettings(schedule=ScheduleOptions(total_steps=80), warmup_steps=0.1).over(50).warmup_steps == 8
