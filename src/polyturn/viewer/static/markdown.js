@@ -1,11 +1,12 @@
 // Markdown as elements: headings, lists, tables, quotes, code with colours, and JSON laid out. Made of text nodes alone, so that
 // nothing in a text can become an element or load anything: a picture is shown where the text itself holds it (data:), a link is
-// followed on a click. Every repetition in a pattern is bounded, so that a text costs time in proportion to its length.
+// followed on a click. Every repetition in a pattern is bounded, and a long one holds no character that could begin it anew, so that a
+// text costs time in proportion to its length.
 
 import { el, legible } from "/static/base.js";
 
 const MOST_JSON = 200_000; // characters of a text that is looked at as JSON
-const INLINE = /`([^`\n]{1,2000})`|\*\*([^*\n]{1,2000})\*\*|(?<![\w*])\*([^*\s][^*\n]{0,2000})\*(?![\w*])|(!?)\[([^\]\n]{0,300})\]\(((?:https?:|data:image\/(?:png|jpeg|gif|webp);)[^)\s]{1,100000})\)/g;
+const INLINE = /`([^`\n]{1,2000})`|\*\*([^*\n]{1,2000})\*\*|(?<![\w*])\*([^*\s][^*\n]{0,2000})\*(?![\w*])|(!?)\[([^[\]\n]{0,300})\]\((https?:[^)\s]{1,2000}|data:image\/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]{1,100000})\)/g;
 const CODE = /("(?:[^"\\\n]|\\.){0,2000}"|'(?:[^'\\\n]|\\.){0,2000}')|(\/\/[^\n]{0,2000}|#[^\n]{0,2000})|\b(\d[\d_.]{0,40}(?:e[+-]?\d{1,5})?)\b|\b(and|as|assert|async|await|break|case|catch|class|const|continue|def|del|do|elif|else|except|export|false|False|finally|fn|for|from|function|if|import|in|is|lambda|let|new|None|not|null|or|pass|raise|return|self|struct|switch|this|throw|true|True|try|type|var|while|with|yield)\b/g;
 
 // Split a text by a pattern: what stands between its matches as text, each match as `make` has it.
@@ -37,7 +38,10 @@ export const code = (text, language = "") => el("pre", { class: "code", tabindex
 
 function asJson(text) {
   if (text.length > MOST_JSON || !/^\s*[[{]/.test(text)) return null;
-  try { return JSON.stringify(JSON.parse(text), null, 1); } catch { return null; }
+  try {
+    const laid = JSON.stringify(JSON.parse(text), null, 1);
+    return laid.length > 2 * MOST_JSON ? null : laid; // what is nested deep grows with the square of its depth
+  } catch { return null; }
 }
 
 const cells = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((one) => one.trim());
