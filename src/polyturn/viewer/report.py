@@ -66,7 +66,7 @@ def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
         "telling": chosen,
         "config": view.config(),
     }
-    for split in view.summary()["splits"]:
+    for split in view.summary()["splits"] or ["train"]:
         found[f"distributions {split}"] = view.distributions(split)
     for one in chosen:
         id, step, split = one["id"], one["step"], one["split"]

@@ -13,7 +13,7 @@ import { trajectories } from "/static/table.js";
 import { task } from "/static/task.js";
 import { why } from "/static/why.js";
 
-const TABS = [["runs", "Runs"], ["curves", "Curves"], ["trajectories", "Trajectories"], ["distributions", "Distributions"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"], ["answer", "Answer"]];
+const TABS = [["runs", "Runs"], ["curves", "Curves"], ["trajectories", "Trajectories"], ["distributions", "Distributions"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Overview"], ["answer", "Answer"]];
 // Without runs there is the page for answers alone; a report has those pages whose answers are in its file.
 const isThere = (name) => (name === "answer" ? state.hasDesk : state.runs.length > 0 && (!kept || ["curves", "distributions", "about"].includes(name)));
 const PAGES = { runs, curves, distributions, trajectories, groups, timeline: timelinePage, one, compare, why, task, about, answer };
@@ -29,7 +29,7 @@ function drawProblems(info) {
 
 async function show() {
   const { run, page, values } = place();
-  const shown = !state.runs.length && state.hasDesk ? "answer" : PAGES[page] ? page : "curves";
+  const shown = !state.runs.length && state.hasDesk ? "answer" : Object.hasOwn(PAGES, page) ? page : "curves";
   const current = INSIDE.includes(shown) ? (kept ? "about" : "trajectories") : shown;
   if (shown === current) state.last[`${run}/${shown}`] = location.hash;
   document.getElementById("tabs").replaceChildren(...TABS.filter(([name]) => isThere(name)).map(([name, label]) =>

@@ -171,7 +171,8 @@ export function timeline(episodes, { onOpen, onZoom, range = null }) {
   const axis = svg("svg", { viewBox: `0 0 ${width} 22`, class: "lanes-axis", "aria-hidden": "true" });
   const box = svg("svg", { viewBox: `0 0 ${width} ${episodes.length * lane}`, role: "group", class: "lanes", "aria-label": `${episodes.length} episodes, from ${short(low)} to ${short(high)} seconds` });
   const rough = (high - low) / 6, size = 10 ** Math.floor(Math.log10(rough)), every = size * ([1, 2, 5, 10].find((m) => m * size >= rough) ?? 10);
-  for (let at = Math.ceil(low / every) * every; at <= high; at += every) {
+  const first = Math.ceil(low / every);
+  for (let n = 0, at; n < 20 && (at = (first + n) * every) <= high; n++) { // counted: a sum may stand still where `low` is large
     axis.append(svg("text", { x: X(at), y: 15, "text-anchor": X(at) > width - 30 ? "end" : "middle" }, `${short(Number(at.toPrecision(6)))} s`));
     box.append(svg("line", { x1: X(at), x2: X(at), y1: 0, y2: episodes.length * lane, class: "axis" }));
   }
