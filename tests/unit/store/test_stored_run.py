@@ -16,7 +16,8 @@ import polyturn
 from polyturn.core.errors import DataError
 from polyturn.core.serde import to_json
 from polyturn.core.trajectory import SpanSource, TrajectoryGroup
-from polyturn.store.parquet_store import ParquetStore, StoreSettings, list_parts
+from polyturn.store.options import StoreSettings
+from polyturn.store.parquet_store import ParquetStore, list_parts
 from polyturn.store.schema import Trained
 from polyturn.store.stored_run import open_store
 
