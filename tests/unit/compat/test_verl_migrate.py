@@ -33,3 +33,12 @@ def test_a_file_that_the_native_config_must_not_be_is_refused_before_anything_is
     with pytest.raises(ConfigError, match=r"--out is .*which ends in \.yaml"):
         run(path, OVERRIDES, out=tmp_path / out.format(tmp_path.name))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_says_the_same_as_the_default_goes_and_an_empty_argument_of_a_plug_in_stays(tmp_path: Path):
+    path = config(tmp_path)
+    own = "{name: grpo, kwargs: {nothing: {}, deep: {nothing: {}}}}"
+    run(path, [*OVERRIDES, f"+polyturn.rollout.scheduler_kwargs={own}"], out=None)
+    native = yaml.safe_load((tmp_path / "run.polyturn.yaml").read_text())
+    assert native["rollout"]["scheduler_kwargs"] == yaml.safe_load(own)
+    assert {} not in native.values() and {} not in native["train"].values()

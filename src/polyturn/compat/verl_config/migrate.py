@@ -59,9 +59,9 @@ def _without_defaults(values: dict[str, Any], defaults: Any) -> dict[str, Any]:
     for key, value in values.items():
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if isinstance(value, dict):
-            value = _without_defaults(value, default)
-            if value:
-                kept[key] = value
+            rest = _without_defaults(value, default)
+            if rest or not isinstance(default, dict):  # an empty mapping of a plug-in's own arguments is one of them
+                kept[key] = rest
         elif value != default or not isinstance(defaults, dict) or key not in defaults:
             kept[key] = value
     return kept
