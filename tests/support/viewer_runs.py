@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,22 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tools.gsm8k import Gsm8kTool
 
 CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "8"}}\n</tool_call>'
+PAGES = {
+    "runs": "tbody tr",
+    "curves": ".chart canvas",
+    "trajectories": "tbody tr",
+    "distributions": ".heat-map rect",
+    "groups": "tbody tr",
+    "timeline?step=2&split=train": "svg g",
+    "about": "pre",
+    "about?with=1": "section table",
+    "one?id=g30/1&step=3&split=train": ".tokens span",
+    "why?id=g30/0&step=3&split=train": ".formula",
+    "task?task_id=t0&split=train": ".message",
+    "compare?a=g30/0&as=3&al=train&b=g31/0&bs=3&bl=train": ".sides ins",
+    "answer": ".said",
+}
+"""Where the pages of a run of `write_run` are -> an element that is there when they are."""
 HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>\x1b[31mred\x1b[0m \u202eright to left "
 
 
@@ -48,6 +65,14 @@ def write_run(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
 
 
+def leave_a_question(desk: Path) -> None:
+    """Let a conversation wait at a desk for an hour."""
+    talk = [{"role": "user", "content": "I need a table."}, {"role": "assistant", "content": f"For how many? {HOSTILE}"}]
+    times = {"since": time.time(), "until": time.time() + 3600}
+    paper = {"ticket": "f" * 32, "about": {"conversation": "g0/0", "goal": "Eat."}, "messages": talk, **times}
+    (desk / "waiting" / f"{paper['ticket']}.json").write_text(json.dumps(paper))
+
+
 def made(count: int) -> Trained:
     policy_logprobs = np.full(count, -0.5, np.float32)
     return Trained(
@@ -64,15 +89,15 @@ def hostile_group() -> TrajectoryGroup:
     return group
 
 
-def add_step(folder: Path, step: int) -> None:
+def add_step(folder: Path, step: int, *, task_id: str = "more") -> None:
     """Add a group of two trajectories to a run, as training does; playwright has the event loop of this thread."""
     with ThreadPoolExecutor(1) as other:
-        other.submit(_add_step, folder, step).result()
+        other.submit(_add_step, folder, step, task_id).result()
 
 
-def _add_step(folder: Path, step: int) -> None:
+def _add_step(folder: Path, step: int, task_id: str) -> None:
     context = scripted_context(["#### 4"], rewards={"": lambda trajectory: 1.0})
-    spec = GroupSpec(id=f"more{step}", task=task("What is 2+2?", id=f"more{step}"), size=2)
+    spec = GroupSpec(id=f"more{step}", task=task("What is 2+2?", id=task_id), size=2)
     (group,) = asyncio.run(RolloutPool(context).run([spec]))
     with ParquetStore(folder) as store:
         store.add(group, step=step, split="train")

@@ -196,7 +196,7 @@ def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:
         return JSONResponse(view(number).groups(wanted, offset=_whole(given, "offset", 0), limit=limit))
 
     @app.get("/api/runs/{number}/timeline")
-    def timeline(number: int, step: int, split: str = "train") -> Response:
+    def timeline(number: int, step: int | None = None, split: str = "train") -> Response:
         return JSONResponse(view(number).timeline(step=step, split=split))
 
     @app.get("/api/runs/{number}/trajectory")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ Counts = NDArray[np.int64]
 NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
 PLAIN = tuple(name for name in INDEX_COLUMNS if not pa.types.is_nested(SCHEMA.field(name).type))
 """Columns of single values, which can be compared and sorted by."""
-_WHOLE_RUN = ("text", "regex", "where", "label")
+_WHOLE_RUN = ("text", "regex", "where", "label", "note")
 """Filters that are no comparison of one column."""
 MAX_VALUES = 12
 """Values of one kind that are counted, the most frequent ones."""
@@ -58,7 +58,8 @@ def narrow(
     Args:
         run: The run.
         wanted: Filters: a column's name for equality, `min_` or `max_` before a numeric one, `errors` ("1": failed or with a
-            failed tool call), `text` (words; an expression with `regex` "1"), `label` (one, or "*" for any), `where` (SQL).
+            failed tool call), `text` (words; an expression with `regex` "1"), `label` (one, or "*" for any), `note` (words),
+            `where` (SQL).
         labels: Of the run.
         stop: Ends the search when it is set.
 
@@ -68,8 +69,8 @@ def narrow(
     mask = _mask(run.table(), {key: value for key, value in wanted.items() if key not in _WHOLE_RUN})
     if mask is not None:
         run = run.keep(mask)
-    if label := wanted.get("label"):
-        chosen = {key for key, one in labels.items() if label in ("*", one.label)}
+    if wanted.get("label") or wanted.get("note"):
+        chosen = _said(labels, wanted.get("label", "*"), wanted.get("note", "").casefold().split())
         run = run.keep(_labelled(run.table(["id", "step", "split"]), chosen))
     if text := wanted.get("text"):
         run = run.search(text, is_expression=wanted.get("regex") == "1", stop=stop)
@@ -135,6 +136,12 @@ def as_jsonl(chosen: StoredRun) -> Iterator[bytes]:
     for record in chosen.records():
         line = {"group": record.group, "step": record.step, "split": record.split, "dropped": record.trained.dropped}
         yield json.dumps({**line, "trajectory": to_json(record.trajectory)}).encode() + b"\n"
+
+
+def _said(labels: Mapping[tuple[str, int, str], Label], label: str, words: Sequence[str]) -> set[tuple[str, int, str]]:
+    """Return what names the trajectories with a label ("*": any, or a note alone) and with all `words` in the note."""
+    chosen = {key: one.note.casefold() for key, one in labels.items() if label in ("*", "", one.label)}
+    return {key for key, note in chosen.items() if all(word in note for word in words)}
 
 
 def _labelled(table: pa.Table, chosen: set[tuple[str, int, str]]) -> pa.Array:

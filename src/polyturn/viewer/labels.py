@@ -36,17 +36,19 @@ class Labels:
 
     def __init__(self, folder: Path) -> None:
         """Name the run's folder."""
+        self.problem = ""
+        """Why they could not be read the last time."""
         self._folder = folder
         self._lock = threading.Lock()
 
     def read(self) -> dict[_Key, Label]:
-        """Return what is written, by (id, step, split); damaged lines are left out.
-
-        Raises:
-            DataError: the file leads out of the run's folder, or is larger than any.
-        """
+        """Return what is written, by (id, step, split); damaged lines are left out, all where the file is."""
         found: dict[_Key, Label] = {}
-        for line in (read_contained(self._folder, FILE, max_bytes=MAX_BYTES) or "").splitlines():
+        try:
+            text, self.problem = read_contained(self._folder, FILE, max_bytes=MAX_BYTES) or "", ""
+        except DataError as problem:
+            text, self.problem = "", str(problem)
+        for line in text.split("\n"):
             try:
                 key, label = _parsed(json.loads(line))
             except (ValueError, RecursionError):
@@ -70,9 +72,10 @@ class Labels:
                 place = contained(self._folder, FILE)  # a link out of the run is refused
                 if place is not None and place.stat().st_size + len(data) > MAX_BYTES:
                     raise DataError(f"{FILE} has {MAX_BYTES >> 20} MB of labels, and takes no more")
-                descriptor = os.open(self._folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-                with os.fdopen(descriptor, "ab") as file:
-                    file.write(data)
+                descriptor = os.open(self._folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+                with os.fdopen(descriptor, "ab+") as file:
+                    is_whole = not file.seek(0, os.SEEK_END) or os.pread(descriptor, 1, file.tell() - 1) == b"\n"
+                    file.write(data if is_whole else b"\n" + data)  # half a line, from a crash, costs itself alone
             except OSError as problem:
                 raise DataError(f"{FILE} cannot be written: {one_line(problem)}") from problem
         return label

@@ -114,11 +114,11 @@ class RunView:
         return progress(self.folder, self._metrics, self._warm_start, self._config[1])
 
     def _latest(self) -> dict[str, Any]:
-        """Return the last value of each metric of `LATEST` that the run has."""
+        """Return of each pattern of `LATEST` the last value of the first metric that the run has."""
         found: dict[str, Any] = {}
         for pattern in LATEST:
             names = [name for name in self._metrics.names if fnmatchcase(name, pattern)]
-            values = ((name, line.get(name)) for line in reversed(self._metrics.lines) for name in names)
+            values = ((name, line.get(name)) for name in names for line in reversed(self._metrics.lines))
             found |= dict(itertools.islice((one for one in values if one[1] is not None), 1))
         return found
 
@@ -143,6 +143,7 @@ class RunView:
             found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
         if not self._metrics.is_there and not is_begun and not self._metrics.problem:
             found.append("the run recorded no metrics (there is no metrics.jsonl)")
+        found += [self._labels.problem] if self._labels.problem else []
         return found + self._metrics.problems() + self._warm_start.problems()
 
     def refresh(self) -> None:
@@ -264,13 +265,14 @@ class RunView:
             if descending:
                 offset = max(0, total - offset - limit) if total - offset > 0 else total
             table = table.slice(offset, limit)
-        rows = [{k: v if k in KEY else cut(plain(v)) for k, v in row.items()} for row in table.to_pylist()]
+        rows = _shown(table)
         if not sort and descending:
             rows.reverse()
         for row in rows:
             said = labels.get((row["id"], row["step"], row["split"]), Label("", ""))
             row |= {"label": said.label, "note": said.note}
-        return {"total": total, "rows": rows, "facets": counted, "labels": known_labels(labels.values())}
+        known = known_labels(labels.values())
+        return {"total": total, "rows": rows, "facets": counted, "labels": known, "has_labels": bool(labels)}
 
     def export(self, wanted: Mapping[str, str], *, stop: threading.Event | None = None) -> StoredRun:
         """Return the trajectories that filters let through, few enough for one file.
@@ -307,16 +309,19 @@ class RunView:
         table = table.append_column("at", pa.array(np.arange(table.num_rows)))
         found = (
             table.group_by(["split", "step", "group"])
-            .aggregate([("at", "max"), ("reward", "mean"), ("reward", "stddev"), ("reward", "list"), ("id", "list"),
-                        ("stop_reason", "list"), ("dropped", "min"), ("question", "min"), ("num_turns", "mean")])
+            .aggregate([("at", "max"), ("reward", "mean"), ("reward", "stddev", pc.VarianceOptions(ddof=1)),
+                        ("reward", "list"), ("id", "count"), ("dropped", "min"), ("question", "min"), ("num_turns", "mean")])
             .sort_by([("at_max", "descending")])
         )  # fmt: skip
-        rows = found.slice(offset, limit).to_pylist()
-        return {"total": found.num_rows, "rows": [plain(row) for row in rows]}
+        return {"total": found.num_rows, "rows": _shown(found.slice(offset, limit))}
 
-    def timeline(self, *, step: int, split: str, limit: int = 400) -> dict[str, Any]:
-        """Return, for the episodes of one step, when each turn began and what its time went into."""
+    def timeline(self, *, step: int | None, split: str, limit: int = 400) -> dict[str, Any]:
+        """Return when each turn of the episodes of a step began, and what it was spent on; of the last step without one."""
+        self._store.refresh()
         chosen = self._store.select(step=step, split=split)
+        if step is None and len(chosen):
+            step = pc.max(chosen.table(["step"])["step"]).as_py()
+            chosen = chosen.select(step=step)
         episodes: list[tuple[Trajectory, list[dict[str, float]]]] = []
         for record in chosen.records():
             turns = [_seconds(turn.timings) for turn in record.trajectory.turns]
@@ -333,7 +338,7 @@ class RunView:
             }
             for trajectory, turns in episodes
         ]
-        return {"episodes": lanes, "total": len(chosen)}
+        return {"step": step, "episodes": lanes, "total": len(chosen)}
 
     def trajectory(
         self, id: str, *, step: int | None, split: str | None, segment: int = 0, start: int = 0, page_size: int = MAX_TOKENS
@@ -370,6 +375,11 @@ class RunView:
         except DataError as problem:
             return [_damaged(str(problem))]
         return [_alarm(line) for line in (text or "").splitlines()]
+
+
+def _shown(table: pa.Table) -> list[dict[str, Any]]:
+    """Return rows with long texts cut, but for those by which a trajectory is asked for."""
+    return [{k: v if k in KEY else cut(plain(v)) for k, v in row.items()} for row in table.to_pylist()]
 
 
 def _seconds(timings: Mapping[str, Any]) -> dict[str, float]:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from polyturn.interactions.human_queue import HumanQueue
 from support.services import served_app
-from support.viewer_runs import write_run
+from support.viewer_runs import leave_a_question, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -51,7 +52,9 @@ def address(runs: Path) -> Iterator[str]:
         shown.append(RunView(runs / "warming"))
         return shown[3:]
 
-    with served_app(create_app(list(shown), appeared=appeared)) as served:
+    desk = HumanQueue(runs / "desk")
+    leave_a_question(desk.folder)
+    with served_app(create_app(list(shown), appeared=appeared, desk=desk)) as served:
         yield served
 
 

@@ -7,22 +7,11 @@ from __future__ import annotations
 
 import pytest
 
+from support.viewer_runs import PAGES
+
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 pytestmark = pytest.mark.timeout(600)
 
-PAGES = {
-    "runs": "tbody tr",
-    "curves": ".chart canvas",
-    "trajectories": "tbody tr",
-    "distributions": ".heat-map rect",
-    "groups": "tbody tr",
-    "timeline?step=2&split=train": "svg g",
-    "about?with=1": "section table",
-    "one?id=g30/1&step=3&split=train": ".tokens span",
-    "why?id=g30/0&step=3&split=train": ".formula",
-    "task?task_id=t0&split=train": ".message",
-    "compare?a=g30/0&as=3&al=train&b=g31/0&bs=3&bl=train": ".sides ins",
-}
 PARENTS = "header, main, .bar, .facets, .charts, .chart, main section, .sides, .three, .pager"
 TEXTS = "p, h2, h3, a, button, label, summary, td, th, .text, dd"
 FAULTS = """([parents, texts]) => {

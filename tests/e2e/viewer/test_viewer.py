@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from polyturn.store.run_folders import RESOLVED_HEAD
-from support.viewer_runs import add_step
+from polyturn.viewer.report import write_report
+from support.viewer_runs import PAGES, add_step
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 pytestmark = pytest.mark.timeout(180)
@@ -141,17 +142,14 @@ def test_everything_can_be_reached_with_the_keyboard(page):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_labels_and_contrast_hold_on_every_page(browser, address: str, scheme: str):
+@pytest.mark.parametrize("width", [1280, 390])
+def test_labels_and_contrast_hold_on_every_page(browser, address: str, runs: Path, tmp_path: Path, scheme: str, width: int):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed; run `make browser`")
-    page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme, base_url=address)
-    ways = {"runs": "tbody tr", "curves": ".chart", "trajectories": "tbody tr",
-            "groups": "tbody tr", "timeline?step=2&split=train": "svg g",
-            "one?id=g30/1&step=3&split=train": ".tokens span", "about": "pre",
-            "why?id=g30/0&step=3&split=train": ".formula", "distributions": ".heat-map rect",
-            "task?task_id=t0&split=train": ".message",
-            "compare?a=g30/0&as=3&al=train&b=g31/0&bs=3&bl=train": ".sides ins"}  # fmt: skip
-    for way, ready in ways.items():
-        page.goto(f"/#/0/{way}")
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme, base_url=address)
+    report = write_report([runs / "first", runs / "second"], tmp_path / "report.html").as_uri()
+    ways = {f"/#/0/{way}": ready for way, ready in PAGES.items()}
+    for way, ready in (ways | {report: "section table", "/#/0/nothing?a": ".chart", "/#/9/curves": "[role=alert]"}).items():
+        page.goto(way)
         page.wait_for_selector(ready)
         found = axe.Axe().run(page).response["violations"]
         assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found] == [], way
@@ -191,6 +189,17 @@ def test_every_page_of_a_run_follows_it_and_keeps_what_is_being_typed(page, grow
     playwright.expect(page.get_by_role("table", name="Summary")).to_contain_text("24")
     add_step(growing, 7)
     playwright.expect(page.get_by_role("table", name="Summary")).to_contain_text("26")
+    page.goto("/#/2/timeline")
+    step = page.locator("input[name=step]")
+    playwright.expect(step).to_have_value("7")
+    page.evaluate("document.activeElement.blur()")
+    add_step(growing, 8)
+    playwright.expect(step).to_have_value("8")
+    page.goto("/#/2/distributions")
+    columns = page.get_by_role("region", name="Turns").locator(".heat-map g")
+    playwright.expect(columns).to_have_count(8)
+    add_step(growing, 9)
+    playwright.expect(columns).to_have_count(9)
 
 
 def test_a_warm_start_is_followed_before_the_run_has_metrics_of_its_own(page, growing: Path):

@@ -83,6 +83,32 @@ def test_a_label_is_kept_beside_the_run_and_narrows_the_table(client: TestClient
     assert client.get("/api/runs/0/trajectories?label=*").json()["total"] == 2
 
 
+def test_a_note_is_found_by_its_words_and_half_a_line_costs_no_label_after_it(client: TestClient, run: Path):
+    (run / "labels.jsonl").write_text('{"id": "g1/0", "step": 1, "sp')
+    assert [label(client, "g1/0", "", "Copies the TEST"), label(client, "g1/1", "odd", "a test")] == [200, 200]
+    asked = ("note=test copies", "note=test", "note=test&label=odd", "note=nothing", "label=*")
+    totals = [client.get(f"/api/runs/0/trajectories?{one}").json()["total"] for one in asked]
+    assert totals == [1, 2, 1, 0, 2]
+    found = client.get("/api/runs/0/trajectories").json()
+    assert found["has_labels"] and found["labels"] == ["odd"]
+
+
+def test_the_spread_of_a_group_is_the_one_that_its_advantages_are_made_with(client: TestClient):
+    (row,) = client.get("/api/runs/0/groups?split=train").json()["rows"]
+    why = client.get("/api/runs/0/advantage?id=g1/0&split=train").json()
+    assert row["reward_stddev"] == pytest.approx(why["std"]) == pytest.approx(0.5**0.5) and row["id_count"] == 2
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["trajectories?offset=1" + "0" * 30, "groups?offset=" + "9" * 5000, "trajectory", "trajectory?id=g1/0&step=x",
+     "timeline?step=x", "curves?smooth=nan", "trajectory?id=g1/0&segment=-1"],
+)  # fmt: skip
+def test_an_odd_request_is_answered_with_a_sentence(client: TestClient, way: str):
+    answer = client.get(f"/api/runs/0/{way}")
+    assert answer.status_code == 422 and isinstance(answer.json()["detail"], str) and len(answer.json()["detail"]) < 200
+
+
 def test_what_is_no_label_is_refused_and_a_link_out_of_the_run_is_not_written(client: TestClient, run: Path, tmp_path: Path):
     assert [label(client, "g9/9", "a"), label(client, "g1/0", "a" * 61), label(client, "g1/0", "a", step="1")] == [422] * 3
     whole = {"id": "g1/0", "step": 1, "split": "train", "label": "a"}

@@ -4,15 +4,16 @@ import { el, get, post } from "/static/base.js";
 
 const EVERY_MS = 1000;
 const drafts = new Map(); // ticket -> what is written and not yet sent
+const said = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? ""));
 
 export async function answer() {
   const queue = el("nav", { id: "queue", "aria-label": "Conversations that wait" }), talk = el("section", { id: "talk", "aria-label": "Conversation" });
-  const said = el("p", { class: "muted", role: "status" });
+  const status = el("p", { class: "muted", role: "status" });
   let papers = [], open = null, timer = 0;
 
   const left = (paper) => Math.max(0, Math.round(paper.until - Date.now() / 1000));
   const showQueue = () => queue.replaceChildren(...papers.map((paper) => el("button", { type: "button", class: "ticket", "aria-current": paper.ticket === open ? "true" : null, onclick: () => choose(paper.ticket) },
-    el("strong", {}, String(paper.about.conversation ?? paper.ticket.slice(0, 8))), ` ${left(paper)} s`, el("span", { class: "muted" }, String(paper.messages.at(-1)?.content ?? "").slice(0, 80)))));
+    el("strong", {}, String(paper.about.conversation ?? paper.ticket.slice(0, 8))), ` ${left(paper)} s`, el("span", { class: "muted" }, said(paper.messages.at(-1)?.content).slice(0, 80)))));
 
   function choose(ticket) {
     open = ticket;
@@ -37,8 +38,8 @@ export async function answer() {
     };
     text.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send(false); });
     talk.replaceChildren(
-      el("dl", {}, ...Object.entries(paper.about).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))])),
-      ...paper.messages.map((message) => el("div", { class: `said ${message.role}` }, el("h3", {}, String(message.role)), el("p", {}, String(message.content)))),
+      el("dl", {}, ...Object.entries(paper.about).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, said(value))])),
+      ...paper.messages.map((message) => el("div", { class: `said ${message.role}` }, el("h2", {}, String(message.role)), el("p", {}, said(message.content)))),
       problem,
       el("form", { onsubmit: (event) => { event.preventDefault(); send(false); } }, el("label", { for: "text" }, "Your answer, as the user"), text,
         el("div", { class: "bar" }, el("label", {}, "Score of the model's turn", score), el("button", { type: "submit" }, "Answer"), el("button", { type: "button", onclick: () => send(true) }, "End the conversation"))));
@@ -47,15 +48,15 @@ export async function answer() {
   async function poll() {
     try {
       papers = await get("waiting");
-      said.textContent = `${papers.length} waiting`;
+      status.textContent = `${papers.length} waiting`;
       if (papers.some((paper) => paper.ticket === open)) showQueue();
       else choose(papers[0]?.ticket ?? null);
     } catch (failed) {
-      said.textContent = failed.message;
+      status.textContent = failed.message;
     }
     timer = setTimeout(poll, EVERY_MS);
   }
 
   await poll();
-  return { element: el("div", {}, said, el("div", { class: "desk" }, queue, talk)), leave: () => clearTimeout(timer) };
+  return { element: el("div", {}, status, el("div", { class: "desk" }, queue, talk)), leave: () => clearTimeout(timer) };
 }

@@ -1,7 +1,7 @@
 // The frame: which page the address names, the runs, what is polled while a run goes on, the keyboard.
 // A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
 
-import { address, doing, el, get, go, kept, lasting, leave, legible, place, state } from "/static/base.js";
+import { address, doing, el, get, go, kept, lasting, leave, place, state } from "/static/base.js";
 import { answer } from "/static/answer.js";
 import { curves } from "/static/curves.js";
 import { distributions } from "/static/distributions.js";
@@ -24,7 +24,7 @@ const main = document.getElementById("main");
 const problems = el("div");
 function drawProblems(info) {
   const said = info && place().page !== "runs" ? [...(info.end ? [`The run died: ${info.end}.`] : []), ...info.problems] : [];
-  problems.replaceChildren(...(said.length ? [el("div", { class: "problem", role: "alert" }, legible(said.join("\n")))] : []));
+  problems.replaceChildren(...(said.length ? [el("div", { class: "problem", role: "alert" }, said.join("\n"))] : []));
 }
 
 async function show() {

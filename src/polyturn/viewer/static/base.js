@@ -1,16 +1,22 @@
 // What every page uses: elements, requests, the address and what the frame remembers of it.
 //   #/0/curves   #/0/trajectories?min_reward=1   #/0/one?id=g5/2&step=3&split=train   #/0/compare?a=…&b=…
 
-export const el = (name, attributes = {}, ...children) => {
-  const element = document.createElement(name);
+// Control characters and those that turn the direction of writing are seen, not obeyed, in every text and title of every element.
+const legible = (text) => (typeof text === "string" ? text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd") : text);
+const SPOKEN = ["title", "alt", "aria-label"];
+
+function filled(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (value === true) element.setAttribute(key, "");
-    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, SPOKEN.includes(key) ? legible(value) : value);
   }
-  element.append(...children.filter((c) => c !== null && c !== undefined && c !== false));
+  element.append(...children.filter((c) => c !== null && c !== undefined && c !== false).map(legible));
   return element;
-};
+}
+
+export const el = (name, attributes = {}, ...children) => filled(document.createElement(name), attributes, children);
+export const svg = (name, attributes = {}, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 
 // `last` holds the address at which each tab was left, so that its filters are there again; `list` is the table as it was last read.
 export const state = { runs: [], marked: [], list: [], page: null, last: {}, hasDesk: false };
@@ -31,21 +37,22 @@ export async function get(path, values = {}) {
     throw new Error("This is not part of the report; the viewer shows it: polyturn view RUN");
   }
   const asked = query(values);
-  const answer = await fetch(`/api/${path}${asked.size ? `?${asked}` : ""}`);
+  return said(await fetch(`/api/${path}${asked.size ? `?${asked}` : ""}`));
+}
+
+export const post = async (path, body) => said(await fetch(`/api/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }));
+
+async function said(answer) {
   const data = await answer.json();
   if (!answer.ok) throw new Error(data.detail ?? `${answer.status}`);
   return data;
 }
 
-export async function post(path, body) {
-  const answer = await fetch(`/api/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
-  const data = await answer.json();
-  if (!answer.ok) throw new Error(data.detail ?? `${answer.status}`);
-  return data;
-}
+// A trajectory, or the sentence that says why it cannot be read, so that it costs no other one beside it.
+export const reading = (run, { id, step, split }) => get(`runs/${run}/trajectory`, { id, step, split }).catch((problem) => ({ id: id ?? "", step, problem: problem.message, messages: [] }));
 
 export function place() {
-  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
   const [run = "0", page = ""] = path.split("/");
   return { run: Number(run) || 0, page: page || (state.runs.length > 1 ? "runs" : "curves"), values: Object.fromEntries(new URLSearchParams(query)) };
 }
@@ -74,6 +81,8 @@ export function leave() {
   if (["one", "compare", "why", "task"].includes(page)) { const list = kept ? "about" : "trajectories"; location.hash = state.last[`${run}/${list}`] ?? `#/${run}/${list}`; }
 }
 
+export const back = () => el("a", { href: "#", onclick: (event) => { event.preventDefault(); leave(); } }, "‹ back");
+
 // The runs that stand beside one another: that of the page, and those that its address names.
 export function together(run, values) {
   const beside = (values.with ?? "").split(",").filter(Boolean).map(Number).filter((i) => state.runs[i] && i !== run);
@@ -91,7 +100,7 @@ export function besidePicker(run, page, shown) {
 export const cell = (value, isNumber) => el("td", { class: isNumber ? "number" : null }, value instanceof Node ? value : String((isNumber ? short(value) : value) ?? "–"));
 
 // names: [[title, whether its column has numbers]]; rows: <tr>.
-export const table = (label, names, rows) => el("div", { class: "scroll" }, el("table", { class: "plain", "aria-label": label },
+export const table = (label, names, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, el("table", { class: "plain", "aria-label": label },
   el("thead", {}, el("tr", {}, ...names.map(([name, isNumber]) => el("th", { class: isNumber ? "number" : null, scope: "col" }, name)))), el("tbody", {}, ...rows)));
 
 // Whether a run goes on, and where it is. A run that died has said why, or nothing.
@@ -114,9 +123,28 @@ export function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-// Control characters and those that turn the direction of writing are seen, not obeyed.
-export function legible(text) { return text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd"); }
+// A choice of one value; what the address names is among them, whether or not the run has it. `all` is the value that stands for
+// every one, or null where one has to be chosen.
+export function select(name, values, choices, label, all = "") {
+  const chosen = values[name], known = chosen && chosen !== all && !choices.includes(chosen) ? [...choices, chosen] : choices;
+  return el("label", {}, label, el("select", { name }, all === null ? null : el("option", { value: all, selected: chosen === all }, "all"), ...known.map((c) => el("option", { value: c, selected: chosen === c }, c))));
+}
 
-export function select(name, values, choices, label) {
-  return el("label", {}, label, el("select", { name }, el("option", { value: "" }, "all"), ...choices.map((c) => el("option", { value: c, selected: values[name] === c }, c))));
+// A form whose fields are the values in the address of a page: a choice takes effect at once, what is typed on Enter.
+export function asking(page, ...fields) {
+  const form = el("form", { class: "bar" }, ...fields);
+  const apply = () => go(page, Object.fromEntries(new FormData(form)));
+  form.addEventListener("submit", (event) => { event.preventDefault(); apply(); });
+  form.addEventListener("change", (event) => { if (event.target.matches("select")) apply(); });
+  return form;
+}
+
+export const PAGE_SIZE = 100;
+
+// Which rows of how many are shown, with the way to those before and behind them.
+export function pager(page, values, total, what, ...more) {
+  const offset = Number(values.offset ?? 0), turn = (to) => go(page, { ...values, offset: to || "" });
+  const shown = !total ? `no ${what} matches` : offset < total ? `${offset + 1}–${Math.min(offset + PAGE_SIZE, total)} of ${total}` : `there are only ${total}`;
+  return el("div", { class: "pager" }, el("button", { type: "button", disabled: offset <= 0, onclick: () => turn(Math.max(0, Math.min(offset, total) - PAGE_SIZE)) }, "‹ before"),
+    el("span", { role: "status" }, shown), el("button", { type: "button", disabled: offset + PAGE_SIZE >= total, onclick: () => turn(offset + PAGE_SIZE) }, "after ›"), ...more);
 }

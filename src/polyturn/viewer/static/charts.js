@@ -1,15 +1,6 @@
 // Charts by uPlot (line charts of metrics), and small pictures in SVG: dots of a group's rewards, the timeline of a step.
 
-import { el, legible, short } from "/static/base.js";
-
-const NS = "http://www.w3.org/2000/svg";
-
-export function svg(name, attributes = {}, ...children) {
-  const element = document.createElementNS(NS, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  for (const child of children) element.append(child);
-  return element;
-}
+import { el, short, svg } from "/static/base.js";
 
 const COLOURS = 6, DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [14, 6], [4, 8]];
 export const palette = (color) => `ink${color % COLOURS}`;
@@ -51,6 +42,9 @@ export function stack(curves) {
   return curves.map((c) => ({ ...c, isFilled: true, y: c.y.map((v, i) => (sums[i] += v)) })).reverse();
 }
 
+// Pixels that a picture has, at most `most`: its letters are as large on a telephone.
+const across = (most) => Math.min(most, document.getElementById("main").clientWidth - 32);
+
 const fromZero = (u, low, high) => [Math.min(low, 0), Math.max(high, 0) * 1.05];
 // Of nothing but zeros uPlot shows 0 to 100, as if a share were in percent.
 const around = (u, low, high) => (low === 0 && high === 0 ? [0, 1] : low === null ? [null, null] : uPlot.rangeNum(low, high, 0.1, true));
@@ -76,8 +70,8 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
       const stroke = ink(palette(c.color));
       return { stroke, dash: DASHES[(c.dash ?? 0) % DASHES.length], fill: c.isFilled ? paled(stroke) : undefined, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
     })],
-    bands: band && drawn.length > Math.max(...band) ? [{ series: band.map((i) => i + 1), fill: paled(ink(palette(0))) }] : [],
-    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: isLog ? 3 : 1, ...(isLog ? {} : { range: curves.some((c) => c.isFilled) ? fromZero : around }) } },
+    bands: drawn.length > 1 && drawn.every((c) => c.isFilled) ? drawn.slice(1).map((_, i) => ({ series: [i + 1, i + 2] })) : band && drawn.length > Math.max(...band) ? [{ series: band.map((i) => i + 1), fill: paled(ink(palette(0))) }] : [],
+    scales: { x: { time: false, range: (u, low, high) => range ?? (low === high && low !== null ? [low - 1, high + 1] : [low, high]) }, y: { distr: isLog ? 3 : 1, ...(isLog ? {} : { range: curves.some((c) => c.isFilled) ? fromZero : around }) } },
     axes: [{ ...ticks, size: 28, space: 60, incrs: axis === "time" ? undefined : WHOLE }, { ...ticks, size: 54, space: 32 }],
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { onZoom(); return null; } }, points: { size: 6 } },
     hooks: {
@@ -92,7 +86,12 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
   };
   if (drawn.length) {
     box.plot = new uPlot(options, data, box);
-    new ResizeObserver(() => { if (box.clientWidth > 0) box.plot.setSize({ width: box.clientWidth, height }); }).observe(box);
+    let wasShown = false;
+    new ResizeObserver(() => { // also when it is taken out of the page: uPlot holds every chart that shares a cursor
+      if (!box.isConnected && wasShown) box.plot.destroy();
+      else if (box.clientWidth > 0) box.plot.setSize({ width: box.clientWidth, height });
+      wasShown ||= box.isConnected;
+    }).observe(box);
   } else box.append(el("p", { class: "muted" }, isLog && curves.some((c) => c.x.length) ? "No value above 0." : "Nothing here."));
   return el("div", { class: "drawn" }, box, told);
 }
@@ -132,30 +131,27 @@ export function strip(rewards, low, high) {
 // The rewards of a group on one line: its mean, one standard deviation to either side, and each member as a link.
 export function groupStrip(data, href) {
   const known = data.members.filter((m) => typeof m.reward === "number");
-  const width = 700, height = 84, left = 20, base = 44;
+  const width = across(700), height = 96, left = 20, base = 48;
   const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "group-strip", role: "group", "aria-label": "The rewards of the group" });
   if (!known.length) return box;
   const spread = data.std ?? 0;
   let low = Math.min(...known.map((m) => m.reward), (data.mean ?? Infinity) - spread), high = Math.max(...known.map((m) => m.reward), (data.mean ?? -Infinity) + spread);
   if (low === high) { low -= 0.5; high += 0.5; }
   const X = (v) => left + ((v - low) / (high - low)) * (width - 2 * left);
-  if (data.mean !== null && spread) box.append(svg("rect", { x: X(data.mean - spread), width: X(data.mean + spread) - X(data.mean - spread), y: base - 16, height: 32, class: "f3", "fill-opacity": 0.25 }));
+  if (data.mean !== null && spread) box.append(svg("rect", { x: X(data.mean - spread), width: X(data.mean + spread) - X(data.mean - spread), y: base - 26, height: 52, class: "f3", "fill-opacity": 0.25 }));
   box.append(svg("line", { x1: left, x2: width - left, y1: base, y2: base, class: "axis" }));
   if (data.mean !== null) {
-    box.append(svg("line", { x1: X(data.mean), x2: X(data.mean), y1: base - 20, y2: base + 20, class: "mean" }));
+    box.append(svg("line", { x1: X(data.mean), x2: X(data.mean), y1: base - 28, y2: base + 28, class: "mean" }));
     box.append(svg("text", { x: Math.min(Math.max(X(data.mean), 60), width - 60), y: 14, "text-anchor": "middle" }, `mean ${short(data.mean)} ± ${short(spread)}`));
   }
   for (const [value, anchor] of [[low, "start"], [high, "end"]]) box.append(svg("text", { x: X(value), y: height - 4, "text-anchor": anchor }, String(short(value))));
-  const stacked = new Map();
-  for (const member of known) {
-    const x = Math.round(X(member.reward)), n = stacked.get(x) ?? 0;
-    stacked.set(x, n + 1);
+  for (const [x, members] of Map.groupBy(known, (member) => Math.round(X(member.reward)))) members.forEach((member, n) => {
     const isOwn = member.id === data.id;
     const link = svg("a", { href: href(member.id), "aria-label": `${member.id}, reward ${short(member.reward)}${isOwn ? ", this one" : ""}` });
     link.append(svg("title", {}, `${member.id}: reward ${short(member.reward)}, advantage ${short(member.advantage)}`),
-      svg("circle", { cx: x + (n % 2 ? 1 : -1) * Math.ceil(n / 2) * 9, cy: base, r: isOwn ? 8 : 5, class: isOwn ? "own f1" : member.is_failed ? "f3" : "f0" }));
+      svg("circle", { cx: x, cy: base + (n - (members.length - 1) / 2) * Math.min(11, 44 / members.length), r: isOwn ? 8 : 5, class: isOwn ? "own f1" : member.is_failed ? "f3" : "f0" }));
     box.append(link);
-  }
+  });
   return box;
 }
 
@@ -166,7 +162,7 @@ const ends = (episode) => { const last = episode.turns.at(-1); return last.start
 // episodes: [{id, stop, turns: [{start, generate, tools, interaction}]}]; each is a lane. The axis stands above them and stays in view. What
 // is dragged over is told to `onZoom(from, to)`, and nothing after a double click; `range` is what is shown.
 export function timeline(episodes, { onOpen, onZoom, range = null }) {
-  const lane = episodes.length > 120 ? 6 : 16, width = 1000, left = lane > 10 ? 90 : 4, whole = Math.max(1e-6, ...episodes.map(ends)), [low, high] = range ?? [0, whole];
+  const lane = episodes.length > 120 ? 6 : 16, width = across(1000), left = lane > 10 ? 90 : 4, whole = Math.max(1e-6, ...episodes.map(ends)), [low, high] = range ?? [0, whole];
   const X = (s) => left + ((s - low) / (high - low)) * (width - left - 4), S = (x) => low + ((x - left) / (width - left - 4)) * (high - low);
   const axis = svg("svg", { viewBox: `0 0 ${width} 22`, class: "lanes-axis", "aria-hidden": "true" });
   const box = svg("svg", { viewBox: `0 0 ${width} ${episodes.length * lane}`, role: "group", class: "lanes", "aria-label": `${episodes.length} episodes, from ${short(low)} to ${short(high)} seconds` });
@@ -181,7 +177,7 @@ export function timeline(episodes, { onOpen, onZoom, range = null }) {
   episodes.forEach((episode, i) => {
     const group = svg("g", { tabindex: 0, role: "link", "aria-label": `open ${episode.id}` });
     group.append(svg("title", {}, `${episode.id}: ${episode.turns.length} turns in ${short(Number((ends(episode) - begins(episode)).toPrecision(3)))} s, ${episode.stop}`));
-    if (left > 10) group.append(svg("text", { x: 2, y: i * lane + 11 }, legible(episode.id).slice(0, 14)));
+    if (left > 10) group.append(svg("text", { x: 2, y: i * lane + 11 }, episode.id.slice(0, 14)));
     group.append(...bar(begins(episode), ends(episode), i * lane, 1, { class: "f3", "fill-opacity": 0.35 }));
     for (const turn of episode.turns) {
       let at = turn.start;

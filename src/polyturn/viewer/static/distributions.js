@@ -1,13 +1,12 @@
 // How rewards, lengths, turns, staleness, advantages and differences of log-probabilities are distributed over the steps.
 
-import { el, get, go, kept, select } from "/static/base.js";
+import { asking, el, get, kept, select } from "/static/base.js";
 import { heatMap, lineChart, palette, stack } from "/static/charts.js";
 
 export async function distributions(run, values, info) {
   const split = values.split ?? (info.splits.includes("train") ? "train" : info.splits[0] ?? "train");
   const found = await get(`runs/${run}/distributions`, { split });
-  const form = el("form", { class: "bar" }, select("split", { split }, info.splits, "Split"));
-  form.addEventListener("change", () => go("distributions", Object.fromEntries(new FormData(form))));
+  const form = asking("distributions", select("split", { split }, info.splits, "Split", null));
   const shown = found.distributions.map((one) => el("section", { class: "chart", "aria-label": one.title }, el("h2", {}, one.title), heatMap(one, { label: one.title })));
   const parts = Object.entries(found.parts.parts), { steps } = found.parts;
   const draw = () => lineChart(stack(parts.map(([name, means], color) => ({ name, color, x: steps, y: means }))), { label: "Parts of the reward, stacked" });

@@ -1,42 +1,34 @@
 // Groups with their rewards, and when the episodes of a step did what.
 
-import { el, get, go, place, remember, select, short } from "/static/base.js";
+import { PAGE_SIZE, asking, el, get, go, pager, place, remember, select, short } from "/static/base.js";
 import { strip, timeline as drawTimeline } from "/static/charts.js";
 
-const SIZE = 100;
+const EVERY = "*"; // stands in the address for all splits, because training is shown where it names none
 
 // Groups
 
 export async function groups(run, values, info) {
-  const wanted = { split: values.split ?? (info.splits.includes("train") ? "train" : ""), step: values.step, offset: values.offset };
-  const found = await get(`runs/${run}/groups`, { ...wanted, limit: SIZE });
+  const split = values.split ?? (info.splits.includes("train") ? "train" : EVERY);
+  const found = await get(`runs/${run}/groups`, { split: split === EVERY ? "" : split, step: values.step, offset: values.offset, limit: PAGE_SIZE });
   const rewards = found.rows.flatMap((r) => r.reward_list).filter((r) => typeof r === "number");
   const low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
   const body = el("tbody", {}, ...found.rows.map((row) => el("tr", { tabindex: 0, "data-key": `${row.group} ${row.step} ${row.split}`, onclick: () => go("trajectories", { group: row.group, split: row.split, min_step: row.step, max_step: row.step }), onkeydown: (e) => { if (e.key === "Enter") e.currentTarget.click(); } },
     el("td", {}, row.group), el("td", { class: "number" }, String(row.step)), el("td", {}, row.split), el("td", {}, strip(row.reward_list, low, high)),
-    el("td", { class: "number" }, String(short(row.reward_mean))), el("td", { class: "number" }, String(short(row.reward_stddev))), el("td", { class: "number" }, String(row.id_list.length)),
+    el("td", { class: "number" }, String(short(row.reward_mean))), el("td", { class: "number" }, String(short(row.reward_stddev))), el("td", { class: "number" }, String(row.id_count)),
     el("td", { class: "number" }, String(short(row.num_turns_mean))), el("td", { class: row.dropped_min ? "bad" : null }, row.dropped_min ?? ""), el("td", { title: row.question_min }, row.question_min ?? ""))));
-  const form = el("form", { class: "bar" }, select("split", wanted, info.splits, "Split"), el("label", {}, "Step", el("input", { type: "number", name: "step", value: values.step ?? "" })), el("button", { type: "submit" }, "Show"));
-  form.addEventListener("submit", (e) => { e.preventDefault(); go("groups", Object.fromEntries(new FormData(form))); });
-  form.addEventListener("change", (e) => { if (e.target.matches("select")) go("groups", Object.fromEntries(new FormData(form))); });
-  const offset = Number(values.offset ?? 0);
-  const pager = el("div", { class: "pager" }, el("button", { type: "button", disabled: offset <= 0, onclick: () => go("groups", { ...values, offset: Math.max(0, offset - SIZE) || "" }) }, "‹ before"),
-    el("span", { role: "status" }, found.total ? `${offset + 1}–${Math.min(offset + SIZE, found.total)} of ${found.total} groups, the latest first` : "no group"),
-    el("button", { type: "button", disabled: offset + SIZE >= found.total, onclick: () => go("groups", { ...values, offset: offset + SIZE }) }, "after ›"));
-  const head = el("tr", {}, ...["group", "step", "split", "rewards", "mean", "standard deviation", "size", "turns", "dropped", "question"].map((h) => el("th", {}, h)));
-  return { element: el("div", {}, form, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager), follows: true };
+  const form = asking("groups", select("split", { split }, info.splits, "Split", EVERY), el("label", {}, "Step", el("input", { type: "number", name: "step", value: values.step ?? "" })), el("button", { type: "submit" }, "Show"));
+  const head = el("tr", {}, ...[["group"], ["step", 1], ["split"], ["rewards"], ["mean", 1], ["standard deviation", 1], ["size", 1], ["turns", 1], ["dropped"], ["question"]].map(([h, isNumber]) => el("th", { class: isNumber ? "number" : null }, h)));
+  return { element: el("div", {}, form, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager("groups", values, found.total, "group", el("span", { class: "muted" }, "the latest first"))), follows: true };
 }
 
 // Timeline
 
 export async function timelinePage(run, values, info) {
   const split = values.split ?? (info.splits.includes("train") ? "train" : info.splits[0] ?? "train");
-  const step = values.step ?? info.last_step ?? 0;
-  const form = el("form", { class: "bar" }, el("label", {}, "Step", el("input", { type: "number", name: "step", value: step })), select("split", { split }, info.splits, "Split"), el("button", { type: "submit" }, "Show"));
-  form.addEventListener("submit", (e) => { e.preventDefault(); go("timeline", Object.fromEntries(new FormData(form))); });
-  const found = await get(`runs/${run}/timeline`, { step, split });
+  const found = await get(`runs/${run}/timeline`, { step: values.step, split }), { step } = found;
+  const form = asking("timeline", el("label", {}, "Step", el("input", { type: "number", name: "step", value: step })), select("split", { split }, info.splits, "Split", null), el("button", { type: "submit" }, "Show"));
   const legend = el("div", { class: "legend" }, ...[["f0", "generation"], ["f1", "tools"], ["f2", "interaction"], ["f3", "waiting"]].map(([c, t]) => el("span", {}, el("i", { class: c }), t)));
-  if (!found.episodes.length) return { element: el("div", {}, form, el("p", { class: "muted" }, found.total ? "These trajectories were recorded without the times at which their turns began." : `No trajectory of the split ${split} is recorded for step ${step}.`)), follows: true };
+  if (!found.episodes.length) return { element: el("div", {}, form, el("p", { class: "muted" }, found.total ? "These trajectories were recorded without the times at which their turns began." : `No trajectory of the split ${split} is recorded${step === null ? "" : ` for step ${step}`}.`)), follows: true };
   const picture = el("div");
   let drawn = null;
   function zoom(low, high) {

@@ -3,7 +3,7 @@
 // followed on a click. Every repetition in a pattern is bounded, and a long one holds no character that could begin it anew, so that a
 // text costs time in proportion to its length.
 
-import { el, legible } from "/static/base.js";
+import { el } from "/static/base.js";
 
 const MOST_JSON = 200_000; // characters of a text that is looked at as JSON
 const INLINE = /`([^`\n]{1,2000})`|\*\*([^*\n]{1,2000})\*\*|(?<![\w*])\*([^*\s][^*\n]{0,2000})\*(?![\w*])|(!?)\[([^[\]\n]{0,300})\]\((https?:[^)\s]{1,2000}|data:image\/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]{1,100000})\)/g;
@@ -14,27 +14,27 @@ function pieces(text, pattern, make) {
   const found = [];
   let end = 0;
   for (const match of text.matchAll(pattern)) {
-    if (match.index > end) found.push(legible(text.slice(end, match.index)));
+    if (match.index > end) found.push(text.slice(end, match.index));
     found.push(make(match));
     end = match.index + match[0].length;
   }
-  if (end < text.length) found.push(legible(text.slice(end)));
+  if (end < text.length) found.push(text.slice(end));
   return found;
 }
 
 export const inline = (text) => pieces(text, INLINE, ([, code, strong, soft, isPicture, label, url]) => {
-  if (code !== undefined) return el("code", {}, legible(code));
-  if (strong !== undefined) return el("strong", {}, legible(strong));
-  if (soft !== undefined) return el("em", {}, legible(soft));
+  if (code !== undefined) return el("code", {}, code);
+  if (strong !== undefined) return el("strong", {}, strong);
+  if (soft !== undefined) return el("em", {}, soft);
   if (isPicture && url.startsWith("data:")) return picture(url, label);
-  if (url.startsWith("data:")) return legible(label);
-  return el("a", { href: url, title: url, target: "_blank", rel: "noopener noreferrer nofollow" }, legible(isPicture ? `picture: ${label || url}` : label || url));
+  if (url.startsWith("data:")) return label;
+  return el("a", { href: url, title: url, target: "_blank", rel: "noopener noreferrer nofollow" }, isPicture ? `picture: ${label || url}` : label || url);
 });
 
 export const picture = (source, label) => el("img", { src: source, alt: label, loading: "lazy", decoding: "async" });
 
 export const code = (text, language = "") => el("pre", { class: "code", tabindex: 0, "data-language": language || null },
-  ...pieces(text, CODE, ([whole, string, comment, number]) => el("span", { class: string ? "in-string" : comment ? "in-comment" : number ? "in-number" : "in-keyword" }, legible(whole))));
+  ...pieces(text, CODE, ([whole, string, comment, number]) => el("span", { class: string ? "in-string" : comment ? "in-comment" : number ? "in-number" : "in-keyword" }, whole)));
 
 function asJson(text) {
   if (text.length > MOST_JSON || !/^\s*[[{]/.test(text)) return null;

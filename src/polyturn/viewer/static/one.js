@@ -1,6 +1,6 @@
 // One trajectory as a conversation and as tokens, and two side by side.
 
-import { address, el, get, go, kept, leave, legible, place, post, short, state } from "/static/base.js";
+import { address, back, el, get, go, kept, place, post, reading, short, state } from "/static/base.js";
 import { marked } from "/static/diff.js";
 import { code, picture, rendered } from "/static/markdown.js";
 import { tokensView } from "/static/tokens.js";
@@ -15,9 +15,10 @@ export async function one(run, values) {
   const choice = el("div", { class: "tabs2", role: "group", "aria-label": "How it is shown" }, ...[["both", "Both"], ["conversation", "Conversation"], ["tokens", "Tokens"]].map(([name, label]) =>
     el("button", { type: "button", "aria-pressed": String(show === name), onclick: () => go("one", { ...place().values, show: name }, { replace: true }) }, label)), ...[["changes", "Changes since the turn before"], ["raw", "As written"]].map(([name, label]) =>
     el("button", { type: "button", "aria-pressed": String(values[name] === "1"), onclick: () => go("one", { ...place().values, [name]: values[name] === "1" ? "" : 1 }, { replace: true }) }, label)));
-  const talk = show !== "tokens" ? el("section", { "aria-label": "Conversation" }, ...data.messages.map((m, i) => message(m, { ...turnBefore(data.messages, i, values), isRaw: values.raw === "1", link: m.at && `#/${run}/one?${new URLSearchParams({ ...values, segment: m.at[0], start: m.at[1] - (m.at[1] % data.page_size), token: m.at.join(":") })}` }))) : null;
+  const linked = (m) => m.at && (!kept || m.at[1] < data.page_size) && address("one", { ...values, segment: m.at[0], start: m.at[1] - (m.at[1] % data.page_size), token: m.at.join(":") }, run);
+  const talk = show !== "tokens" ? el("section", { "aria-label": "Conversation" }, ...data.messages.map((m, i) => message(m, { ...turnBefore(data.messages, i, values), isRaw: values.raw === "1", link: linked(m) }))) : null;
   const tokens = show !== "conversation" ? view.element : null;
-  const nav = el("div", { class: "pager" }, el("a", { href: "#", onclick: (e) => { e.preventDefault(); leave(); } }, "‹ back"), el("button", { type: "button", disabled: at <= 0, onclick: () => step(-1) }, "previous"), el("button", { type: "button", disabled: at < 0 || at >= list.length - 1, onclick: () => step(1) }, "next"));
+  const nav = el("div", { class: "pager" }, back(), el("button", { type: "button", disabled: at <= 0, onclick: () => step(-1) }, "previous"), el("button", { type: "button", disabled: at < 0 || at >= list.length - 1, onclick: () => step(1) }, "next"));
   const element = el("div", {}, nav, heading(data, run), kept ? null : labelForm(run, data), choice, el("div", { class: show === "both" ? "three" : "two" }, talk, tokens, panel));
   return { element, ready: view.ready, key: (event) => (event.key === "n" ? step(1) : event.key === "p" ? step(-1) : view.key(event)) };
 }
@@ -39,6 +40,7 @@ function labelForm(run, data) {
 }
 
 export function heading(data, run = null) {
+  if (data.problem) return el("div", { class: "problem" }, data.problem);
   const facts = [["step", data.step], ["split", data.split], ["group", data.group], ["task", data.task.id], ["stopped", `${data.stop_reason} (${data.stop_meaning})`], ["reward", data.reward ? short(data.reward.total) : "–"]];
   const parts = data.reward ? Object.entries(data.reward.components) : [];
   return el("div", {}, el("h2", {}, `Trajectory ${data.id}`), el("div", { class: "facts" }, ...facts.map(([k, v]) => el("span", {}, `${k} `, el("b", {}, String(v)))), ...parts.map(([k, v]) => el("span", { class: "muted" }, `${k} ${short(v)}`)), ...(run === null ? [] : [el("a", { href: address("why", { id: data.id, step: data.step, split: data.split }, run) }, "Why this advantage?"), kept ? null : el("a", { href: address("task", { task_id: data.task.id, split: data.split, step: data.step }, run) }, "This task over training")])),
@@ -66,7 +68,7 @@ export function message(m, { differs = false, link = null, other = undefined, ki
     m.timings?.generate !== undefined ? el("span", {}, seconds(m.timings.generate)) : null);
   const cut = m.num_characters > m.text.length ? el("p", { class: "muted" }, `the first ${m.text.length} of ${m.num_characters} characters`) : null;
   return el("article", { class: `message ${["assistant", "user", "tool"].includes(m.role) ? m.role : "other"}${differs ? " differs" : ""}` }, head,
-    m.reasoning ? el("details", {}, el("summary", {}, "reasoning"), el("div", { class: box }, ...(isPlain ? [legible(m.reasoning)] : rendered(m.reasoning)))) : null,
+    m.reasoning ? el("details", {}, el("summary", {}, "reasoning"), el("div", { class: box }, ...(isPlain ? [m.reasoning] : rendered(m.reasoning)))) : null,
     ...m.media.map((x) => (x.source ? picture(x.source, x.kind) : el("p", { class: "muted" }, `[${x.kind}]`))),
     m.text ? el("div", { class: box, tabindex: m.text.length > 500 ? 0 : null }, ...said(m.text, other?.text)) : null, cut,
     ...m.tool_calls.map((call, i) => el("div", { class: "call" },
@@ -79,11 +81,11 @@ export function message(m, { differs = false, link = null, other = undefined, ki
 // Two side by side
 
 export async function compare(run, v) {
-  const pair = await Promise.all([["a", "as", "al", "ar"], ["b", "bs", "bl", "br"]].map(([id, step, split, of]) => get(`runs/${v[of] ?? run}/trajectory`, { id: v[id], step: v[step], split: v[split] })));
+  const pair = await Promise.all([["a", "as", "al", "ar"], ["b", "bs", "bl", "br"]].map(([id, step, split, of]) => reading(v[of] ?? run, { id: v[id], step: v[step], split: v[split] })));
   const rows = inStep(pair.map((d) => d.messages)), said = (m) => JSON.stringify(m ? [m.role, m.text, m.tool_calls.map((c) => [c.name, c.arguments, c.result?.text])] : null);
   const differs = rows.map((row) => said(row[0]) !== said(row[1])), first = differs.indexOf(true);
-  const status = first < 0 ? "Both conversations are the same." : `${differs.filter(Boolean).length} of ${rows.length} messages differ, the first in ${rows[first].find(Boolean).turn < 0 ? "the prompt" : `turn ${rows[first].find(Boolean).turn}`}.`;
-  const columns = pair.map((data, side) => el("section", { "aria-label": `Trajectory ${data.id}` }, el("div", {}, el("p", {}, el("b", {}, state.runs[v[side ? "br" : "ar"] ?? run].name)), heading(data)),
+  const status = pair.some((data) => data.problem) ? "One of them cannot be shown." : first < 0 ? "Both conversations are the same." : `${differs.filter(Boolean).length} of ${rows.length} messages differ, the first in ${rows[first].find(Boolean).turn < 0 ? "the prompt" : `turn ${rows[first].find(Boolean).turn}`}.`;
+  const columns = pair.map((data, side) => el("section", { "aria-label": `Trajectory ${data.id}` }, el("div", {}, el("p", {}, el("b", {}, state.runs[v[side ? "br" : "ar"] ?? run]?.name)), heading(data)),
     ...rows.map((row, i) => (row[side] ? message(row[side], { differs: differs[i], other: differs[i] ? row[1 - side] ?? undefined : undefined, kind: side ? "+" : "-" }) : el("p", { class: "gap muted" }, "no such message")))));
   const sides = el("div", { class: "sides" }, ...columns);
   sides.style.setProperty("--rows", rows.length + 1);
@@ -97,7 +99,7 @@ export async function compare(run, v) {
     for (const column of columns) [...column.children].forEach((child, i) => child.classList.toggle("current", i === at + 1));
     return true;
   }
-  const nav = el("div", { class: "pager" }, el("a", { href: "#", onclick: (e) => { e.preventDefault(); leave(); } }, "‹ back"), el("span", { role: "status" }, status), el("button", { type: "button", disabled: first < 0, onclick: () => step(-1) }, "previous difference"), el("button", { type: "button", disabled: first < 0, onclick: () => step(1) }, "next difference"));
+  const nav = el("div", { class: "pager" }, back(), el("span", { role: "status" }, status), el("button", { type: "button", disabled: first < 0, onclick: () => step(-1) }, "previous difference"), el("button", { type: "button", disabled: first < 0, onclick: () => step(1) }, "next difference"));
   return { element: el("div", {}, nav, sides), key: (event) => (event.key === "n" ? step(1) : event.key === "p" ? step(-1) : false) };
 }
 

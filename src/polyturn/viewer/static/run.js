@@ -8,7 +8,7 @@ const seconds = (value) => (typeof value === "number" ? Number(value.toPrecision
 
 // A row for each name that any of the runs has, and a column for each run.
 function words(title, runs, columns, names = [...new Set(columns.flatMap(Object.keys))]) {
-  const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), ...columns.map((column) => cell(column[name] ?? "–"))));
+  const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), ...columns.map((column) => cell(Object.hasOwn(column, name) ? column[name] : "–"))));
   return el("section", { "aria-label": title }, el("h3", {}, title), rows.length ? table(title, [["name"], ...runs.map((run) => [state.runs[run].name])], rows) : el("p", { class: "muted" }, "Nothing is recorded."));
 }
 
@@ -23,11 +23,12 @@ function tools(runs, found) {
 function telling(runs) {
   const body = el("div");
   const box = el("details", { ontoggle: async () => {
-    const found = await Promise.all(runs.map((run) => get(`runs/${run}/telling`)));
+    body.replaceChildren();
+    const found = await Promise.all(runs.map((run) => get(`runs/${run}/telling`).catch((problem) => { body.append(el("p", { class: "problem" }, problem.message)); return []; })));
     state.list = found.flatMap((of) => of.map(({ id, step, split }) => ({ id, step, split })));
     const link = (run, page, { id, step, split }, text) => el("a", { href: address(page, { id, step, split }, run) }, text);
     const rows = found.flatMap((of, i) => of.map((one) => el("tr", {}, cell(one.title), cell(one.why), cell(link(runs[i], "one", one, one.id)), cell(one.step, true), cell(one.split), cell(state.runs[runs[i]].name), cell(one.split.startsWith("train") ? link(runs[i], "why", one, "why?") : ""))));
-    body.replaceChildren(table("Highlights", [["kind"], ["why it is shown"], ["trajectory"], ["step", 1], ["split"], ["run"], ["advantage"]], rows));
+    body.append(table("Highlights", [["kind"], ["why it is shown"], ["trajectory"], ["step", 1], ["split"], ["run"], ["advantage"]], rows));
   } }, el("summary", {}, "Highlights"), body);
   box.open = Boolean(kept);
   return box;
@@ -38,7 +39,7 @@ export async function about(run, values, info) {
   const all = [...new Set(found.flatMap((of) => Object.keys(of.settings)))];
   const differing = all.filter((name) => new Set(found.map((of) => of.settings[name])).size > 1);
   const config = runs.length > 1 ? words(differing.length ? "Settings that differ" : "All settings are the same", runs, found.map((of) => of.settings), differing)
-    : el("section", {}, el("h3", {}, "config.yaml"), el("pre", { tabindex: 0 }, (await get(`runs/${run}/config`)) || "The run kept no configuration."));
+    : el("section", {}, el("h3", {}, "config.yaml"), el("pre", { tabindex: 0 }, (await get(`runs/${run}/config`).catch((problem) => problem.message)) || "The run kept no configuration."));
   return { element: el("div", {}, el("h2", {}, runs.map((one) => state.runs[one].name).join(" and ")), kept ? null : el("p", { class: "muted" }, info.folder), besidePicker(run, "about", runs),
     ...found.filter((of) => of.config_problem).map((of) => el("p", { class: "muted" }, `Of its settings: ${of.config_problem}.`)),
     ...TABLES.map(([name, title]) => words(title, runs, found.map((of) => of[name]))), tools(runs, found), telling(runs), config), follows: true };

@@ -1,6 +1,6 @@
 // The runs: which go on, which are finished, and which died; how far each came, and what it was worth last.
 
-import { address, cell, doing, el, lasting, legible, short, state, table } from "/static/base.js";
+import { address, cell, doing, el, lasting, short, state, table } from "/static/base.js";
 
 const today = (at) => at.toDateString() === new Date().toDateString();
 function moment(seconds) {
@@ -14,10 +14,10 @@ const names = [["run"], ["state"], ["step", 1], ["time of the steps", 1], ["last
 function row(info) {
   const { "reward/mean": reward, ...evaluation } = info.latest, problems = [info.end, ...info.problems].filter(Boolean);
   const step = info.last_step === null ? "–" : info.planned ? `${info.last_step} of ${info.planned}` : String(info.last_step);
-  return el("tr", { "data-key": info.folder }, cell(el("a", { href: address("curves", {}, info.index), title: info.folder }, legible(info.name))), cell(doing(info)), cell(el("span", {}, step), true),
+  return el("tr", { "data-key": info.folder }, cell(el("a", { href: address("curves", {}, info.index), title: info.folder }, info.name)), cell(doing(info)), cell(el("span", {}, step), true),
     cell(info.spent_s ? lasting(info.spent_s) : "–", true), cell(moment(info.written_at)), cell(reward ?? null, true),
     cell(Object.entries(evaluation).map(([name, value]) => `${name.replace("eval/", "").replace("/", ": ")} ${short(value)}`).join(", ") || "–"), cell(el("a", { href: address("trajectories", {}, info.index), "aria-label": `the ${info.num_trajectories} trajectories of ${info.name}` }, String(info.num_trajectories)), true),
-    el("td", { class: problems.length ? "bad words" : null }, legible(problems.join("; ")) || "–"));
+    el("td", { class: problems.length ? "bad words" : null }, problems.join("; ") || "–"));
 }
 
 export async function runs() {
@@ -25,6 +25,6 @@ export async function runs() {
   const said = ["running", "silent", "finished", "stopped", "died"].filter(count).map((of) => `${count(of)} ${of}`).join(", ");
   const ordered = [...state.runs].sort((a, b) => b.written_at - a.written_at);
   const beside = ordered.slice(0, 6).map((info) => info.index);
-  return { element: el("div", {}, el("h2", {}, "Runs"), el("p", { role: "status", class: "muted" }, `${state.runs.length} runs${said ? `: ${said}` : ""}. Runs that begin in the folder appear here.`),
+  return { element: el("div", {}, el("h2", {}, "Runs"), el("p", { role: "status", class: "muted" }, `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}${said ? `: ${said}` : ""}. Runs that begin in the folder appear here.`),
     table("Runs", names, ordered.map(row)), beside.length > 1 ? el("p", {}, el("a", { href: address("curves", { with: beside.slice(1).join(",") }, beside[0]) }, `Curves of the latest ${beside.length} side by side`)) : null), follows: true };
 }

@@ -1,18 +1,17 @@
 // The table of trajectories: filters, columns, marks, pages. Text from a run only ever becomes text nodes.
 
-import { address, el, get, go, query, select, short, state } from "/static/base.js";
+import { PAGE_SIZE, address, el, get, go, pager, query, select, short, state } from "/static/base.js";
 
 // Columns: their name, their title, whether they are numbers. Those of `DEFAULT` are shown unless the address names others.
 const COLUMNS = [["id", "id"], ["step", "step", 1], ["split", "split"], ["reward", "reward", 1], ["num_turns", "turns", 1], ["num_sampled_tokens", "tokens", 1], ["num_tool_calls", "calls", 1], ["num_tool_errors", "errors", 1], ["stop_reason", "stop reason"], ["label", "label"], ["task_id", "task"], ["question", "question"],
   ["group", "group"], ["data_source", "data source"], ["dropped", "dropped"], ["error", "error"], ["num_segments", "segments", 1], ["num_tokens", "all tokens", 1], ["num_trained_tokens", "trained tokens", 1], ["min_version", "oldest policy version", 1], ["max_version", "newest policy version", 1], ["generate_s", "generation (s)", 1], ["tools_s", "tools (s)", 1], ["interaction_s", "interaction (s)", 1], ["note", "note"]];
 const DEFAULT = COLUMNS.slice(0, 12).map(([name]) => name);
 const NOT_SORTED = ["label", "note"];
-const SIZE = 100;
 const NUMBERS = ["step", "reward", "num_turns", "num_tool_errors"];
-const ONLY = ["group", "task_id", "label", "stop_reason", "data_source", "split", ...NUMBERS];
-const OTHER = ["group", "sort", "desc", "cols", "task_id", "label", "min_num_tool_errors", "max_num_tool_errors", ...NUMBERS];
+const FORM = ["text", "regex", "note", "split", "stop_reason", "data_source", "errors", "where", ...["step", "reward", "num_turns"].flatMap((name) => [`min_${name}`, `max_${name}`])];
+const VIEW = ["sort", "desc", "cols", "offset"]; // what the address says of the table besides its filters
 
-function filterForm(run, values, info) {
+function filterForm(values, info, hasLabels) {
   const number = (name, label) => el("label", {}, label, el("input", { type: "number", step: "any", name, value: values[name] ?? "" }));
   const form = el("form", { class: "bar", role: "search", "aria-label": "Filter the trajectories" },
     el("label", {}, "Search", el("input", { type: "search", name: "text", value: values.text ?? "", placeholder: "words in what was said" })),
@@ -20,9 +19,11 @@ function filterForm(run, values, info) {
     select("split", values, info.splits, "Split"), select("stop_reason", values, info.stop_reasons, "Stop reason"), select("data_source", values, info.data_sources, "Data source"),
     number("min_step", "Step from"), number("max_step", "to"), number("min_reward", "Reward from"), number("max_reward", "to"), number("min_num_turns", "Turns from"), number("max_num_turns", "to"),
     el("label", { class: "check" }, el("input", { type: "checkbox", name: "errors", value: "1", checked: values.errors === "1" }), "errors only"),
+    hasLabels || values.note ? el("label", {}, "Note", el("input", { type: "text", name: "note", value: values.note ?? "", placeholder: "words of a note", size: 14 })) : null,
     el("label", {}, "SQL condition", el("input", { type: "text", name: "where", value: values.where ?? "", placeholder: "num_tokens > 500", size: 24 })),
     el("button", { type: "submit" }, "Filter"), el("button", { type: "button", onclick: () => { form.reset(); go("trajectories", { cols: values.cols }); } }, "Reset"));
-  const apply = () => go("trajectories", { ...Object.fromEntries(OTHER.map((name) => [name, values[name]])), ...Object.fromEntries(new FormData(form)) });
+  const beside = Object.fromEntries(Object.entries(values).filter(([name]) => !FORM.includes(name) && name !== "offset")); // what the form has no field for stays
+  const apply = () => go("trajectories", { ...beside, ...Object.fromEntries(new FormData(form)) });
   form.addEventListener("submit", (event) => { event.preventDefault(); apply(); });
   form.addEventListener("change", (event) => { if (event.target.matches("select,[type=checkbox]")) apply(); });
   return form;
@@ -40,12 +41,13 @@ function facetBar(run, values, found) {
   const facet = ({ name, title, values: of, num_more: more }) => el("div", { class: "facets" }, el("b", {}, title), ...of.map(({ value, low, high, count }) =>
     value === undefined ? link({ [`min_${name}`]: low, [`max_${name}`]: high }, `${low === high ? said(low, name) : `${said(low, name)} – ${said(high, name)}`} (${count})`) : link({ [name]: value }, `${said(value, name)} (${count})`)), more ? el("span", { class: "muted" }, `${more} further values`) : null);
   const isCounted = (name) => found.facets.some((f) => f.name === name && f.values.some((v) => v.value === values[name]));
-  const only = ONLY.filter((name) => values[name] && !isCounted(name)).map((name) => link({ [name]: values[name] }, `${title(name)} ${values[name]}`));
-  for (const name of NUMBERS) {
+  const isBound = (name) => /^(min|max)_(?!version$)/.test(name), isKnown = (name) => ["text", "regex", "note", "errors", "where", "label", ...VIEW].includes(name);
+  const only = Object.keys(values).filter((name) => values[name] && !isKnown(name) && !isBound(name) && !isCounted(name)).map((name) => link({ [name]: values[name] }, `${title(name)} ${values[name]}`));
+  for (const name of new Set(Object.keys(values).filter(isBound).map((name) => name.slice(4)))) {
     const [low, high] = [values[`min_${name}`], values[`max_${name}`]], isShown = found.facets.some((f) => f.name === name && f.values.some((v) => v.low === low && v.high === high));
     if ((low || high) && !isShown) only.push(link(Object.fromEntries([["min", low], ["max", high]].filter(([, v]) => v).map(([which, v]) => [`${which}_${name}`, v])), `${title(name)} ${low ? `from ${said(low, name)} ` : ""}${high ? `to ${said(high, name)}` : ""}`.trim()));
   }
-  const labels = found.labels.length ? el("div", { class: "facets" }, el("b", {}, "Label"), link({ label: "*" }, "any"), ...found.labels.map((label) => link({ label }, label))) : null;
+  const labels = found.has_labels || values.label ? el("div", { class: "facets" }, el("b", {}, "Label"), link({ label: "*" }, "any label or note"), ...[...new Set([...found.labels, values.label ?? "*"])].filter((label) => label !== "*").map((label) => link({ label }, label))) : null;
   return el("nav", { "aria-label": "Kinds of trajectories" }, only.length ? el("div", { class: "facets" }, el("b", {}, "Only"), ...only) : null, ...found.facets.map(facet), ...(labels ? [labels] : []));
 }
 
@@ -63,22 +65,22 @@ function columnPicker(values, shown) {
 
 export async function trajectories(run, values, info) {
   const { cols, ...asked } = values;
-  const found = await get(`runs/${run}/trajectories`, { desc: values.sort ? values.desc : values.desc ?? 1, ...asked, limit: SIZE });
+  const found = await get(`runs/${run}/trajectories`, { desc: values.sort ? values.desc : values.desc ?? 1, ...asked, limit: PAGE_SIZE });
   state.list = found.rows.map((r) => ({ id: r.id, step: r.step, split: r.split }));
   const wanted = cols ? cols.split(",") : DEFAULT;
   const columns = COLUMNS.filter(([name]) => wanted.includes(name));
-  const form = filterForm(run, values, info);
+  const form = filterForm(values, info, found.has_labels);
   const head = el("tr", {}, el("th", {}, el("span", { class: "muted" }, "compare")), ...columns.map(([name, label, isNumber]) => {
     if (NOT_SORTED.includes(name)) return el("th", {}, label);
     const on = values.sort === name;
     return el("th", { class: isNumber ? "number" : null, "aria-sort": on ? (values.desc === "1" ? "descending" : "ascending") : "none" },
       el("button", { type: "button", onclick: () => go("trajectories", { ...values, offset: "", sort: name, desc: on && values.desc === "1" ? "0" : "1" }) }, label + (on ? (values.desc === "1" ? " ↓" : " ↑") : "")));
   }).toSpliced(4, 0, el("th", {}, "advantage")));
-  const isMarked = (row) => state.marked.some((m) => m.id === row.id && m.step === row.step && m.split === row.split && m.run === run);
+  const isSame = (row) => (m) => m.id === row.id && m.step === row.step && m.split === row.split && m.run === run, isMarked = (row) => state.marked.some(isSame(row));
   const compareButton = el("button", { type: "button", disabled: state.marked.length !== 2, onclick: () => openCompare() }, label());
   function label() { return state.marked.length === 2 ? "Compare the two marked" : `Compare (${state.marked.length} of 2 marked)`; }
   function mark(row, box) {
-    if (isMarked(row)) state.marked = state.marked.filter((m) => !(m.id === row.id && m.step === row.step && m.split === row.split));
+    if (isMarked(row)) state.marked = state.marked.filter((m) => !isSame(row)(m));
     else state.marked = [...state.marked, { run, id: row.id, step: row.step, split: row.split }].slice(-2);
     for (const tr of body.children) tr.querySelector("input").checked = isMarked(found.rows[tr.dataset.at]);
     compareButton.disabled = state.marked.length !== 2;
@@ -95,12 +97,6 @@ export async function trajectories(run, values, info) {
         return el("td", { class: [isNumber ? "number" : "", bad ? "bad" : "", good ? "good" : ""].join(" ").trim() || null, title: name === "question" || name === "note" ? row[name] : row.error && name === "stop_reason" ? row.error : null }, isNumber ? String(short(row[name])) : String(row[name] ?? "–"));
       }).toSpliced(4, 0, el("td", { onclick: (e) => e.stopPropagation() }, row.split.startsWith("train") ? el("a", { href: address("why", { id: row.id, step: row.step, split: row.split }, run), "aria-label": `why this advantage of ${row.id}?`, tabindex: -1 }, "why?") : null)));
   }));
-  const offset = Number(values.offset ?? 0);
-  const page = (to) => go("trajectories", { ...values, offset: to || "" });
-  const pager = el("div", { class: "pager" },
-    el("button", { type: "button", disabled: offset <= 0, onclick: () => page(Math.max(0, offset - SIZE)) }, "‹ before"),
-    el("span", { role: "status" }, found.total ? `${offset + 1}–${Math.min(offset + SIZE, found.total)} of ${found.total}` : "no trajectory matches"),
-    el("button", { type: "button", disabled: offset + SIZE >= found.total, onclick: () => page(offset + SIZE) }, "after ›"), compareButton);
   function key(event) {
     const rows = [...body.children];
     const at = rows.indexOf(document.activeElement);
@@ -111,10 +107,9 @@ export async function trajectories(run, values, info) {
     if (event.key === "c" && at >= 0) { mark(found.rows[at]); return true; }
     return false;
   }
-  const { sort, desc, offset: at, ...filters } = asked;
-  const save = (format) => el("a", { href: `/api/runs/${run}/export?${query({ ...filters, format })}`, download: `trajectories.${format}` }, format === "parquet" ? "Parquet" : format);
+  const save = (format) => el("a", { href: `/api/runs/${run}/export?${query({ ...asked, format })}`, download: `trajectories.${format}` }, format === "parquet" ? "Parquet" : format);
   const tools = el("div", { class: "bar" }, columnPicker(values, wanted), found.total ? el("span", {}, `Save these ${found.total}: `, save("jsonl"), " ", save("parquet")) : null);
   const openCompare = () => { const [a, b] = state.marked; go("compare", { a: a.id, as: a.step, al: a.split, ar: a.run, b: b.id, bs: b.step, bl: b.split, br: b.run }); };
-  return { element: el("div", {}, form, facetBar(run, values, found), tools, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager), key, follows: true };
+  return { element: el("div", {}, form, facetBar(run, values, found), tools, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager("trajectories", values, found.total, "trajectory", compareButton)), key, follows: true };
 }
 

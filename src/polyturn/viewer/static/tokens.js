@@ -1,6 +1,6 @@
 // The tokens of a trajectory: coloured by source or by a number, one of them explained in the panel.
 
-import { address, el, go, legible, place, remember, short } from "/static/base.js";
+import { address, el, go, kept, place, remember, short } from "/static/base.js";
 
 const COLOURS = [["source", "source"], ["advantages", "advantage"], ["logprobs", "log-probability"], ["difference", "engine − trainer"], ["entropies", "entropy"], ["version", "policy version"]];
 
@@ -23,8 +23,9 @@ export function tokensView(data, panel, values) {
       }
     }
     const part = (start, label, is_there) => el("button", { type: "button", disabled: !is_there, onclick: () => go("one", { ...place().values, segment: s, start, token: "" }) }, label);
-    const pager = segment.num_tokens > segment.ids.length ? el("div", { class: "pager" }, part(Math.max(0, segment.start - data.page_size), "‹ tokens before", segment.start > 0),
-      el("span", {}, `tokens ${segment.start}–${end - 1} of ${segment.num_tokens}`), part(end, "tokens after ›", end < segment.num_tokens)) : null;
+    const shown = segment.ids.length ? `tokens ${segment.start}–${end - 1} of ${segment.num_tokens}` : `${segment.num_tokens} tokens`;
+    const pager = segment.num_tokens === segment.ids.length ? null : kept ? el("p", { class: "muted" }, `${shown}; the viewer shows the others`)
+      : el("div", { class: "pager" }, part(Math.max(0, segment.start - data.page_size), "‹ tokens before", segment.start > 0), el("span", {}, shown), part(end, "tokens after ›", end < segment.num_tokens));
     return el("section", { "aria-label": `Segment ${s + 1}` }, el("h3", {}, `Segment ${s + 1}: ${segment.num_tokens} tokens of ${segment.agent}` + (segment.parent ? `, branched from segment ${segment.parent[0] + 1} after ${segment.parent[1]} tokens` : "")), box, pager);
   });
   let chosen = -1;
@@ -57,7 +58,7 @@ export function tokensView(data, panel, values) {
   return { element: el("div", {}, el("div", { class: "bar" }, el("label", {}, "Colour by", colour)), legend, hint, area), key, ready };
 }
 
-function visible(text) { return text === "" ? "·" : legible(text.replace(/\r/g, "␍")).replace(/\n/g, "⏎\n"); }
+function visible(text) { return text === "" ? "·" : text.replace(/\r/g, "␍").replace(/\n/g, "⏎\n"); }
 
 function value(piece, what) {
   const { segment, at, span } = piece;

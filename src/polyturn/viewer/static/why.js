@@ -1,6 +1,6 @@
 // Why a trajectory has its advantage: its group on one strip, the estimator's formula with the group's numbers, parts and turns.
 
-import { address, cell, el, get, kept, leave, short, table } from "/static/base.js";
+import { address, back, cell, el, get, kept, short, table } from "/static/base.js";
 import { groupStrip } from "/static/charts.js";
 
 function answer(data) {
@@ -22,7 +22,7 @@ export async function why(run, values) {
   const turns = data.turns.map((t) => el("tr", {}, cell(t.turn, true), cell(t.score, true), cell(t.advantage, true), cell(t.tokens, true),
     cell(t.tools.map((c) => `${c.name || "(no name)"}${c.error ? ` (${c.error})` : ""}${c.reward !== null ? ` ${short(c.reward)}` : ""}`).join(", "))));
   const element = el("div", {},
-    el("div", { class: "pager" }, el("a", { href: "#", onclick: (e) => { e.preventDefault(); leave(); } }, "‹ back")),
+    el("div", { class: "pager" }, back()),
     el("h2", {}, `Why has ${data.id} this advantage?`),
     el("p", {}, link("the trajectory", at(data.id, "one")), ...(kept ? [] : [" · ", link(`its group ${data.group}`, address("trajectories", { group: data.group, min_step: data.step, max_step: data.step, split: data.split }, run)), " · ",
       link(`the task ${data.task_id} over training`, address("task", { task_id: data.task_id, split: data.split, step: data.step }, run))])),
