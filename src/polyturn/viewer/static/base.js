@@ -100,7 +100,7 @@ export function besidePicker(run, page, shown) {
 export const cell = (value, isNumber) => el("td", { class: isNumber ? "number" : null }, value instanceof Node ? value : String((isNumber ? short(value) : value) ?? "–"));
 
 // names: [[title, whether its column has numbers]]; rows: <tr>.
-export const table = (label, names, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, el("table", { class: "plain", "aria-label": label },
+export const table = (label, names, rows) => el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, el("table", { class: "plain", "aria-label": label },
   el("thead", {}, el("tr", {}, ...names.map(([name, isNumber]) => el("th", { class: isNumber ? "number" : null, scope: "col" }, name)))), el("tbody", {}, ...rows)));
 
 // Whether a run goes on, and where it is. A run that died has said why, or nothing.
