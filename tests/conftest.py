@@ -1,6 +1,6 @@
 """What holds for all tests: none fails because the machine is busy, and how they are shared out among processes.
 
-`make test` has two processes for each core, four at most, because tests also wait, for processes and servers.
+`make test` has one process for each core.
 A file's tests stay together, for they share fixtures; all that use the servers of one real engine are one share, so that
 each server starts once and the two engines are tested side by side. What takes longest begins first. The million objects of
 all tests and their imports are kept from the garbage collector, which takes half a second to walk them.
@@ -68,11 +68,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return path.as_posix() not in LONGEST, FOLDERS.index(path.parts[0])
 
     items.sort(key=place)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    return 2 * len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(optionalhook=True)
