@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -128,3 +129,20 @@ def test_other_commands_of_the_program_are_named(line: list[str], says: str) -> 
     with pytest.raises(ConfigError) as told:
         dispatch(line)
     assert says in str(told.value)
+
+
+@pytest.mark.parametrize("program", ["swift", "megatron"])
+def test_what_the_launcher_of_processes_would_read_is_told(
+    program: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = [*(["megatron"] if program == "megatron" else []), "rlhf", *LINE.split()]
+    monkeypatch.setenv("NPROC_PER_NODE", "8")
+    monkeypatch.setenv("NNODES", "2")
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"train_iters|no such file"):
+        dispatch(line)
+    (told,) = (one for one in caplog.messages if one.startswith("NPROC_PER_NODE is 8 and NNODES is 2:"))
+    assert "polyturn.train.distributed.ranks says how many train here" in told
+    assert ("a batch is counted" in told) == (program == "swift")  # a batch of Megatron's is that of all
+    monkeypatch.setenv("NNODES", "two")
+    with pytest.raises(ConfigError, match="NNODES is 'two'; it must be a number of nodes"):
+        dispatch(line)

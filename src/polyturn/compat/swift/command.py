@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,7 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
     is_file = len(rest) == 1 and not rest[0].startswith("-")
     defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
     tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
-    translation = megatron_to_native(tree) if megatron else _of_processes(tree)
+    translation = _of_processes(tree, megatron=megatron)
     train(translation, folder=None, again=again, resume="--resume" in own, dry_run="--dry-run" in own)
 
 
@@ -158,22 +159,22 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
     return loaded, load_values(_OfServer, server, origin=translation.origin).config.serve
 
 
-def _of_processes(tree: Composed) -> Translation:
-    """Translate the arguments of `swift rlhf`, whose batch sizes are those of one of its processes.
+def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
+    """Translate the arguments of `rlhf`. Batch sizes of `swift` are those of one process, Megatron's are of all.
 
     Raises:
-        ConfigError: NPROC_PER_NODE is no number.
+        ConfigError: NPROC_PER_NODE or NNODES is no number.
     """
-    given = os.environ.get("NPROC_PER_NODE") or "1"
-    if not given.isdigit() or int(given) < 1:
-        raise ConfigError(f"NPROC_PER_NODE is {given!r}; it must be a number of processes")
-    if int(given) > 1:
-        logger.info(
-            "NPROC_PER_NODE is %s: a batch is counted as that of as many processes; polyturn.train.distributed.ranks says "
-            "how many train here",
-            given,
-        )
-    return to_native(tree, num_processes=int(given))
+    given = {name: os.environ[name] for name in ("NPROC_PER_NODE", "NNODES") if os.environ.get(name)}
+    for name, value in given.items():
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be a number of {'nodes' if name == 'NNODES' else 'processes'}")
+    processes = math.prod(map(int, given.values()))
+    if processes > 1:
+        told = " and ".join(f"{name} is {value}" for name, value in given.items())
+        batch = "" if megatron else " a batch is counted as that of as many processes, and"
+        logger.info("%s:%s polyturn.train.distributed.ranks says how many train here", told, batch)
+    return megatron_to_native(tree) if megatron else to_native(tree, num_processes=processes)
 
 
 _HELP = ("-h", "--help")
