@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.api.given_rows import called, check_first, rows_of, tasks_of
+from polyturn.api.given_rows import PROMPTS, called, check_first, checked, refuse_coroutine, rows_of, tasks_of
 from polyturn.api.keywords import path_of
 from polyturn.config.config_source import ConfigSource, model_folder
 from polyturn.config.load import base_of, load_config
@@ -208,30 +208,9 @@ class _Reader:
 
     def _tasks(self, value: Any, what: str, *, split: str) -> dict[str, Any]:
         nothing: dict[str, Any] = {**dict.fromkeys(("files", "dataset", "subset", "split", "generator", "limit")), **_EMPTY}
-        refuse_coroutine(value, what)
-        if isinstance(value, Mapping) and not hasattr(value, "column_names"):
-            prompt = value.get("prompt", value.get("messages"))
-            if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Mapping):
-                raise DataError(f"{what} is a dict of columns; give rows: {what}=datasets.Dataset.from_dict({what})")
-            if prompt is not None:
-                value = [value]
-            elif {"files", "dataset", "generator"} & value.keys():
-                return self.plain(value)  # type: ignore[no-any-return]
-            else:
-                raise DataError(f"{what} is a dict with {sorted(map(str, value))[:6]}; give one split, or a list of rows")
-        if isinstance(value, type):
-            raise ConfigError(f"{what} is the class {value.__name__}; give what it makes: {what}={value.__name__}(…)")
-        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value) or hasattr(value, "__aiter__"):
-            name = getattr(value, "__name__", type(value).__name__)
-            raise ConfigError(f"{what} is async, and nothing awaits it here; give its rows: {what}=await {name}(…)")
-        if isinstance(value, str) and len(value.split()) not in (1, 2):
-            raise DataError(f"{what} is a text, {value!r:.60}; give a list of them: {what}=[…]")
-        if isinstance(value, str | Path) and str(value).endswith((".json", ".csv", ".tsv")):
-            read = "json" if str(value).endswith(".json") else "csv"
-            raise DataError(
-                f"{what} is {str(value)!r}; files of rows are jsonl or parquet, and others are read first: "
-                f"{what}=pandas.read_{read}({str(value)!r})"
-            )
+        if isinstance(value, Mapping) and not PROMPTS & value.keys() and {"files", "dataset", "generator"} & value.keys():
+            return self.plain(value)  # type: ignore[no-any-return]
+        value = checked(value, what)
         if isinstance(value, str | Path):
             is_file = str(value).endswith(FILES) or Path(value).is_file() or any(c in str(value) for c in "*?[")
             return {**nothing, "files" if is_file else "dataset": _here(value)}
@@ -378,21 +357,6 @@ def _path_of_code(value: str, what: str, write: str) -> str:
     if not {":", "."} & set(value):
         raise ConfigError(f"{what} is the text {value!r:.60}; give what has that name, without quotes: {write}")
     return value
-
-
-def refuse_coroutine(value: Any, what: str) -> None:
-    """Refuse what an async function returned that nobody awaited.
-
-    Raises:
-        ConfigError: it is that.
-    """
-    if inspect.iscoroutine(value):
-        name = value.__name__
-        value.close()
-        raise ConfigError(
-            f"{what} is a coroutine: {name} is async and was called without await; write {what}=await {name}(…), or "
-            f"give the function itself: {name}"
-        )
 
 
 def _here(path: str | Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError
@@ -16,6 +17,54 @@ from polyturn.core.reward import shown
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import QUESTIONS, advice_for
+
+PROMPTS = {"prompt", "messages"}
+"""The columns of which a row has one."""
+
+
+def refuse_coroutine(value: Any, what: str) -> None:
+    """Refuse what an async function returned that nobody awaited.
+
+    Raises:
+        ConfigError: it is that.
+    """
+    if inspect.iscoroutine(value):
+        name = value.__name__
+        value.close()
+        raise ConfigError(
+            f"{what} is a coroutine: {name} is async and was called without await; write {what}=await {name}(…), or "
+            f"give the function itself: {name}"
+        )
+
+
+def checked(value: Any, what: str) -> Any:
+    """Return what tasks are given as, one row as a list of it.
+
+    Raises:
+        ConfigError, DataError: it is of a kind that holds no rows.
+    """
+    refuse_coroutine(value, what)
+    if isinstance(value, Mapping) and not hasattr(value, "column_names"):
+        prompt = value.get("prompt", value.get("messages"))
+        if prompt is None:
+            raise DataError(f"{what} is a dict with {sorted(map(str, value))[:6]}; give one split, or a list of rows")
+        if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Mapping):
+            raise DataError(f"{what} is a dict of columns; give rows: {what}=datasets.Dataset.from_dict({what})")
+        return [value]
+    if isinstance(value, type):
+        raise ConfigError(f"{what} is the class {value.__name__}; give what it makes: {what}={value.__name__}(…)")
+    if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value) or hasattr(value, "__aiter__"):
+        name = getattr(value, "__name__", type(value).__name__)
+        raise ConfigError(f"{what} is async, and nothing awaits it here; give its rows: {what}=await {name}(…)")
+    if isinstance(value, str) and len(value.split()) not in (1, 2):
+        raise DataError(f"{what} is a text, {value!r:.60}; give a list of them: {what}=[…]")
+    if isinstance(value, str | Path) and str(value).endswith((".json", ".csv", ".tsv")):
+        read = "json" if str(value).endswith(".json") else "csv"
+        raise DataError(
+            f"{what} is {str(value)!r}; files of rows are jsonl or parquet, and others are read first: "
+            f"{what}=pandas.read_{read}({str(value)!r})"
+        )
+    return value
 
 
 def called(function: Any, what: str, name: str) -> Any:

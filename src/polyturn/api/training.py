@@ -26,6 +26,7 @@ from polyturn.api import ranks
 from polyturn.api.console import logging_to, stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.api.signals import Signals
+from polyturn.api.warm_starting import Spent, warm_checkpoints, warm_start
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.config.unknown import as_of_now
@@ -35,16 +36,13 @@ from polyturn.core.secret import masked
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.writable import check_writable
 from polyturn.tracking.plot import plot_learning_curve
-from polyturn.training.checkpoint import MODEL, WARM_START, Checkpoints, SavingClock
+from polyturn.training.checkpoint import MODEL, Checkpoints
 from polyturn.training.loop import Trainer
 from polyturn.training.lora import CONFIG_FILE, require_same_settings
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
-from polyturn.training.policy import ModelPolicy
 from polyturn.training.process_group import GroupTeam
-from polyturn.training.ranked import RankedBackend
 from polyturn.training.resume import changed_settings
-from polyturn.training.sft import run_sft
 from polyturn.training.state import LoopState
 from polyturn.training.update import Revise
 
@@ -294,109 +292,6 @@ def tell_changes(path: Path, resolved: Mapping[str, Any]) -> None:
     known = as_of_now(RunConfig, former) if isinstance(former, dict) else {}
     for line in changed_settings(known, masked(resolved)):
         logger.warning("resumed with another setting: %s", line)
-
-
-class Spent(NamedTuple):
-    """What a warm start took."""
-
-    steps: int = 0
-    train_s: float = 0.0
-    """Seconds in forward and backward."""
-
-
-def warm_checkpoints(folder: Path) -> Checkpoints:
-    """Return the checkpoint of a warm start that is under way; the first one of training takes its place."""
-    return Checkpoints(folder / WARM_START, keep=1)
-
-
-def warm_start(
-    parts: build.Parts,
-    observer: RunObserver,
-    signals: Signals,
-    *,
-    folder: Path,
-    again: str,
-    on_resume: Callable[[], object],
-) -> Spent:
-    """Train on the conversations of `warm_start`, if any; go on where a run that ended in the middle of it left off.
-
-    A signal ends it after the step under way with a checkpoint, and the process with 128 + its number.
-
-    Args:
-        parts: Of the run.
-        observer: Is told every step.
-        signals: What notes an interruption.
-        folder: The run's.
-        again: The command that goes on with it.
-        on_resume: Is called once the checkpoint is loaded that it goes on from, if there is one.
-
-    Raises:
-        CheckpointError: there is one that it cannot go on from.
-    """
-    sft = parts.place.config.warm_start
-    checkpoints = warm_checkpoints(folder)
-    latest = checkpoints.latest()
-    if sft.steps == 0 and latest is None:
-        return Spent()
-    first = 0 if latest is None else _first_step(checkpoints, latest, num_steps=sft.steps)
-    samples = build.warm_start_samples(parts)
-    policy = _policy_to_warm(parts, latest, first, on_resume=on_resume)
-    clock = SavingClock(parts.place.config.train.checkpoint_every_s)
-
-    def save(step: int) -> None:
-        with clock.saving():
-            checkpoints.save(step, {"step": step}, stored={"policy": policy}, export=build.stored_exporter(parts))
-
-    def on_step(step: int, metrics: Mapping[str, float]) -> None:
-        observer.on_sft(step, sft.steps, metrics)
-        if clock.is_due():
-            save(step)
-
-    steps = run_sft(
-        policy,
-        samples,
-        sft,
-        seed=parts.place.config.seed,
-        on_step=on_step,
-        first_step=first,
-        should_stop=lambda: bool(signals.received),
-    )
-    observer.end_sft()
-    if isinstance(policy.backend, RankedBackend):
-        policy.backend.gather()  # training starts from the whole weights
-    if signals.received:
-        save(steps)
-        logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
-        raise SystemExit(128 + signals.received[0])
-    return Spent(steps, policy.train_seconds)
-
-
-def _policy_to_warm(
-    parts: build.Parts, latest: Path | None, first_step: int, *, on_resume: Callable[[], object]
-) -> ModelPolicy:
-    """Return what a warm start trains, as its checkpoint `latest` has it, if there is one."""
-    sft = parts.place.config.warm_start
-    policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
-    if latest is not None:
-        policy.load(latest / "policy")
-        on_resume()
-        logger.info("warm start: going on at step %d", first_step)
-    return policy
-
-
-def _first_step(checkpoints: Checkpoints, latest: Path, *, num_steps: int) -> int:
-    """Return the step that a warm start of so many steps goes on at.
-
-    Raises:
-        CheckpointError: that is behind its end.
-    """
-    first = int(checkpoints.load(latest)["step"])
-    if first > num_steps:
-        raise CheckpointError(
-            f"the checkpoint {latest} is of step {first} of the warm start, and warm_start.steps is {num_steps}; give as "
-            "many steps at least, or start a new run"
-        )
-    return first
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from polyturn import build
 from polyturn.api.console import stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, new_run_folder, open_place
 from polyturn.api.signals import Signals
-from polyturn.api.training import warm_checkpoints, warm_start
+from polyturn.api.warm_starting import warm_checkpoints, warm_start
 from polyturn.cli.console import Output, command
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
