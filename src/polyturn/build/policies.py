@@ -16,8 +16,7 @@ from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_model
 from polyturn.config.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.config.models import ModelConfig, PolicyConfig, RolloutConfig
-from polyturn.config.models.model import AnyModelConfig
-from polyturn.config.models.policies import SELF
+from polyturn.config.models.model import SELF, AnyModelConfig
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.core.generation import SamplingParams
 from polyturn.engines.frozen_policy import FrozenPolicy

@@ -14,7 +14,7 @@ from polyturn.cli.console import Output
 from polyturn.cli.plan import expert_row, num_frozen, num_trained
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
-from polyturn.config.models.policies import SELF
+from polyturn.config.models.model import SELF
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.core.task import Task

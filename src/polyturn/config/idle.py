@@ -15,7 +15,7 @@ from polyturn.algorithms.options import WEIGHTS, AverageOptions, CorrectionSetti
 from polyturn.config.models import RunConfig
 from polyturn.config.models.algorithm import AlgorithmConfig
 from polyturn.config.models.cluster import ClusterConfig
-from polyturn.config.models.evaluation import EvalConfig
+from polyturn.config.models.data import EvalConfig
 from polyturn.config.models.model import AnyModelConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.parts import OwnPart

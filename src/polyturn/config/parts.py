@@ -1,11 +1,12 @@
-"""Parts of a run: written by their names alone, or as a name with options.
+"""Section, which every section of a configuration is; and parts of a run: written by a name alone, or with options.
 
     loss: gspo                                            loss: {name: gspo}
     loss: {name: gspo, clip_high: 4.0e-4}                 the options are those of this loss
 
 The options of each of our parts are a dataclass beside it, which `name` tells from the others. What somebody else wrote is
 an `OwnPart`, whose further keys are its arguments. Options say with `PART` what they are of; their keys are listed and
-counted apart from those that every run has.
+counted apart from those that every run has. A string under a field is that key's meaning: the reference, `polyturn config`
+and errors show it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from pydantic_core import CoreSchema, core_schema
 from polyturn.algorithms.options import by_name
 from polyturn.config import schema
 
+_COMMON = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class Section(BaseModel):
+    """A section of a configuration; an unknown key is an error, and so is a number that is not finite."""
+
+    model_config = ConfigDict(**_COMMON, extra="forbid")
+
 
 class OwnPart(BaseModel):
     """A part that another package or a file of yours has. Further keys are its arguments."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="allow", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(**_COMMON, extra="allow")
 
     name: str
     """A registered name, `package.module:Attr` or `file.py:Attr`."""

@@ -32,8 +32,7 @@ from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import Loaded, load_values
 from polyturn.config.models import RunConfig
-from polyturn.config.models.base import Section
-from polyturn.config.parts import arguments_of
+from polyturn.config.parts import Section, arguments_of
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.plugins import load_plugins
 

@@ -1,9 +1,8 @@
 """The configuration of a run, as frozen pydantic models. Every key, its type, its default and its meaning are here.
 
-    run.py     RunConfig: the root, a key for each section
-               model  data  env  policies  rollout (tools)  engine  reward  algorithm  train (optim)  evaluation  cluster
-               records
-    base.py    what all sections have in common
+    run.py     RunConfig: the root, a key for each section; compat, dump and tracking
+    model.py   model and policies         data.py   data and evaluation         rollout.py   rollout and its tools
+    algorithm.py    reward.py    env.py    cluster.py
 
 A section that stands in several places (optimizers of the policy, the critic and the warm start; tasks to train and to
 evaluate on; models, engines and sampling of the run and of further policies) is one class: a place may have other
@@ -19,15 +18,12 @@ from __future__ import annotations
 
 from polyturn.config.models.algorithm import AlgorithmConfig
 from polyturn.config.models.cluster import ActorsConfig, ClusterConfig
-from polyturn.config.models.data import DataConfig, TaskSourceConfig
+from polyturn.config.models.data import DataConfig, EvalConfig, EvalSetConfig, TaskSourceConfig
 from polyturn.config.models.env import EnvConfig
-from polyturn.config.models.evaluation import EvalConfig, EvalSetConfig
-from polyturn.config.models.model import ModelConfig, TrainTokenizerConfig
-from polyturn.config.models.policies import PolicyConfig
-from polyturn.config.models.records import DumpConfig, TrackerConfig
+from polyturn.config.models.model import ModelConfig, PolicyConfig, TrainTokenizerConfig
 from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig
 from polyturn.config.models.rollout import RolloutConfig
-from polyturn.config.models.run import CompatConfig, RunConfig
+from polyturn.config.models.run import CompatConfig, DumpConfig, RunConfig, TrackerConfig
 
 __all__ = [
     "ActorsConfig", "AlgorithmConfig", "ClusterConfig", "CompatConfig", "DataConfig", "DumpConfig", "EnvConfig",

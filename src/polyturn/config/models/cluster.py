@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from polyturn.config.models.base import Section
+from polyturn.config.parts import Section
 
 Amount = Annotated[float, Field(ge=0)]
 

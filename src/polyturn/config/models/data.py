@@ -1,21 +1,24 @@
-"""The section `data`: the tasks to train on, and in which order they are visited.
+"""The sections `data` and `evaluation`: the tasks to train on and those to evaluate on, in which order, and how often.
 
     data: {train: {files: train.parquet}, sampler: {name: mix, weights: {gsm8k: 2, search: 1}}}
+    evaluation: {data: {files: test.parquet}, every: 20, sets: {greedy: {}, avg8: {samples: 8}}}
 
-Tasks come from files, from a data set of the Hugging Face hub, or from a generator: exactly one of the three.
-`evaluation.data` names its tasks in the same way.
+Tasks come from files, from a data set of the Hugging Face hub, or from a generator: exactly one of the three. The first
+evaluation set that runs during training chooses the best checkpoint and may end the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from polyturn.config.models.base import Section
-from polyturn.config.parts import BY_NAME, OwnPart
+from polyturn.config.parts import BY_NAME, OwnPart, Section
+from polyturn.core.generation import Sampling
 from polyturn.data.options import MixOptions
+from polyturn.evaluation.options import EvalOptions
 
 
 class TaskSourceConfig(Section):
@@ -84,3 +87,26 @@ class DataConfig(Section):
     visits every task once in each epoch."""
     drop_long_prompts: bool = False
     """Leave out the tasks whose prompt is longer than rollout.limits.max_prompt_tokens instead of refusing the run."""
+
+
+class EvalSetConfig(Section):
+    """One way to evaluate."""
+
+    sampling: Sampling = Sampling(temperature=0.0)
+    max_turns: int | None = Field(None, ge=1)
+    """Overrides rollout.limits.max_turns."""
+    samples: int = Field(1, ge=1, le=2**16)
+    """How often each task is run; more than one gives mean@N, best@N and, where functions return a `pred`, maj@N."""
+    every: bool = True
+    """Whether it also runs every `evaluation.every` steps; else only before and after training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig(EvalOptions):
+    """Validation: before training, every few steps, and after it."""
+
+    data: TaskSourceConfig | None = None
+    sets: dict[str, EvalSetConfig] = field(default_factory=lambda: {"greedy": EvalSetConfig()})
+    """Name of each set to how it decodes; the first that runs every `every` steps chooses the best checkpoint."""
+    success_at: float = 1.0
+    """The outcome that counts as success."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from polyturn.config.models.base import Section
+from polyturn.config.parts import Section
 
 
 class EnvConfig(Section):

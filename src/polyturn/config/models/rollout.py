@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from polyturn.config.models.base import Section
-from polyturn.config.parts import BY_NAME
+from polyturn.config.parts import BY_NAME, Section
 from polyturn.core.generation import Sampling
 from polyturn.rollout.limits import Limits
 from polyturn.tokens.options import ParserOptions

@@ -11,20 +11,18 @@ A rule about keys of one section stands with that section; a rule about keys of 
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
 from polyturn.config.models.algorithm import AlgorithmConfig
-from polyturn.config.models.base import Section
 from polyturn.config.models.cluster import ClusterConfig
-from polyturn.config.models.data import DataConfig
+from polyturn.config.models.data import DataConfig, EvalConfig
 from polyturn.config.models.env import EnvConfig
-from polyturn.config.models.evaluation import EvalConfig
-from polyturn.config.models.model import ModelConfig
-from polyturn.config.models.policies import SELF, PolicyConfig
-from polyturn.config.models.records import DumpConfig, TrackerConfig
+from polyturn.config.models.model import SELF, ModelConfig, PolicyConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
+from polyturn.config.parts import OwnPart, Section
 from polyturn.data.options import MixOptions
 from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, OwnEngineOptions, is_deterministic
 from polyturn.store.options import StoreSettings
@@ -34,6 +32,26 @@ TAKEN = ("policy", "random", SELF)
 """Names that no further policy may have."""
 MAX_NAME = 200
 """Bytes of a folder's name, with room for what is written behind it; file systems end at 255."""
+
+
+class DumpConfig(Section):
+    """Trajectories as plain JSON lines, one file a step, beside the run's own records."""
+
+    train: str | None = None
+    """Folder for training, relative to the working directory."""
+    evaluation: str | None = None
+    """Folder for evaluation, relative to the working directory."""
+
+
+class TrackerConfig(OwnPart):
+    """A program that the numbers of a run are passed on to. Further keys are its own, for instance `project`."""
+
+    PART: ClassVar[str] = "any tracker"
+
+    name: str
+    """tensorboard, wandb, mlflow, trackio, otel, a registered name or `file.py:Class`."""
+    samples: int = Field(4, ge=0)
+    """Trajectories of each step in its table of samples."""
 
 
 class CompatConfig(Section):
