@@ -10,8 +10,13 @@ import pytest
 
 from polyturn import build
 from polyturn.algorithms.advantages import traits_of
-from polyturn.build.credit import check_algorithm, check_further_models, drops_zero_variance, require_scores
-from polyturn.build.critic import build_critic
+from polyturn.build.credit import (
+    build_critic,
+    check_algorithm,
+    check_further_models,
+    drops_zero_variance,
+    require_scores,
+)
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, UnknownNameError

@@ -8,6 +8,7 @@ those to its left; nothing else in the library takes a config.
 """
 
 from polyturn.build.backend import check_backend
+from polyturn.build.checks import check_before_weights, check_run, check_training, fitting, settle
 from polyturn.build.cluster import check_cluster, cluster_parts
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
 from polyturn.build.engine import build_engine
@@ -18,20 +19,15 @@ from polyturn.build.ranks import check_ranks, follow_leader, holds_weights, lead
 from polyturn.build.tasks import (
     RunTasks,
     build_eval_sets,
-    build_records,
     build_run_tasks,
     build_sampler,
     build_tasks,
     build_train_tasks,
-    check_before_weights,
-    check_run,
-    check_training,
-    fitting,
-    settle,
 )
 from polyturn.build.training import (
     build_estimator,
     build_policy,
+    build_records,
     build_trainer,
     exporter,
     stored_exporter,

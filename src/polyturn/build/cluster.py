@@ -17,7 +17,6 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
 from polyturn.core.standstill import Standstill
-from polyturn.engines.base import ModelFolder
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.rollout.pool import RolloutPool
@@ -102,7 +101,9 @@ def cluster_parts(place: ConfigSource) -> Parts:
             places = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
             engine = ray.pool()
             parts = build_parts(reading, engine=engine)
-            engine.start(functools.partial(_servers, here, places(_model_folder(parts))))
+            media = parts.context.media
+            folder = servable_folder(parts.place, parts.model, tokenizer=parts.tokenizer, media=media, checkpoint=None)
+            engine.start(functools.partial(_servers, here, places(folder)))
         pool = functools.partial(_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)
         team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=row_width(config))
@@ -126,11 +127,6 @@ def _need(make: Any, actors: Any) -> Any:
 def _engine(place: ConfigSource) -> Engine:
     """Build an engine replica, in its actor."""
     return build_parts(place).engine
-
-
-def _model_folder(parts: Parts) -> ModelFolder:
-    """Return the model as a server loads it, on this machine."""
-    return servable_folder(parts.place, parts.model, tokenizer=parts.tokenizer, media=parts.context.media, checkpoint=None)
 
 
 async def _servers(place: ConfigSource, places: NodePlaces) -> EnginePool:

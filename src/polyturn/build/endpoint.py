@@ -6,17 +6,15 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+from polyturn.build.checks import check_each, check_use
 from polyturn.build.parts import build_context, build_plugins, build_tools, check_plugins
 from polyturn.build.policies import build_policies
-from polyturn.build.tasks import check_use
 from polyturn.config.config_source import ConfigSource
 from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.task import Task
-from polyturn.data.dataset import check_tasks
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.evaluation.evaluate import EvalSet
-from polyturn.interactions.context import check_row
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.tokens.options import ParserOptions
@@ -80,18 +78,9 @@ def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: 
     """
 
     def check(task: Task) -> None:
-        context.rewarder.check([task], tools=context.tools.tools, scoring=context.tools.scoring)
-        context.scheduler.check_task(task)
-        check_row(context.interactions, task)
         if any(message.media for message in task.prompt):
             raise ConfigError(f"{name}, task {task.id!r} shows pictures or sounds; an endpoint is sent text only")
 
-    found = check_tasks(
-        tasks,
-        tools=context.tools.tools,
-        interactions=context.interactions,
-        name=name,
-        require_interaction_name=context.require_interaction_name,
-        also=check,
-    )
+    needs_name = context.require_interaction_name
+    found = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=check)
     check_use(context, {name: found})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from polyturn.core.routing import RouteShape
 from polyturn.core.signature import takes_any_keyword
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 from polyturn.engines.foreign import ForeignEngine, making
-from polyturn.engines.options import AnyEngineOptions, OwnEngineOptions
+from polyturn.engines.options import OwnEngineOptions
 from polyturn.engines.recovery import ServerPool
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def find_engine(place: ConfigSource) -> Callable[..., Any]:
         needs = "a function (setup, **kwargs) that returns an engine"
         raise wrong_kind(engines.group, config.kind, build, where="engine.kind", needs=needs)
     known = list(inspect.signature(build).parameters)[1:]
-    kwargs = _kwargs(config)
+    kwargs = config.kwargs if isinstance(config, OwnEngineOptions) else {}
     for name in kwargs:
         if name not in known and not takes_any_keyword(build):
             hint = did_you_mean(name, known) if known else " It takes none."
@@ -125,10 +125,6 @@ def find_engine(place: ConfigSource) -> Callable[..., Any]:
     except TypeError as problem:
         raise ConfigError(f"engine.kwargs: the engine {config.kind!r} cannot be made with them ({problem})") from problem
     return build
-
-
-def _kwargs(options: AnyEngineOptions) -> Mapping[str, Any]:
-    return options.kwargs if isinstance(options, OwnEngineOptions) else {}
 
 
 def servable_folder(

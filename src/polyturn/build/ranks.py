@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.backend import degrees_of, row_width
-from polyturn.build.critic import critic_model, critic_options
+from polyturn.build.credit import critic_model, critic_options
 from polyturn.build.loss import build_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
 from polyturn.build.parts import Parts

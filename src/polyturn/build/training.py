@@ -1,25 +1,29 @@
-"""From the `train`, `algorithm` and `warm_start` sections to a policy and the loop around it."""
+"""From the `train`, `algorithm` and `warm_start` sections to a policy, the loop around it, and what it writes down."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.credit import build_estimator, build_reward_kl, drops_zero_variance, require_scores
-from polyturn.build.critic import build_critic
+from polyturn.build.credit import build_critic, build_estimator, build_reward_kl, drops_zero_variance, require_scores
 from polyturn.build.loss import build_correction
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
+from polyturn.config.config_source import ConfigSource
+from polyturn.config.models import TrackerConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import is_label
 from polyturn.core.sample import TrainSample
+from polyturn.core.stand_in import stand_ins
 from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.conversations import generate_conversations, read_conversations
 from polyturn.engines.options import is_deterministic
+from polyturn.evaluation.evaluate import EvalSet
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
@@ -27,8 +31,9 @@ from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
     from polyturn.engines.update_gate import WeightChannel
+    from polyturn.tracking.manager import TrackerSpec
     from polyturn.training.loop import Trainer
-    from polyturn.training.observer import RunObserver
+    from polyturn.training.observer import AlsoRecord, RunObserver
     from polyturn.training.policy import ModelPolicy
     from polyturn.training.update import Update
 
@@ -44,9 +49,10 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     if parts.team is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
     path = parts.place.config.model.path
-    # Of an object that a program made, the ranks may have others; a folder is the same for all.
+    # An object that a program made may differ between ranks, so they begin with the leader's weights.
     is_object = path is not None and is_label(path)
     start = parts.model.state_dict() if is_object else None
+    # An embedded engine of this process samples from the model here, which therefore follows the ranks.
     samples_here = parts.pool is None and parts.engine.capabilities.shares_weights
     mirror = parts.model if is_object or samples_here else None
     backend = RankedBackend(parts.team, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
@@ -83,7 +89,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunO
             channel=_gated(parts, _channel(parts, policy)),
             busy_s=lambda: parts.busy_s,
             metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics()},
-            snapshots=PolicySnapshots(parts.policies.followers, weights=_weights_of(parts, policy)),
+            snapshots=PolicySnapshots(parts.policies.followers, weights=policy.weights),
             trains_in_thread=not parts.engine.capabilities.shares_loop,
         ),
         saving=Saving(
@@ -136,27 +142,17 @@ def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
     from polyturn.training.ranked import GatheredWeights, RankedBackend
     from polyturn.training.weight_sync import SharedWeights, WeightSync
 
-    def channel(source: ModelPolicy) -> WeightChannel:
-        if parts.engine.capabilities.shares_weights:
-            return SharedWeights(parts.engine)
-        vocab_size = int(parts.model.config.get_text_config().vocab_size)
-        named = functools.partial(hf.as_checkpoint, parts.model)
-        return WeightSync(parts.engine, source, vocab_size=vocab_size, media=parts.context.media, to_checkpoint=named)
-
-    if isinstance(policy.backend, RankedBackend) and parts.pool is not None and parts.place.config.engine.kind == "embedded":
+    backend = policy.backend
+    if isinstance(backend, RankedBackend) and parts.pool is not None and parts.place.config.engine.kind == "embedded":
         from polyturn.cluster.clients import PushedWeights
 
-        return PushedWeights(parts.engine, policy.backend.trained)
-    if isinstance(policy.backend, RankedBackend) and parts.engine.capabilities.shares_weights:
-        return GatheredWeights(policy.backend, channel(policy))
-    return channel(policy)
-
-
-def _weights_of(parts: Parts, policy: ModelPolicy) -> Callable[[], Mapping[str, Any]]:
-    """Return what gives the weights as they are now, as a model without an adapter names them."""
-    from polyturn.training.hf import plain_weights
-
-    return policy.weights if parts.team is not None else functools.partial(plain_weights, parts.model)
+        return PushedWeights(parts.engine, backend.trained)
+    if parts.engine.capabilities.shares_weights:
+        shared = SharedWeights(parts.engine)
+        return GatheredWeights(backend, shared) if isinstance(backend, RankedBackend) else shared
+    vocab_size = int(parts.model.config.get_text_config().vocab_size)
+    named = functools.partial(hf.as_checkpoint, parts.model)
+    return WeightSync(parts.engine, policy, vocab_size=vocab_size, media=parts.context.media, to_checkpoint=named)
 
 
 def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
@@ -220,3 +216,45 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
             samples.append(sample)
             bar.advance()
     return samples
+
+
+def build_trackers(place: ConfigSource) -> tuple[TrackerSpec, ...]:
+    """Find the trackers of a run and check their keys, before any time is spent.
+
+    Raises:
+        ConfigError: one is not known, not installed, or does not take its keys.
+    """
+    from polyturn.tracking.manager import tracker_spec
+
+    wanted = [TrackerConfig(name=t) if isinstance(t, str) else t for t in place.config.tracking]
+    return tuple(tracker_spec(t.name, samples=t.samples, base=place.base, **(t.model_extra or {})) for t in wanted)
+
+
+def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mapping[str, str] | None = None) -> AlsoRecord:
+    """Make what a run records beside its metrics and trajectories; trackers whose settings are in `environ` read it."""
+    from polyturn.tracking.dump import TrajectoryDump
+    from polyturn.training.observer import AlsoRecord
+
+    config = parts.place.config
+
+    def dump(folder: str | None) -> TrajectoryDump | None:
+        return None if folder is None else TrajectoryDump(Path(folder).expanduser(), decode)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(parts.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def their_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        if name != eval_sets[0].name:  # their names have no place for the name of a set, so only one set can have them
+            return {}
+        return {k: v for one in stand_ins() if one.eval_metrics is not None for k, v in one.eval_metrics(groups).items()}
+
+    also: dict[str, Any] = {"eval_metrics": their_metrics} if config.compat.validation_metrics else {}
+    return AlsoRecord(
+        train_dump=dump(config.dump.train),
+        eval_dump=dump(config.dump.evaluation),
+        has_many_sets=len(eval_sets) > 1,
+        store=config.store,
+        trackers=build_trackers(parts.place),
+        environ=environ or {},
+        **also,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.build.tasks import check_use
+from polyturn.build.checks import check_use
 from polyturn.core.errors import SnapshotError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import ToolCall

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyturn.build.tasks import build_trackers
+from polyturn.build.training import build_trackers
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.rollout.pool import GroupSpec, RolloutPool

@@ -1,0 +1,293 @@
+"""Tasks and plug-ins that are known to work, before any time is spent on loading weights, or on training."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.build.credit import check_algorithm, check_credit
+from polyturn.build.parts import Parts, Plugins
+from polyturn.build.tasks import RunTasks, build_sampler
+from polyturn.build.training import build_trackers
+from polyturn.config.config_source import ConfigSource
+from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
+from polyturn.core.registry import import_attr
+from polyturn.core.task import Task
+from polyturn.data.dataset import DatasetSummary, check_tasks
+from polyturn.data.sequences import Subset
+from polyturn.interactions.context import check_row, check_setup
+from polyturn.rollout.context import RolloutContext
+from polyturn.tools.executor import ToolBox
+from polyturn.tracking.console import Progress
+
+logger = logging.getLogger(__name__)
+
+FIRST_TASKS = 256
+"""So many tasks are checked before any weights are loaded; all of them are, before a step is taken."""
+MEASURED_MEDIA_TASKS = 64
+"""Of tasks that show media, so many are encoded before a run; the others are checked for files and kinds, which is quick."""
+
+
+def check_each(
+    plugins: Plugins | RolloutContext,
+    tools: ToolBox,
+    tasks: Sequence[Task],
+    *,
+    name: str,
+    needs_name: bool,
+    also: Callable[[Task], object] = lambda task: None,
+) -> DatasetSummary:
+    """Read every task once, refuse one that nothing can score, act out or answer, and return what all of them use.
+
+    Args:
+        plugins: What scores, drives and answers them.
+        tools: What they may call.
+        tasks: The tasks.
+        name: What to call them in messages.
+        needs_name: Refuse tasks whose interaction is only implied.
+        also: Called with every task that passed.
+
+    Raises:
+        DataError, ConfigError: the first problem found.
+    """
+
+    def check(task: Task) -> None:
+        plugins.rewarder.check([task], tools=tools.tools, scoring=tools.scoring)
+        plugins.scheduler.check_task(task)
+        check_row(plugins.interactions, task)
+        also(task)
+
+    return check_tasks(
+        tasks,
+        tools=tools.tools,
+        interactions=plugins.interactions,
+        name=name,
+        require_interaction_name=needs_name,
+        also=check,
+    )
+
+
+def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
+    """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
+
+    Raises:
+        ConfigError, DataError: the first problem found.
+    """
+    build_trackers(place)
+    check_algorithm(place)
+    check_warm_start(place)
+    build_sampler(place, tasks.train)
+    needs_name = place.config.compat.require_interaction_name
+    # All sets are of the same tasks, so the first stands for them.
+    sources = {"data.train": tasks.train, **({"evaluation.data": tasks.eval_sets[0].tasks} if tasks.eval_sets else {})}
+    found = {}
+    for name, source in sources.items():
+        first = Subset(source, range(min(len(source), FIRST_TASKS)))
+        found[name] = check_each(plugins, tools, first, name=name, needs_name=needs_name)
+    # Of a longer source, a task that was not read may be the one that uses them.
+    if all(len(source) <= FIRST_TASKS for source in sources.values()):
+        _refuse_unused(plugins.interactions, tools.tools, found)
+
+
+def check_training(parts: Parts, tasks: RunTasks) -> None:
+    """Refuse a training run whose tasks cannot run, before any time is spent on training.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
+    build_trackers(parts.place)
+    check_credit(parts)
+    if parts.place.config.rollout.sampling.temperature == 0:
+        logger.warning(
+            "rollout.sampling.temperature is 0: the members of a group say the same where they are answered the same, and "
+            "a group of equal rewards trains nothing; 1.0 samples"
+        )
+    check_warm_start(parts.place)
+    scale = parts.place.config.algorithm.loss_scale
+    build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
+    build_sampler(parts.place, tasks.train)()
+    found = {"data.train": _read_tasks(parts, tasks.train, name="data.train")}
+    if tasks.eval_sets:
+        found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+    check_use(parts.context, found)
+    for name, one in parts.policies.by_name.items():
+        if not one.is_named:
+            logger.warning(
+                "policies.%s is loaded and not used: no seat, simulated user or judge of the config names it", name
+            )
+
+
+def check_warm_start(place: ConfigSource) -> None:
+    """Refuse a supervised start that has nothing to imitate.
+
+    Raises:
+        ConfigError: its conversations are not named, or no file, folder or function is there.
+    """
+    sft = place.config.warm_start
+    if sft.steps == 0:
+        return
+    if sft.conversations is None:
+        raise ConfigError(
+            f"warm_start.steps is {sft.steps} and warm_start.conversations is not set; name a jsonl file, a function or a "
+            "run's folder, or set the steps to 0"
+        )
+    if ":" in sft.conversations:
+        import_attr(sft.conversations, base=place.base)
+    elif not (place.base / sft.conversations).exists():
+        raise ConfigError(
+            f"warm_start.conversations is {sft.conversations!r}, and there is no such file or folder in "
+            f"{str(place.base)!r}; name a jsonl file, a function as file.py:function, or a run's folder"
+        )
+
+
+def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
+    """Refuse tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
+    check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
+
+
+def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]:
+    """Return the tasks whose prompts fit, where `data.drop_long_prompts` asks for that; else all of them.
+
+    Raises:
+        DataError: not one fits.
+    """
+    if not parts.place.config.data.drop_long_prompts:
+        return tasks
+    with Progress(f"measure {name}", len(tasks)) as bar:
+        kept = []
+        for index, task in enumerate(tasks):
+            if _too_long(parts, task, name=name) is None:
+                kept.append(index)
+            bar.advance()
+    if not kept:
+        raise DataError(
+            f"{name}: data.drop_long_prompts leaves none of its {len(tasks)} tasks; their prompts have more than "
+            f"{_prompt_limit(parts)} tokens, so raise rollout.limits.max_prompt_tokens"
+        )
+    if len(kept) < len(tasks):
+        logger.info("%s: left out %d of %d tasks with long prompts", name, len(tasks) - len(kept), len(tasks))
+    return Subset(tasks, kept)
+
+
+def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
+    """Decide what depends on the tasks: those that are left out, and the number of steps of a run that counts epochs.
+
+    Raises:
+        DataError: no task is left, or they do not fill one step.
+    """
+    eval_sets = tasks.eval_sets
+    if eval_sets:
+        held_out = fitting(parts, eval_sets[0].tasks, name="evaluation.data")
+        eval_sets = [dataclasses.replace(one, tasks=held_out) for one in eval_sets]
+    tasks = RunTasks(train=fitting(parts, tasks.train, name="data.train"), eval_sets=eval_sets)
+    config = parts.place.config
+    train = config.train
+    if train.epochs is None:
+        return parts, tasks
+    visits = build_sampler(parts.place, tasks.train)().visits(train.epochs)
+    if visits < train.groups_per_step:
+        raise DataError(
+            f"train.epochs is {train.epochs} and data.train has {len(tasks.train)} tasks, which do not fill one step of "
+            f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
+        )
+    train = dataclasses.replace(train, steps=visits // train.groups_per_step, epochs=None)
+    place = dataclasses.replace(parts.place, config=config.model_copy(update={"train": train}))
+    return dataclasses.replace(parts, place=place), tasks
+
+
+def _prompt_limit(parts: Parts) -> int:
+    longest = parts.place.config.rollout.limits.max_prompt_tokens
+    return parts.max_context - 1 if longest is None else min(longest, parts.max_context - 1)
+
+
+def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
+    """Return the length of a prompt that is too long, in tokens; None for the others."""
+    context, limit = parts.context, _prompt_limit(parts)
+    if any(message.media for message in task.prompt):
+        try:
+            length = len(context.encoder_for(task).start(task.prompt))
+        except (TemplateError, DataError, ConfigError) as problem:
+            raise type(problem)(f"{name}, task {task.id!r}: {problem}") from problem
+        return length if length > limit else None
+    try:
+        text = context.codec.template.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
+    except TemplateError as problem:
+        raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
+    # A token is at least a byte, so only a text with more bytes than the limit has tokens needs to be encoded.
+    if len(text.encode()) <= limit:
+        return None
+    length = len(context.codec.encode(text))
+    return length if length > limit else None
+
+
+def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
+    """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
+    check_setup(context.interactions)
+    _tell_of_shared_tools(context)
+    for part, summary in found.items():
+        for name, num in summary.unknown_tools.items():
+            logger.warning(
+                "%s: %d of %d tasks name the tool %r (tools_kwargs, tool_selection), which the run does not have: they go "
+                "without it.%s",
+                part, num, summary.num_tasks, name, did_you_mean(name, context.tools.tools) if context.tools.tools else "",
+            )  # fmt: skip
+    _refuse_unused(context.interactions, context.tools.tools, found)
+
+
+def _refuse_unused(interactions: Collection[str], tools: Collection[str], found: Mapping[str, DatasetSummary]) -> None:
+    which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
+    if interactions and not any(set(s.interactions) - {None} for s in found.values()):
+        first = next(iter(interactions))
+        raise ConfigError(
+            f"the run has the interactions {sorted(interactions)} and {which} names one; add it to the rows, "
+            f"{{'prompt': …, 'interaction': {first!r}}}, or set data.train.interaction to the one of all rows, or drop "
+            "rollout.interactions"
+        )
+    if tools and not any(s.num_with_tools for s in found.values()):
+        raise ConfigError(
+            f"rollout.tools is set and {which} may call a tool of it, which has {sorted(tools)}; name them in "
+            "`tools` of the rows (or extra_info.tools_kwargs), leave that column out, or drop rollout.tools"
+        )
+
+
+def _tell_of_shared_tools(context: RolloutContext) -> None:
+    """Say which tools the branches of a scheduler that forks conversations have in common."""
+    shared = [name for name, seam in context.tools.seams.items() if seam.why_not is not None]
+    if context.scheduler.forks and shared:
+        logger.warning(
+            "the scheduler %s goes on from one place in several ways, and of %s all of them use one state; give such a tool "
+            "`snapshot` and `restore`, so that each has its own, or `stateless = True` where no call changes it",
+            type(context.scheduler).__name__,
+            ", ".join(map(repr, shared)),
+        )
+
+
+def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSummary:
+    """Read every task and refuse those that cannot run; return what they use."""
+    context = parts.context
+    longest = parts.place.config.rollout.limits.max_prompt_tokens
+    seen = itertools.count()
+
+    def measure(task: Task) -> None:
+        media = [medium for message in task.prompt for medium in message.media]
+        if media and context.media is not None and next(seen) >= MEASURED_MEDIA_TASKS:
+            context.media.check(media, where=f"{name}, task {task.id!r}")
+        elif (length := _too_long(parts, task, name=name)) is not None:
+            limit = _prompt_limit(parts)
+            which = "rollout.limits.max_prompt_tokens" if limit == longest else "the model's context"
+            raise DataError(
+                f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
+                "raise the limit, or leave the task out (data.drop_long_prompts leaves out all such tasks)"
+            )
+        bar.advance()
+
+    with Progress(f"check {name}", len(tasks)) as bar:
+        needs_name = context.require_interaction_name
+        return check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=measure)
