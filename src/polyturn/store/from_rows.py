@@ -1,4 +1,4 @@
-"""From a row back to its trajectory, equal to the one that was recorded, bit for bit.
+"""From the rows of a part back to trajectories, each equal to the one that was recorded, bit for bit.
 
     spans [(segment, length, has_logprobs, …)] cut the joined ids, logprobs and weights into spans, these into segments
     messages, tool_calls and tool_results find each other by turn and by the number of the message
@@ -9,17 +9,81 @@ in one way, of which the columns are an arrangement. Reads what `to_rows.py` wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import DataError
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory
+from polyturn.store.bounded import BoundedFile
 from polyturn.store.codec import read_json, restore, restore_all
-from polyturn.store.schema import JSON_MEMBERS, StoredTrajectory, Trained
+from polyturn.store.schema import JSON_MEMBERS, METADATA_KEY, SCHEMA, VERSION, StoredTrajectory, Trained
+
+UNREADABLE = (
+    pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What a file raises that is no part of a run, or one that somebody wrote to break its reader."""
+_ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "entropies", "trained_weights")
+
+
+def read_rows(
+    file: BoundedFile, rows: Sequence[int], *, damaged: Callable[[int, Exception], object]
+) -> list[StoredTrajectory]:
+    """Return rows of a part in this order, without those that are damaged, each of which `damaged` is told.
+
+    Raises:
+        DataError: the part is of a newer version.
+    """
+    version = (file.schema.metadata or {}).get(METADATA_KEY.encode(), b"1").decode()
+    if version == "1":
+        return _first_version(file, rows)
+    if version > VERSION:
+        raise DataError(f"it is of version {version} and this polyturn reads up to {VERSION}; use a newer one")
+    found = []
+    for row, values in _second_version(file, rows):
+        try:
+            found.append(from_row(values))
+        except UNREADABLE as problem:  # it costs no other row
+            damaged(row, problem)
+    return found
+
+
+def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the values of rows, arrays over tokens as NumPy arrays, each behind its number."""
+    starts = np.cumsum([0, *file.rows_of_groups])
+    found: dict[int, dict[str, Any]] = {}
+    for number in range(len(file.rows_of_groups)):
+        inside = [row for row in rows if starts[number] <= row < starts[number + 1]]
+        if not inside:
+            continue
+        whole = file.read(SCHEMA.names, groups=[number])
+        table = file.plain(whole.take(pa.array([row - int(starts[number]) for row in inside])))
+        arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS if name in table.column_names}
+        plain = table.drop_columns(list(arrays)).to_pylist()
+        for place, (row, values) in enumerate(zip(inside, plain, strict=True)):
+            for name, column in arrays.items():
+                values[name] = column[place].values.to_numpy() if column[place].is_valid else None
+            found[row] = values
+    return [(row, found[row]) for row in rows]
+
+
+def _first_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
+    """Read rows whose trajectory is one JSON text, as the first version of the store wrote them."""
+    table = file.plain(file.read(["payload", "group", "step", "split"]).take(pa.array(rows, pa.int64())))
+    return [
+        StoredTrajectory(
+            trajectory=from_json(Trajectory, json.loads(row["payload"])),
+            group=row["group"],
+            step=row["step"],
+            split=row["split"],
+        )
+        for row in table.to_pylist()
+    ]
 
 
 def from_row(row: Mapping[str, Any]) -> StoredTrajectory:

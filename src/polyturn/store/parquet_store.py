@@ -134,7 +134,7 @@ class ParquetStore:
         temporary = self._folder / f".{path.name}.tmp"
         pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP)
         with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+            os.fsync(written.fileno())  # or a crash of the machine may keep the new name and lose the rows
         os.replace(temporary, path)
 
     def _join(self) -> None:

@@ -12,8 +12,8 @@ taken again after a resume is recorded twice; the later record counts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +29,11 @@ from polyturn.core.contained import contained
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
 from polyturn.core.metrics_file import read_metrics
 from polyturn.core.reward import shown
-from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.store.bounded import BoundedFile
-from polyturn.store.from_rows import from_row
+from polyturn.store.from_rows import UNREADABLE, read_rows
 from polyturn.store.parquet_store import FOLDER, list_parts
-from polyturn.store.schema import INDEX_COLUMNS, KEY, METADATA_KEY, SCHEMA, VERSION, StoredTrajectory, upgrade
+from polyturn.store.schema import INDEX_COLUMNS, KEY, SCHEMA, StoredTrajectory, upgrade
 from polyturn.store.sql import run_query
 from polyturn.store.table import RowTable
 from polyturn.store.text_search import TextQuery, TextSearch
@@ -47,8 +46,6 @@ _Stamp = tuple[int, int]
 _PART, _ROW, _AT = "__part", "__row", "__at"
 MAX_LISTED = 5_000_000
 """Rows of all parts together that are listed."""
-
-
 SHOWN_METRICS = (
     "step", "reward/mean", "rollout/success", "rollout/turns", "rollout/tool_errors", "loss/total", "policy/entropy",
     "eval/greedy/success", "time/step_s",
@@ -119,11 +116,9 @@ class StoredRun:
         """Read what was written since the last time; return whether anything was."""
         stamps = {}
         for path in list_parts(self.folder / FOLDER):
-            try:
+            with contextlib.suppress(FileNotFoundError):  # joined with others since it was listed
                 about = path.stat()
-            except FileNotFoundError:
-                continue  # joined with others since it was listed
-            stamps[path.name] = (about.st_mtime_ns, about.st_size)
+                stamps[path.name] = (about.st_mtime_ns, about.st_size)
         if stamps == self._stamps:
             return False
         same = [name for name, stamp in stamps.items() if self._stamps.get(name) == stamp]
@@ -190,22 +185,18 @@ class StoredRun:
         """
         query = TextQuery(text=text, is_expression=is_expression, stop=stop)
         query.check()
-        found = np.ones(len(self), np.bool_)
-        for pattern in query.patterns:
-            found &= self._holds(pattern, query)
-        return self._narrowed(self._table.filter(pa.array(found)))
-
-    def _holds(self, pattern: str, query: TextQuery) -> NDArray[np.bool_]:
-        """Return [N] the rows of which some text matches."""
-        found = np.zeros(len(self), np.bool_)
-        for column in ("id", "task_id"):
-            found |= query.matches(self._table[column].combine_chunks(), pattern)
         names = self._table[_PART].combine_chunks().dictionary_encode()
         which, rows = names.indices.to_numpy(), self._table[_ROW].to_numpy()
-        for number, part in enumerate(names.dictionary.to_pylist()):
-            mine = which == number
-            found[mine] |= np.isin(rows[mine], self._search.rows(part, pattern, query))
-        return found
+        found = np.ones(len(self), np.bool_)
+        for pattern in query.patterns:
+            holds = np.zeros(len(self), np.bool_)
+            for column in ("id", "task_id"):
+                holds |= query.matches(self._table[column].combine_chunks(), pattern)
+            for number, part in enumerate(names.dictionary.to_pylist()):
+                mine = which == number
+                holds[mine] |= np.isin(rows[mine], self._search.rows(part, pattern, query))
+            found &= holds
+        return self._narrowed(self._table.filter(pa.array(found)))
 
     def scan(
         self, read: Callable[[BoundedFile], T], held: dict[tuple[str, _Stamp], T]
@@ -236,8 +227,7 @@ class StoredRun:
 
     def select(self, *, step: int | None = None, split: str | None = None, **equal: Any) -> StoredRun:
         """Return the rows whose columns have these values; None leaves a column open."""
-        mask = self._mask(step=step, split=split, **equal)
-        return self._narrowed(self._table.filter(mask))
+        return self._narrowed(self._table.filter(self._mask(step=step, split=split, **equal)))
 
     def keep(self, mask: pa.Array) -> StoredRun:
         """Return the rows where `mask`, one value a row of `table()`, is true."""
@@ -266,10 +256,10 @@ class StoredRun:
         part = last[_PART][0].as_py()
         found = self._read_rows(part, [last[_ROW][0].as_py()])
         if not found:
-            row = _row_of(part, last[_ROW][0].as_py())
+            row = f"{part}, row {last[_ROW][0].as_py()}"
             place = row if row in self.problems else part
-            why = self.problems.get(place)
-            raise DataError(f"the trajectory {id!r} is in {self.folder / FOLDER / place}, which cannot be read: {why}")
+            where = self.folder / FOLDER / place
+            raise DataError(f"the trajectory {id!r} is in {where}, which cannot be read: {self.problems.get(place)}")
         return found[0]
 
     def records(self) -> Iterator[StoredTrajectory]:
@@ -353,26 +343,12 @@ class StoredRun:
     def _read_rows(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
         """Return rows of one part, in this order, without those that are damaged; nothing where the part is."""
 
-        def read(path: Path) -> list[StoredTrajectory]:
-            file = BoundedFile(path)
-            version = (file.schema.metadata or {}).get(METADATA_KEY.encode(), b"1").decode()
-            if version == "1":
-                return _first_version(file, rows)
-            if version > VERSION:
-                raise DataError(f"it is of version {version} and this polyturn reads up to {VERSION}; use a newer one")
-            return [made for row, values in _second_version(file, rows) if (made := self._made(part, row, values))]
+        def damaged(row: int, problem: Exception) -> None:
+            self._note(f"{part}, row {row}", one_line(problem))
 
         if not (self.folder / FOLDER / part).exists():
             return self._read_moved(part, rows)
-        return self._try(part, read) or []
-
-    def _made(self, part: str, row: int, values: dict[str, Any]) -> StoredTrajectory | None:
-        """Return the trajectory of a row; None where it is damaged, which is noted and costs no other one."""
-        try:
-            return from_row(values)
-        except _UNREADABLE as problem:
-            self._note(_row_of(part, row), one_line(problem))
-            return None
+        return self._try(part, lambda path: read_rows(BoundedFile(path), rows, damaged=damaged)) or []
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
         """Return rows of a part that was joined with others since it was listed, from where they are now."""
@@ -393,7 +369,7 @@ class StoredRun:
             return None if place is None else read(place)  # None: joined with others since it was listed
         except FileNotFoundError:
             return None
-        except _UNREADABLE as problem:
+        except UNREADABLE as problem:
             self._note(name, one_line(problem))
             return None
 
@@ -403,10 +379,6 @@ class StoredRun:
         self.problems[name] = why
 
 
-_UNREADABLE = (
-    pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
-"""What a file raises that is no part of a run, or one that somebody wrote to break its reader."""
 _LISTED = pa.schema([*(SCHEMA.field(name) for name in INDEX_COLUMNS), (_PART, pa.string()), (_ROW, pa.int64())])
 
 
@@ -426,43 +398,3 @@ def open_store(run_folder: str | Path) -> StoredRun:
             + (f"It holds {inside}" if inside else "It is empty")
         )
     return StoredRun(run_folder)
-
-
-_ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "entropies", "trained_weights")
-
-
-def _row_of(part: str, row: int) -> str:
-    return f"{part}, row {row}"
-
-
-def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-    """Return the values of rows, arrays over tokens as NumPy arrays, each behind its number."""
-    starts = np.cumsum([0, *file.rows_of_groups])
-    found: dict[int, dict[str, Any]] = {}
-    for number in range(len(file.rows_of_groups)):
-        inside = [row for row in rows if starts[number] <= row < starts[number + 1]]
-        if not inside:
-            continue
-        whole = file.read(SCHEMA.names, groups=[number])
-        table = file.plain(whole.take(pa.array([row - int(starts[number]) for row in inside])))
-        arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS if name in table.column_names}
-        plain = table.drop_columns(list(arrays)).to_pylist()
-        for place, (row, values) in enumerate(zip(inside, plain, strict=True)):
-            for name, column in arrays.items():
-                values[name] = column[place].values.to_numpy() if column[place].is_valid else None
-            found[row] = values
-    return [(row, found[row]) for row in rows]
-
-
-def _first_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
-    """Read rows whose trajectory is one JSON text, as the first version of the store wrote them."""
-    table = file.plain(file.read(["payload", "group", "step", "split"]).take(pa.array(rows, pa.int64())))
-    return [
-        StoredTrajectory(
-            trajectory=from_json(Trajectory, json.loads(row["payload"])),
-            group=row["group"],
-            step=row["step"],
-            split=row["split"],
-        )
-        for row in table.to_pylist()
-    ]
