@@ -58,6 +58,7 @@ def loss_coefs(
         )
     if norm_length is not None and not norm_length > 0:
         raise ConfigError(f"norm_length is {norm_length}; it must be positive, or None for the longest of the batch")
+    # In float64 and by trajectory, so that nothing depends on how many segments one was cut into.
     weights = [s.loss_weights.astype(np.float64) for s in samples]
     totals: dict[tuple[str, str], float] = {}
     for sample, w in zip(samples, weights, strict=True):
@@ -65,7 +66,7 @@ def loss_coefs(
         totals[key] = totals.get(key, 0.0) + float(w.sum())
     live = [total for total in totals.values() if total > 0]
     if not live:
-        return weights
+        return weights  # all of them 0
     if segment_weight == "per_trajectory":
         mean = sum(live) / len(live)
         weights = [

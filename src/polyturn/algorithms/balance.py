@@ -37,6 +37,7 @@ def balance_loss(
     count, experts = chosen_NK.shape[1], logits_NE.shape[1]
     probs_NE = torch.softmax(logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32)), dim=-1)
     taken_NE = torch.zeros_like(probs_NE).scatter_(1, chosen_NK, 1.0)
+    # One sum for all three: ranks that split a sequence then add up once.
     of_token_NX = torch.cat([probs_NE, taken_NE, torch.ones_like(probs_NE[:, :1])], dim=1)
     blank_BX = torch.zeros((num_rows, 2 * experts + 1), dtype=probs_NE.dtype, device=row_M.device)
     sums_BX = added_up(blank_BX.index_add(0, row_M, of_token_NX[index_M]))

@@ -52,6 +52,7 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
     places = [np.flatnonzero(s.loss_weights) for s in samples]
     logs = [_log_ratio(s, p) for s, p in zip(samples, places, strict=True)]
     raw = [_weights(log, settings.weight) for log in logs]
+    # The cap before the mean: one weight of e^20 would make all others nothing.
     limited = [np.where(w > settings.cap, settings.cap if settings.beyond == "truncate" else 0.0, w) for w in raw]
     num_tokens = sum(len(p) for p in places)
     if settings.normalize and num_tokens:
@@ -63,6 +64,7 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
         correction = np.zeros(len(sample), np.float32)
         correction[place] = weight
         loss_weights = sample.loss_weights.copy()
+        # By weight, not by a correction of 0: rejected tokens leave the average too, and the KL and entropy terms.
         loss_weights[place[~keep]] = 0.0
         arrays = {"correction": correction} if settings.weight != "none" else {}
         out.append(sample.replace(**arrays) if keep.all() else sample.replace(loss_weights=loss_weights, **arrays))
@@ -84,6 +86,7 @@ def _log_ratio(sample: TrainSample, place: NDArray[np.intp]) -> NDArray[np.float
                 f"off-policy correction compares old_logprobs with rollout_logprobs, and sample {sample.id} has no {name}"
             )
     assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
+    # In float64: a sequence sums thousands of differences of nearly equal numbers.
     difference = sample.old_logprobs[place].astype(np.float64) - sample.rollout_logprobs[place].astype(np.float64)
     clamped: NDArray[np.float64] = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return clamped

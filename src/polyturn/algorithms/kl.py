@@ -98,7 +98,7 @@ class KlController:
     def update(self, kl: float, *, num_trajectories: int) -> None:
         """Take in the mean KL per token of one step, in nats, and how many trajectories it was measured on."""
         if self._target is not None:
-            error = min(max(kl / self._target - 1.0, -0.2), 0.2)
+            error = min(max(kl / self._target - 1.0, -0.2), 0.2)  # bounded, so that one odd step moves the weight little
             self.coef *= 1.0 + error * num_trajectories / self._horizon
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,9 +97,10 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
             continue
         for trajectory in kept:
             _check_reward(group, trajectory)
+        # Taken out, so that what is left at the end belongs to nobody. Some have no sample, and count in the statistics.
         indices = [places.pop((group.id, t.id), []) for t in kept]
         for of_agent in shares(kept, indices, samples):
-            if len(of_agent) < least:
+            if len(of_agent) < least:  # a baseline of so few would be noise: advantage 0, and no part in batch statistics
                 found.alone.extend(i for share in of_agent for i in share.indices)
                 continue
             found.owned.extend(share.indices for share in of_agent)
@@ -126,7 +127,7 @@ def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: 
     Raises:
         ConfigError: it takes no such option.
     """
-    inputs = ("rewards_G", "samples_G", "batch")
+    inputs = ("rewards_G", "samples_G", "batch")  # what the trainer gives, and no option
     for name in kwargs:
         if not has_parameter(estimator, name) and not takes_any_keyword(estimator):
             options = [n for n in inspect.signature(estimator).parameters if n not in inputs]

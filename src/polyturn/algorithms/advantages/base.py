@@ -1,7 +1,7 @@
 """What an estimator sees, what it answers, and what it says about itself.
 
     group    (rewards_G, samples_G, **options) -> for each member, for each of its samples, [T]
-    batch    (batch, **options) -> Estimate            a batch is a list of `GroupView`, a group a list of `MemberView`
+    batch    (batch, **options) -> BatchAdvantages     a batch is a list of `GroupView`, a group a list of `MemberView`
 
 An estimator is a plain function. One that needs more than the rewards of a group says so with `declare`, so that the trainer
 makes what it needs (values, a greedy rollout), keeps what it can use (groups whose rewards are equal), and refuses what it
@@ -27,7 +27,7 @@ Rewards = NDArray[np.float64]
 Estimator = Callable[..., Any]
 """(rewards_G, samples_G, **options) -> for each trajectory, for each of its samples, [T] advantages, 0 where nothing is
 weighted. A trajectory may have no sample (no turn fitted) and still counts in the group's statistics. Declared with
-`scope="batch"`: (batch, **options) -> Estimate."""
+`scope="batch"`: (batch, **options) -> BatchAdvantages."""
 
 advantages: Registry[Estimator] = Registry("estimators")
 
@@ -193,6 +193,7 @@ def stream(samples: Sequence[TrainSample]) -> Stream:
     token_N = np.concatenate([*tokens, np.empty(0, np.int64)]).astype(np.int64)
     turns = [s.turn_ids[t] for s, t in zip(samples, tokens, strict=True)]
     turn_N = np.maximum(np.concatenate([*turns, np.empty(0, np.int64)]), 0).astype(np.int64)
+    # Stable, so that tokens of one turn stay as their sample has them; by turn, because segments may interleave in time.
     order = np.argsort(turn_N, kind="stable")
     return Stream(sample_N[order], token_N[order], turn_N[order])
 
@@ -234,6 +235,7 @@ def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray
     nobody, because no trained token had a part in it.
     """
     rewards_K = turn_rewards(member, outcome)
+    # Differences of running sums: between two trained turns lie those without tokens, whose rewards belong to the first.
     summed = np.concatenate([[0.0], np.cumsum(rewards_K)])
     turns = at.turn_N[at.ends]
     until = np.append(turns[1:], len(rewards_K))
@@ -271,6 +273,7 @@ def whiten(batch: Sequence[GroupView], estimate: BatchAdvantages, *, eps: float 
     flat = np.concatenate([*picked, np.empty(0)])
     if not len(flat):
         return estimate
+    # Over tokens and not over trajectories, as the sources of those who call this do.
     mean, scale = flat.mean(), np.sqrt(flat.var(ddof=1) + eps) if len(flat) > 1 else 1.0
     done = iter(
         [

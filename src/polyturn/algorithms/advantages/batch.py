@@ -88,7 +88,7 @@ def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
         if group.greedy_reward is not None:
             scalars.append((totals_G - group.greedy_reward).tolist())
         else:
-            scalars.append(((totals_G - totals_G.mean()) * n / max(n - 1, 1)).tolist())
+            scalars.append(((totals_G - totals_G.mean()) * n / max(n - 1, 1)).tolist())  # leave-one-out, as in rloo
     return spread(batch, scalars)
 
 
@@ -130,7 +130,7 @@ def gdpo(
         sum_G = np.zeros(len(group.members))
         for name, weight in weights.items():
             values = np.array([m.components.get(name, 0.0) for m in group.members], dtype=np.float64)
-            if len(values) > 1 and np.ptp(values) > 0:
+            if len(values) > 1 and np.ptp(values) > 0:  # eps alone would blow rounding of equal values up
                 centred = values - values.mean()
                 sum_G += weight * (centred / (values.std(ddof=1) + eps) if norm_by_std else centred)
         sums.append(sum_G)

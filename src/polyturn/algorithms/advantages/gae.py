@@ -41,7 +41,7 @@ def gae(
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
 ) -> BatchAdvantages:
-    """BatchAdvantages the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens alone.
+    """Estimate the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens alone.
 
     The next value behind a turn's last token is that of the next turn's first one. Normalised over the batch's trained
     tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
@@ -65,7 +65,7 @@ def turn_gae(
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
 ) -> BatchAdvantages:
-    """BatchAdvantages the advantage of each turn, a whole completion being one action: the same recursion over turns.
+    """Estimate the advantage of each turn, a whole completion being one action: the same recursion over turns.
 
     The value of a turn is that of its first trained token, the state before the model speaks; only there is the critic
     trained. gamma and lam count turns, not tokens. Source: Li et al. 2025 (Turn-PPO); the recursion is
@@ -79,7 +79,7 @@ def turn_gae(
         if len(ends):
             rewards_U = rewards_U + np.add.reduceat(at.gather([s.rewards for s in member.samples]), starts)
         found_U = _gae(rewards_U, values_N[starts], gamma, lam)
-        returns_N = np.full(len(values_N), np.nan)
+        returns_N = np.full(len(values_N), np.nan)  # the critic is trained where its value was read, and nowhere else
         returns_N[starts] = found_U + values_N[starts]
         return _Estimates(np.repeat(found_U, ends - starts + 1), returns_N)
 
@@ -97,7 +97,7 @@ def bilevel_gae(
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
 ) -> BatchAdvantages:
-    """BatchAdvantages turns first, then the tokens within each, so that discounting tokens does not blur turns.
+    """Estimate turns first, then the tokens within each, so that discounting tokens does not blur turns.
 
     Turns: delta_k = r_k + turn_gamma V_{k+1} - V_k and A_k = delta_k + turn_gamma turn_lam A_{k+1}, V_k the value at the
     last trained token of turn k. Tokens of a turn: the last one has A_k, and before it A_i = delta_i + gamma lam A_{i+1},
@@ -109,6 +109,7 @@ def bilevel_gae(
         rewards_N = at.gather([s.rewards for s in member.samples])
         turn_U = _gae(rewards_at_ends(member, at, outcome) + rewards_N[ends], values_N[ends], turn_gamma, turn_lam)
         found_N = np.zeros(len(values_N))
+        # The last token of a turn carries the turn's credit; those before it are discounted towards it, not beyond.
         found_N[ends] = turn_U
         is_end = np.zeros(len(values_N), dtype=bool)
         is_end[ends] = True
@@ -153,5 +154,6 @@ def _estimate(
             advantages_N, returns_N = one(member, at, at.gather([s.values for s in member.samples]))
             found[-1].append(at.scatter(advantages_N, member.samples))
             targets[-1].append(at.scatter(returns_N, member.samples))
+    # Targets are made of the advantages as they are: whitened ones would have lost the scale of the rewards.
     estimate = BatchAdvantages(found, targets)
     return whiten(batch, estimate) if is_whitened else estimate

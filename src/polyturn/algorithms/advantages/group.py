@@ -48,6 +48,7 @@ def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
+    # The same as with the mean of the others, for (n - 1) (r_i - mean of the others) = n (r_i - mean).
     return _on_all(samples_G, (values - values.mean()) * n / max(n - 1, 1))
 
 
@@ -95,6 +96,7 @@ def grpo_passk(
     # Of the sets whose best is the one of rank j, there are as many as ways to choose the other k - 1 below it.
     share = np.array([math.comb(j, k - 1) for j in range(n)]) / math.comb(n, k)
     mean = float(share @ sorted_G)
+    # At least 0: of equal rewards the difference of the two squares may be negative by rounding.
     std = math.sqrt(max(float(share @ sorted_G**2) - mean**2, 0.0))
     holding = np.empty(n)
     for rank in range(n):

@@ -48,7 +48,7 @@ def return_to_go(
     found = []
     for group in batch:
         returns = [_returns(m, gamma, outcome) for m in group.members]
-        credits = [g.copy() for g in returns]
+        credits = [g.copy() for g in returns]  # copied: the baselines of others read the returns as they are
         for index, mine in enumerate(credits):
             for k in range(len(mine) if baseline else 0):
                 others = [g[k] for j, g in enumerate(returns) if j != index and len(g) > k]
@@ -91,7 +91,7 @@ def mt_grpo(
                 credits[i][k] = standing
         for mine, of_outcome in zip(credits, outcome_G, strict=True):
             mine[:-1] += outcome_weight * of_outcome
-            mine[-1:] += of_outcome
+            mine[-1:] += of_outcome  # the last turn is where the outcome is earned, and takes it whole
         found.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
     return BatchAdvantages(found)
 

@@ -52,6 +52,7 @@ def choose_largest(
     """Mark the share `kl_cov_ratio` of all tokens (at least one) with the largest c."""
     value_N = covariance(old_logprobs_N, advantages_N)
     marked_N = np.zeros(len(value_N), bool)
+    # Stable, so that equal covariances are marked alike on every machine.
     marked_N[np.argsort(-value_N, kind="stable")[: max(int(kl_cov_ratio * len(value_N)), 1)]] = True
     return marked_N
 

@@ -41,7 +41,7 @@ def gspo(
         clip_high: How far above 1.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
-    own_T = logprobs_T - logprobs_T.detach()
+    own_T = logprobs_T - logprobs_T.detach()  # 0, with the gradient of the token
     log_s_T = sequence_mean(log_T.detach(), sequence_T)
     loss_T, is_clipped_T = clipped((log_s_T + own_T).exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
     return TokenLoss(loss_T, {**ratio_stats(log_T, is_clipped_T), "sequence_ratio": log_s_T.exp()})
@@ -93,6 +93,7 @@ def geo_mean(
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     bounded_T = log_T.clamp(-clip_low, clip_high)
+    # Clipped where the advantage pushes and open where it pulls back, as in PPO's minimum.
     chosen_T = torch.where(advantages_T >= 0, torch.minimum(log_T, bounded_T), torch.maximum(log_T, bounded_T))
     mean_T = sequence_mean(chosen_T, sequence_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     loss_T = -sequence_mean(advantages_T, sequence_T) * mean_T.exp()

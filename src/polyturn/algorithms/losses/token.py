@@ -26,6 +26,7 @@ class Clipped(NamedTuple):
 
 def clipped(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> Clipped:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and where the clip decides."""
+    # max of losses is -min of objectives: the more pessimistic of the two, which clips only what would gain.
     open_T = -advantages_T * ratio_T
     bounded_T = -advantages_T * ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     return Clipped(torch.maximum(open_T, bounded_T), bounded_T > open_T)
@@ -86,7 +87,7 @@ def cispo(
     """
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
     ratio_T = log_ratio_T.detach().exp()
-    weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
+    weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)  # of a detached ratio: the gradient is the log-probability's
     return TokenLoss(-weight_T * advantages_T * logprobs_T, ratio_stats(log_ratio_T, weight_T != ratio_T))
 
 
@@ -120,4 +121,5 @@ def sapo(
 
 def none(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
     """Return 0: rewards teach nothing, and what remains is distillation, KL and entropy."""
+    # 0 times the log-probabilities, so that there is a graph to go back through where nothing else remains.
     return TokenLoss(0.0 * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))
