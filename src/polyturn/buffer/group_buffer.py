@@ -74,17 +74,17 @@ class GroupBuffer:
         self._extra = extra
         self._carries = carries and extra > 0
         self._step = version
-        self._flights: dict[int, Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._again = list(pending)
-        self._next = version * (groups_per_step if self._carries else groups_per_step + extra)
-        self._next += len(self._again)
+        # Behind all that were granted: the trained ones, and those in `pending`.
+        self._next = version * self.tickets_per_step + len(self._again)
         self._num_finished = 0
         self._changed = asyncio.Condition()
 
     @property
     def num_waiting(self) -> int:
         """Groups that are done and not yet taken."""
-        return sum(flight.group is not None for flight in self._flights.values())
+        return sum(slot.group is not None for slot in self._slots.values())
 
     @property
     def tickets_per_step(self) -> int:
@@ -94,7 +94,7 @@ class GroupBuffer:
     @property
     def pending(self) -> list[int]:
         """Tickets below the next one that no step has trained, with `carries`: a run that goes on grants them again."""
-        return sorted([*self._flights, *self._again]) if self._carries else []
+        return sorted([*self._slots, *self._again]) if self._carries else []
 
     async def admit(self) -> int:
         """Wait for a slot and return its ticket, a running number."""
@@ -104,14 +104,14 @@ class GroupBuffer:
                 ticket = self._again.pop(0)
             else:
                 ticket, self._next = self._next, self._next + 1
-            self._flights[ticket] = Slot(ticket, self.version)
+            self._slots[ticket] = Slot(ticket, self.version)
             return ticket
 
     async def put(self, ticket: int, group: TrajectoryGroup) -> None:
         """Hand in the group that was run on `ticket`; one that is no longer wanted is forgotten."""
         async with self._changed:
-            if (flight := self._flights.get(ticket)) is not None:
-                flight.group, flight.finished = group, self._num_finished
+            if (slot := self._slots.get(ticket)) is not None:
+                slot.group, slot.finished = group, self._num_finished
                 self._num_finished += 1
                 self._changed.notify_all()
 
@@ -127,17 +127,18 @@ class GroupBuffer:
 
             await self._changed.wait_for(is_ready)
             assert chosen is not None
-            chosen.sort(key=lambda f: f.ticket)
-            groups = [f.group for f in chosen if f.group is not None]
-            for flight in chosen:
-                del self._flights[flight.ticket]
+            # By ticket, so that the order of samples in a step does not depend on which group finished first.
+            chosen.sort(key=lambda slot: slot.ticket)
+            groups = [slot.group for slot in chosen if slot.group is not None]
+            for slot in chosen:
+                del self._slots[slot.ticket]
             left: list[Slot] = []
             if not self._carries:
                 end = (self._step + 1) * self.tickets_per_step
-                left = [self._flights.pop(ticket) for ticket in sorted(self._flights) if ticket < end]
+                left = [self._slots.pop(ticket) for ticket in sorted(self._slots) if ticket < end]
                 self._next = max(self._next, end)
             self._step += 1
-            return Taken(groups, [f.ticket for f in chosen], left)
+            return Taken(groups, [slot.ticket for slot in chosen], left)
 
     async def advance(self, version: int) -> None:
         """Free the slots of one step: the weights of `version` are live."""
@@ -147,36 +148,36 @@ class GroupBuffer:
 
     def _has_slot(self) -> bool:
         if self._carries:
-            ahead = self._step * self.groups_per_step + len(self._flights)
+            ahead = self._step * self.groups_per_step + len(self._slots)
             return ahead < (self.version + 1) * self.groups_per_step + self._extra
         return self._next < (self.version + 1 + self.max_staleness) * self.tickets_per_step
 
     def _of_wave(self) -> list[Slot] | None:
         """Return the first complete groups of the step's own tickets; None while there are too few."""
         end = (self._step + 1) * self.tickets_per_step
-        done = [f for f in self._flights.values() if f.ticket < end and f.group is not None]
+        done = [slot for slot in self._slots.values() if slot.ticket < end and slot.group is not None]
         if len(done) < self.groups_per_step:
             return None
-        return sorted(done, key=lambda f: f.finished)[: self.groups_per_step]
+        return sorted(done, key=lambda slot: slot.finished)[: self.groups_per_step]
 
     def _due(self) -> list[Slot] | None:
         """Return the first complete groups, and among them as many old ones as must not wait; None while there are too few.
 
         Of those that can be trained in the next j + 1 steps at the latest, all but j steps' worth must be trained now.
         """
-        flights = sorted(self._flights.values(), key=lambda f: (f.group is None, f.finished))
-        done = [f for f in flights if f.group is not None]
+        slots = sorted(self._slots.values(), key=lambda slot: (slot.group is None, slot.finished))
+        done = [slot for slot in slots if slot.group is not None]
         if len(done) < self.groups_per_step:
             return None
         chosen: list[Slot] = []
         for later in range(self.max_staleness + 1):
             oldest = self._step + later - self.max_staleness
-            old = sum(f.version <= oldest for f in flights)
-            need = old - later * self.groups_per_step - sum(f.version <= oldest for f in chosen)
+            old = sum(slot.version <= oldest for slot in slots)
+            need = old - later * self.groups_per_step - sum(slot.version <= oldest for slot in chosen)
             if need > 0:
-                found = [f for f in done if f.version <= oldest and f not in chosen][:need]
+                found = [slot for slot in done if slot.version <= oldest and slot not in chosen][:need]
                 if len(found) < need:
                     return None
                 chosen += found
-        chosen += [f for f in done if f not in chosen][: self.groups_per_step - len(chosen)]
+        chosen += [slot for slot in done if slot not in chosen][: self.groups_per_step - len(chosen)]
         return chosen

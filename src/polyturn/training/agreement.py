@@ -39,6 +39,7 @@ def agreement(samples: Sequence[TrainSample], policy_logprobs: Sequence[Floats])
     own = np.concatenate([np.asarray(lp, np.float64)[p] for lp, p in zip(policy_logprobs, places, strict=True)])
     turns = np.concatenate([s.turn_ids[p] for s, p in pairs])
     is_first = np.concatenate([_starts_turn(s)[p] for s, p in pairs])
+    # Clamped, for one token that the trainer finds impossible would make every mean infinite.
     log_ratio = np.clip(own - engine, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = np.expm1(log_ratio) - log_ratio
     apart = np.abs(log_ratio)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightChecksums:
-    """Compares checksums."""
+    """Compares the checksums of an engine's tensors with those of the weights that were sent."""
 
     def __init__(self) -> None:
         self._made_of: dict[Engine, Composition] = {}
@@ -52,6 +52,7 @@ class WeightChecksums:
     async def sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Note the checksums of what every engine is to hold now."""
         wanted = frozenset().union(*(made.needed for made in self._made_of.values()))
+        # In a thread: the sums run over all weights, and episodes go on meanwhile.
         self._folds, self._version = await asyncio.to_thread(fold_all, weights, wanted), version
 
     async def problems(

@@ -80,7 +80,7 @@ class Checkpoints:
         """
         draft, parts = self.folder / f".draft-{step:06d}", stored or {}
         with self._writing(draft, step):
-            self._restore()
+            self._restore()  # before the names are used again that a kill left aside
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             for name, one in parts.items():
@@ -107,7 +107,7 @@ class Checkpoints:
         with (draft / STATE).open("wb") as file:
             torch.save(dict(state), file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # a crash of the machine may keep the rename below and lose the bytes
         former = self.folder / f"{_FORMER}{final.name}"
         if final.exists():
             final.rename(former)
@@ -158,6 +158,7 @@ class Checkpoints:
         if not file.is_file():
             raise CheckpointError(f"there is no checkpoint at {path}; a checkpoint is a folder with {STATE} in it")
         try:
+            # Tensors and plain values alone: a checkpoint that somebody passed on must not run code.
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as problem:  # whatever damaged bytes come to
             said = (
@@ -216,7 +217,7 @@ class SavingClock:
         try:
             yield
         finally:
-            self._saved = self._clock()
+            self._saved = self._clock()  # counted from the end, so that slow disks never leave only saving to do
             self._saving_s = self._saved - began
 
 
@@ -245,7 +246,7 @@ class Saver:
         def work() -> None:
             try:
                 finish()
-            except BaseException as problem:
+            except BaseException as problem:  # a thread's own would be printed and forgotten
                 self._problem = problem
 
         self._thread = threading.Thread(target=work, name="polyturn-checkpoint", daemon=True)

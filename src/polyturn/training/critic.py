@@ -144,9 +144,10 @@ class ValueTerms(Objective):
 
         def terms(network: Network, batch: MicroBatch) -> Terms:
             values_S: Tensor = network(batch)
-            if batch.is_padding:
+            if batch.is_padding:  # of no sample: the pass is made because other ranks make one
                 return Terms(values_S, values_S.detach())
             places = starts[batch.sample_S] + batch.token_S
+            # A token without a return has the coefficient 0, and 0 times NaN would be NaN.
             target_S = torch.from_numpy(np.nan_to_num(returns[places])).to(values_S)
             loss_S, is_clipped_S = self._loss(values_S, target_S, torch.from_numpy(old[places]).to(values_S))
             return Terms(loss_S, values_S.detach(), parts_S={"critic/clip_fraction": is_clipped_S})
@@ -161,6 +162,7 @@ class ValueTerms(Objective):
         )
 
     def _loss(self, values_S: Tensor, target_S: Tensor, old_S: Tensor) -> tuple[Tensor, Tensor]:
+        # The larger of the two, so that a clip never hides an error: PPO's value loss; see `CriticSettings`.
         plain_S = 0.5 * (values_S - target_S).square()
         if self._settings.clip is None:
             return plain_S, torch.zeros_like(plain_S)
@@ -183,7 +185,7 @@ def value_coefs(samples: Sequence[TrainSample]) -> list[NDArray[np.float64]]:
 
 
 def bare(sample: TrainSample) -> TrainSample:
-    """Return a sample with what a critic needs."""
+    """Return a sample with what a critic needs: the rest would travel to every rank, and be laid out, for nothing."""
     unread = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "correction", "marks", "rewards", "versions")
     return sample.replace(**dict.fromkeys(unread))
 

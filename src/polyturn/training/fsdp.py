@@ -162,13 +162,14 @@ class Sharded(OverRanks):
         mesh = self._mesh["dp"]
         for module in (*layers_of(network.backbone, encoders), *network.heads, network):
             sharded = fully_shard(module, mesh=mesh)
+            # Summed, for the coefficients hold the average already; by plain sums, because gloo has none that scale too.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         if is_copy and self._start is not None:
             take_weights(network.backbone, self._start, self._device)
         elif is_unread(network.backbone):
             read_weights(network.backbone, self._device)
-        register_fsdp_forward_method(network, "try_out")
+        register_fsdp_forward_method(network, "try_out")  # it runs the model too, which gathers parameters for it
 
     def release(self, network: Network) -> None:
         """Free the whole copies of what the last pass used."""
@@ -216,6 +217,7 @@ def in_step(
         raise problem or AlignmentError(next(r for r in reasons if r is not None))
     if len(batches) == most:
         return batches
+    # A rank that runs fewer passes would leave the others waiting in a collective for ever.
     (empty,) = lay_out([_FILLER], [np.zeros(2)])
     return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
 
@@ -231,6 +233,7 @@ class ShardedOptimizer(Optimizer):
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
         tp = self._mesh["tp"]
+        # Before the norm: each rank of a row has seen its own heads only, and the sum is the gradient.
         if self._partial:
             for name, param in self._named:
                 if name in self._partial and param.grad is not None:

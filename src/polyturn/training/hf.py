@@ -101,6 +101,7 @@ def load_plan(source: str | Path, *, dtype: torch.dtype = torch.float32, revisio
 def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, plan_above: int | None) -> PreTrainedModel:
     of = {"revision": revision or "main", "local_files_only": only_cached(str(source), revision=revision)}
     try:
+        # A model's folder is data: code that it may hold is never run.
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False, **of)
         model: PreTrainedModel
         if plan_above is not None:
@@ -300,6 +301,7 @@ def save_model(
             processor.save_pretrained(fresh)
         if tokenizer is not None:
             tokenizer.save_pretrained(fresh)
+        # In two renames, because no system replaces a folder that is not empty in one.
         if folder.exists():
             os.replace(folder, old)
         try:

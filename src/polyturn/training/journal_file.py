@@ -87,7 +87,7 @@ class JournalFile:
         self._folder = folder
         self._thread = OneThread("polyturn-flights")
         self._lock = threading.Lock()
-        """JournaledEpisode by whoever touches the file or what says what stands in it."""
+        """Held by whoever touches the file, or what says where lines stand in it."""
         self._file: int | None = None
         self._size = 0
         self._step = 0

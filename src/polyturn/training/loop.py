@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.buffer.drop_stats import DropStats
-from polyturn.buffer.group_buffer import GroupBuffer, Slot
+from polyturn.buffer.group_buffer import GroupBuffer, Slot, Taken
 from polyturn.buffer.replay import Replay
 from polyturn.buffer.staleness import check_staleness
 from polyturn.core.aio import Finished, OneThread, finish, first_error
@@ -39,7 +39,7 @@ from polyturn.training.observer import RunObserver
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
 from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, Saving
-from polyturn.training.update import StepResult, Update
+from polyturn.training.update import Update
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,6 @@ class Trainer:
                     results = await self._evaluate(self._data.eval_sets)
                     self.state.reports["before"] = _reports(results)
                     if self._is_best(results):
-                        self._saver.wait()
                         self.checkpoints.mark_best(self.state.step)
             if self.state.step < self.settings.train.steps:
                 with first_error():
@@ -112,7 +111,7 @@ class Trainer:
             self._save_last_words()
             raise
         self._save(is_best=self._is_best(results), in_thread=False)
-        self._settle_flights()
+        self._settle_journal()
         return self.state
 
     def resume(self, path: Path) -> None:
@@ -128,6 +127,7 @@ class Trainer:
             raise CheckpointError(
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
+        # Of a sampler that is made for this alone: it refuses another order of tasks, and what a mix has learnt is shared.
         self._sampler().load_state_dict(saved["sampler"])
         require_same_identity(saved.get("identity", {}), self._identity(), path=path)
         self.policy.load_state_dict(saved["policy"])
@@ -154,39 +154,28 @@ class Trainer:
             pending=self._pending,
         )
         sampler = self._sampler()
-        producer = self._producer(buffer, sampler, drops)
+        producer = Producer(
+            buffer,
+            pool=self._pool,
+            tasks=self._data.tasks,
+            sampler=sampler,
+            drops=drops,
+            settings=self.settings,
+            update=self.update,
+            on_group=partial(self._observer.on_group, phase="rollout", total=train.groups_per_step),
+        )
         num_groups = (train.steps - state.step) * buffer.tickets_per_step
         producing = tasks.create_task(producer.run(tasks, num_groups=num_groups), name="producer")
         try:
             while state.step < train.steps:
-                clock = _StepClock(self._engine.busy_s)
-                groups, self._training, left = await buffer.take()
-                if self._pool.failures.max_share < 1:
+                began = time.perf_counter(), self._engine.busy_s()
+                taken = await buffer.take()
+                self._training = taken.tickets
+                if self._pool.failures.max_share < 1:  # else a run goes on whatever fails
                     self._pool.failures.require_any()
-                producer.cut(left, tasks)
-                check_staleness(groups, step=state.step, max_staleness=train.max_staleness)
-                replayed = self._replay.draw(train.replayed_groups, step=state.step)
-                (metrics, trained), cancelled = await self._run_update([*groups, *replayed])
-                state.step += 1
-                if self._saving.journal is not None:
-                    metrics |= self._forget(self._saving.journal, left)
-                self._training = []
-                sampler.learn(_success(groups))
-                sampler.observe(groups)
-                try:
-                    if cancelled is not None:
-                        raise cancelled
-                    await self._engine.channel.publish(state.step)
-                    await self._engine.snapshots.follow(state.step)
-                finally:  # the step was taken, so it is recorded, also when the run is cancelled here
-                    metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
-                    metrics["time/other_share"] = _other_share(metrics)
-                    left_out = {id for id, made in trained.items() if made.dropped is not None}
-                    metrics |= {**self._engine.metrics(), **drops.read(groups, left_out=left_out)}
-                    if train.replayed_groups:
-                        self._replay.add(groups)
-                        metrics["buffer/groups_replayed"] = float(len(replayed))
-                    self._observer.on_step(state.step, metrics, groups, trained)
+                # Before the update, so that what nobody wants leaves the engine while the trainer computes.
+                producer.cut(taken.left, tasks)
+                await self._step(taken, sampler, drops, began=began)
                 if await self._is_done():
                     break
                 await buffer.advance(state.step)
@@ -196,20 +185,42 @@ class Trainer:
             producing.cancel()
             producer.stop()
 
+    async def _step(self, taken: Taken, sampler: TaskSampler, drops: DropStats, *, began: tuple[float, float]) -> None:
+        """Train on the groups of a step, bring the new weights to the engine, and record what became of them.
+
+        `began` is the wall time, and the engine's busy time, when the step began to wait for its groups.
+        """
+        train, state, groups = self.settings.train, self.state, taken.groups
+        check_staleness(groups, step=state.step, max_staleness=train.max_staleness)
+        replayed = self._replay.draw(train.replayed_groups, step=state.step)
+        update = partial(self.update.run, [*groups, *replayed], step=state.step)
+        # A cancellation waits for the end of the update: between two optimizer steps there is no state to go on from.
+        done = Finished(update(), None) if self._thread is None else await finish(self._thread.submit(update))
+        (metrics, trained), cancelled = done
+        state.step += 1
+        if self._saving.journal is not None:
+            metrics |= self._forget(self._saving.journal, taken.left)
+        self._training = []
+        sampler.learn(_success(groups))
+        sampler.observe(groups)
+        try:
+            if cancelled is not None:
+                raise cancelled
+            await self._engine.channel.publish(state.step)
+            await self._engine.snapshots.follow(state.step)
+        finally:  # the step was taken, so it is recorded, also when the run is cancelled here
+            metrics["time/step_s"] = time.perf_counter() - began[0]
+            metrics["time/generate_s"] = self._engine.busy_s() - began[1]
+            metrics["time/other_share"] = _other_share(metrics)
+            left_out = {id for id, made in trained.items() if made.dropped is not None}
+            metrics |= {**self._engine.metrics(), **drops.read(groups, left_out=left_out)}
+            if train.replayed_groups:
+                self._replay.add(groups)
+                metrics["buffer/groups_replayed"] = float(len(replayed))
+            self._observer.on_step(state.step, metrics, groups, trained)
+
     def _identity(self) -> dict[str, Any]:
         return identity_of(self.settings.train, self._data.tasks, has_baseline=self.update.has_baseline)
-
-    def _producer(self, buffer: GroupBuffer, sampler: TaskSampler, drops: DropStats) -> Producer:
-        return Producer(
-            buffer,
-            pool=self._pool,
-            tasks=self._data.tasks,
-            sampler=sampler,
-            drops=drops,
-            settings=self.settings,
-            update=self.update,
-            on_group=partial(self._observer.on_group, phase="rollout", total=self.settings.train.groups_per_step),
-        )
 
     def _forget(self, journal: JournalFile, left: Sequence[Slot]) -> Mapping[str, float]:
         """Take the groups that were trained, and those that are cut off, out of the journal; return its metrics."""
@@ -217,13 +228,6 @@ class Trainer:
         journal.forget(self._training, oldest=oldest)
         journal.forget((slot.ticket for slot in left), oldest=oldest, are_cut=True)
         return journal.read_metrics()
-
-    async def _run_update(self, groups: Sequence[TrajectoryGroup]) -> Finished[StepResult]:
-        """Train to the end of the step, whatever happens meanwhile."""
-        train = partial(self.update.run, groups, step=self.state.step)
-        if self._thread is None:
-            return Finished(train(), None)
-        return await finish(self._thread.submit(train))
 
     def _untrained(self) -> list[int]:
         """Return the tickets that were granted out of turn and not trained; a run that goes on grants them first."""
@@ -257,15 +261,11 @@ class Trainer:
             elif evaluation.patience is not None and state.evals_since_best >= evaluation.patience:
                 logger.info("step %d: no better result in %d validations; training ends", state.step, evaluation.patience)
                 is_enough = True
-        if is_best or self._is_checkpoint_due():
+        every = self.settings.train.checkpoint_every
+        is_due = isinstance(every, int) and every > 0 and state.step % every == 0
+        if is_best or is_due or self._saving_clock.is_due():
             self._save(is_best=is_best)
         return is_enough
-
-    def _is_checkpoint_due(self) -> bool:
-        every = self.settings.train.checkpoint_every
-        if isinstance(every, int) and every and self.state.step % every == 0:
-            return True
-        return self._saving_clock.is_due()
 
     def _is_best(self, results: Mapping[str, EvalResult]) -> bool:
         """Return whether the weights as they are now did better than all before, and remember it if they did."""
@@ -283,7 +283,7 @@ class Trainer:
         chooser = next((s for s in self._data.eval_sets if s.is_periodic), None)
         if chooser is None:
             return math.nan
-        groups = results[chooser.name].groups[: self.settings.evaluation.limit_during]
+        groups = results[chooser.name].groups[: self.settings.evaluation.limit_during]  # those of before and after are more
         return report([t for g in groups for t in g.trajectories], success_at=chooser.success_at).success
 
     async def _evaluate(self, sets: Sequence[EvalSet], *, limit: int | None = None) -> dict[str, EvalResult]:
@@ -327,62 +327,45 @@ class Trainer:
                 )
             else:
                 self._save(in_thread=False)
-                self._settle_flights()
+                self._settle_journal()
         except CheckpointError as problem:
             logger.error("%s", problem)  # what ended the run is the error to raise
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
         """Save the run as it is; `in_thread` only begins to, and the rest is written beside training."""
-        with self._saving_clock.saving():
-            self._save_now(is_best=is_best, in_thread=in_thread)
-
-    def _save_now(self, *, is_best: bool, in_thread: bool) -> None:
-        state = {
-            "policy": self.policy.state_dict(),
-            "update": self.update.state_dict(),
-            "loop": asdict(self.state),
-            "sampler": self._sampler().state_dict(),
-            "pending": self._untrained(),
-            "fingerprint": self._saving.fingerprint,
-            "identity": self._identity(),
-        }
         step = self.state.step
-        if followers := self._engine.snapshots.state_dict(step):
-            state["followers"] = followers
-        if self._saving.journal is not None:
-            self._saving.journal.begin(step)
-        try:
+        with self._saving_clock.saving():
+            state = {
+                "policy": self.policy.state_dict(),
+                "update": self.update.state_dict(),
+                "loop": asdict(self.state),
+                "sampler": self._sampler().state_dict(),
+                "pending": self._untrained(),
+                "fingerprint": self._saving.fingerprint,
+                "identity": self._identity(),
+            }
+            if followers := self._engine.snapshots.state_dict(step):
+                state["followers"] = followers
+            # First, so that no checkpoint is ever there without its journal.
+            if self._saving.journal is not None:
+                self._saving.journal.begin(step)
             if not in_thread:
-                self._wait_for_saver()
-            self._saver.save(step, state, stored=self.update.stored, export=self._saving.export, is_best=is_best)
-            if not in_thread or step == 0:  # of the first one, so that a run that is killed can go on
-                self._saver.wait()
-        except CheckpointError as problem:
-            if self.settings.train.on_checkpoint_error == "stop" or not in_thread:
-                raise
-            logger.warning("%s; the run goes on, and tries again at the next checkpoint", problem)
+                try:
+                    self._saver.wait()
+                except CheckpointError as problem:  # it matters no more: a newer checkpoint follows
+                    logger.warning("%s", problem)
+            try:
+                self._saver.save(step, state, stored=self.update.stored, export=self._saving.export, is_best=is_best)
+                if not in_thread or step == 0:  # of the first one, so that a run that is killed can go on
+                    self._saver.wait()
+            except CheckpointError as problem:
+                if self.settings.train.on_checkpoint_error == "stop" or not in_thread:
+                    raise
+                logger.warning("%s; the run goes on, and tries again at the next checkpoint", problem)
 
-    def _settle_flights(self) -> None:
+    def _settle_journal(self) -> None:
         if self._saving.journal is not None:
             self._saving.journal.settle()
-
-    def _wait_for_saver(self) -> None:
-        """Wait for what is being written; what went wrong with it matters no more, because a newer one follows."""
-        try:
-            self._saver.wait()
-        except CheckpointError as problem:
-            logger.warning("%s", problem)
-
-
-class _StepClock:
-    """Wall time of a step, and how much of it the engine was busy."""
-
-    def __init__(self, engine_busy_s: Callable[[], float]) -> None:
-        self._busy_s = engine_busy_s
-        self._wall, self._began = time.perf_counter(), engine_busy_s()
-
-    def read(self) -> tuple[float, float]:
-        return time.perf_counter() - self._wall, self._busy_s() - self._began
 
 
 def _reports(results: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:

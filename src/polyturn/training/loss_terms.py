@@ -151,14 +151,17 @@ class PolicyTerms(Objective):
         logprobs_S = scores.logprobs_S
         if batch.advantages_S is None:
             raise TrainingError("the samples have no advantages; run an advantage estimator before forward_backward")
+        # On policy the ratio is 1 by definition, and its gradient is that of the log-probability (REINFORCE).
         old_S = logprobs_S.detach() if batch.old_logprobs_S is None else batch.old_logprobs_S
         sequence_S = torch.from_numpy(batch.sample_S).to(old_S.device)
         policy = self._policy_loss(logprobs_S, old_S, batch.advantages_S, sequence_S, batch.marks_S)
+        # Decoupled PPO: rho = pi / mu stands outside of the clipped minimum (Hilton et al. 2022, equation 3).
         loss_S = policy.loss_T if batch.correction_S is None else policy.loss_T * batch.correction_S
         parts_S = {"loss/policy": loss_S.detach()}
         stats_S = {f"policy/{name}": value for name, value in policy.stats.items()}
         stats_S["policy/advantage"] = batch.advantages_S
         own_S: Tensor | None = None
+        # With the engine are compared those of the step's start: in a later minibatch this pass shows what the step changed.
         if batch.rollout_logprobs_S is not None:
             is_ours = batch.old_logprobs_S is not None and algorithm.old_logprobs == "trainer"
             own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
@@ -171,7 +174,7 @@ class PolicyTerms(Objective):
         if settings.distill is not None and self._teacher is not None:
             distill_S = kl_estimators.resolve(settings.distill.estimator)(logprobs_S, self._teacher(batch))
             stats_S["policy/kl_to_teacher"] = distill_S.detach()
-            if batch.correction_S is not None:
+            if batch.correction_S is not None:  # an expectation under the policy, estimated from the engine's tokens
                 distill_S = distill_S * batch.correction_S
             loss_S = loss_S + settings.distill.coef * distill_S
             parts_S["loss/distill"] = settings.distill.coef * distill_S.detach()
@@ -201,7 +204,8 @@ class SupervisedTerms(Objective):
 
 
 def batch_metrics(batch: MicroBatch, terms: Terms, total: float) -> Metrics:
-    """Return the sums of one micro-batch, read from the device in one go."""
+    """Return the sums of one micro-batch."""
+    # Stacked, so that the device is waited for once and not for each of a dozen figures.
     names = [*terms.stats_S, *terms.parts_S]
     values = [v.sum() for v in terms.stats_S.values()]
     values += [(v * batch.loss_coef_S).sum() for v in terms.parts_S.values()]

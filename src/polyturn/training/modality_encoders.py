@@ -1,10 +1,10 @@
-"""Towers: the parts of a model that run only where a batch shows something, beside the decoder, which always runs.
+"""Modality encoders: parts of a model that run only where a batch shows something, beside the decoder, which always runs.
 
     rank 0   [ image + text ]   visual, language_model
     rank 1   [ text ]                   language_model      visual is touched: its gradient is 0, not none
 
-Over ranks every collective must be every rank's. So a tower is never sharded by itself, which would gather it only on ranks
-that see something, but with the root; and each of its parameters has a gradient on all ranks, or on none.
+Over ranks every collective must be every rank's. So an encoder is never sharded by itself, which would gather it only on
+ranks that see something, but with the root; and each of its parameters has a gradient on all ranks, or on none.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ def towers_of(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def layers_of(model: PreTrainedModel, towers: Sequence[nn.Module]) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel, encoders: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers of a model that always run, which may be sharded one by one."""
     kinds = set(model._no_split_modules or ())
-    apart = {module for tower in towers for module in tower.modules()}
+    apart = {module for encoder in encoders for module in encoder.modules()}
     return [module for module in model.modules() if type(module).__name__ in kinds and module not in apart]
 
 
-def touching(out: Tensor, towers: Sequence[nn.Module]) -> Tensor:
-    """Return `out`, in which every trained parameter of `towers` has a part of 0."""
+def touching(out: Tensor, encoders: Sequence[nn.Module]) -> Tensor:
+    """Return `out`, in which every trained parameter of `encoders` has a part of 0."""
     if not torch.is_grad_enabled():
         return out
-    for parameter in (p for tower in towers for p in tower.parameters() if p.requires_grad and p.numel()):
+    # One number of each is enough to put it into the graph; an empty shard has none, and needs no gradient.
+    for parameter in (p for encoder in encoders for p in encoder.parameters() if p.requires_grad and p.numel()):
         out = out + 0.0 * parameter.reshape(-1)[0]
     return out

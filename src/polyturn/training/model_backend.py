@@ -36,7 +36,7 @@ from polyturn.engines.routers import Routers
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
-from polyturn.training.backend import OWN, REFERENCE
+from polyturn.training.backend import OWN
 from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights, whole_merged
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
 from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
@@ -133,9 +133,8 @@ class ModelBackend:
         self._is_packing_refused = is_packing_refused
         self._shifts = WeightShifts()
         self._writing: Future[Any] | None = None
-        parameter = next(network.parameters())
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        # Into micro-batches, shifted to their targets; which samples, the placement says.
+        # Coefficients, advantages and log-probabilities: of bfloat16's 8 bits a ratio near 1 would have nothing left.
+        dtype = torch.promote_types(next(network.parameters()).dtype, torch.float32)
         cut = functools.partial(cut_samples, settings=layout, dtype=dtype, device=placement.device(network), media=media)
         self.lay_out = functools.partial(placement.lay_out, cut)
         """(samples, coefs) -> the micro-batches of this process, as a pass computes them."""
@@ -156,8 +155,14 @@ class ModelBackend:
         Raises:
             ConfigError: the reference is asked of a policy that was built without one.
         """
-        scores = self.network.scores if scorer == OWN else self._scorer(scorer).logprobs
+        if scorer == OWN:
+            scores = self.network.scores
+        elif self._reference is not None:
+            scores = self._reference.logprobs
+        else:
+            raise ConfigError("this policy was built without a reference; pass reference=True")
         batches = self.lay_out(samples, [s.loss_weights for s in samples])
+        # Without dropout, as the engine samples: an adapter's noise is no part of the policy that is compared.
         self.network.eval()
         try:
             with torch.no_grad():
@@ -206,6 +211,7 @@ class ModelBackend:
                             own.append(terms.own_S)
                             entropies += [terms.stats_S["policy/entropy"]] if "policy/entropy" in terms.stats_S else []
                     middle = time.perf_counter()
+                    # Also of a loss that is not finite: over ranks the pass is collective, and all of them must make it.
                     loss.backward()
                 self.optimizer.collect()
                 seconds["time/forward"] += middle - start
@@ -232,7 +238,7 @@ class ModelBackend:
         Raises:
             TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
         """
-        self._placement.release(self.network)
+        self._placement.release(self.network)  # a gathered copy would go on with the weights of before the step
         return self.optimizer.step()
 
     def save(self, folder: Path) -> None:
@@ -255,6 +261,7 @@ class ModelBackend:
         """
         whose, names, clock = self.network.whose, self.network.names, self.optimizer.state_dict()
         found = stored_kinds(folder, whose=whose)
+        # A parameter has moments from its first gradient on; those that the folder has must be there to be read into.
         self.optimizer.make_moments(lambda name: all(f"moments/exp_avg/{n}" in found for n in names.sources(name)))
         sections = self._sections()
         self._check(found, flat({prefix: names.kinds(tensors) for prefix, tensors in sections.items()}))
@@ -344,9 +351,3 @@ class ModelBackend:
                     "the checkpoint has no reference policy and this run uses one; it was written without KL"
                 )
             require_same_shapes(reference, kept, whose=f"{whose}'s reference")
-
-    def _scorer(self, name: str) -> Scorer:
-        assert name == REFERENCE, name
-        if self._reference is None:
-            raise ConfigError("this policy was built without a reference; pass reference=True")
-        return self._reference

@@ -160,6 +160,7 @@ class TargetForward:
             temperature = None if batch.temperature_S is None else batch.temperature_S[part]
             read = (self._head, read_SX[part], batch.targets_S[part], temperature, entropy_grad)
             if batch.num_targets > chunk and torch.is_grad_enabled() and self._head is not None:
+                # Nothing in the head is random, so no random state is kept for the second time.
                 parts.append(checkpoint(_score, *read, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(_score(*read))
@@ -276,6 +277,7 @@ def _score(
     head: nn.Module | None, read_SX: Tensor, targets_S: Tensor, temperature_S: Tensor | None, entropy_grad: bool | None
 ) -> TargetScores:
     logits_SV = read_SX if head is None else head(read_SX)
+    # bfloat16 would round log-probabilities by more than one optimizer step changes them.
     logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
     if temperature_S is not None:
         logits_SV = logits_SV / temperature_S[:, None]
@@ -283,6 +285,7 @@ def _score(
     logprobs_S = logprobs_SV.gather(1, targets_S[:, None])[:, 0]
     if entropy_grad is None:
         return TargetScores(logprobs_S, None)
+    # As a figure alone it must keep no second [S, V] for the backward pass.
     return TargetScores(logprobs_S, entropy(logprobs_SV if entropy_grad else logprobs_SV.detach()))
 
 
@@ -291,8 +294,7 @@ def _separate_head(model: PreTrainedModel) -> nn.Module | None:
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return None
-    device = next(model.parameters()).device
-    ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
+    ids = torch.arange(4, device=next(model.parameters()).device)[None] % model.config.get_text_config().vocab_size
     was_training = model.training
     # Logits as large as no cap lets them through: near 0, where those of random weights are, a cap is hardly felt.
     amplified = head.register_forward_hook(lambda module, args, out: out * (_LOUD / out.abs().max().clamp_min(1e-30)))

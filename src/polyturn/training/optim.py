@@ -59,6 +59,7 @@ class Optimizer:
         self._masters = {n: nn.Parameter(p.detach().float()) for n, p in live if p.dtype.itemsize < 4}
         self._copies = [(p, self._masters[n]) for n, p in live if n in self._masters]
         self._named = [(n, self._masters.get(n, p)) for n, p in live]
+        # Decay pulls towards 0, which is no neutral value of a norm's scale; biases are left alone with it, as is usual.
         matrices = [p for _, p in self._named if p.ndim > 1]
         vectors = [p for _, p in self._named if p.ndim <= 1]
         self._adamw = torch.optim.AdamW(
@@ -84,6 +85,7 @@ class Optimizer:
         norm = float(norm_tensor)
         lr = self.settings.lr * lr_factor(self.step_count, self.settings)
         is_finite = math.isfinite(norm)
+        # One number decides for all parameters and ranks: a part of a step is never taken.
         if is_finite:
             if self.settings.max_grad_norm is not None:
                 self._clip(params, norm_tensor)
@@ -97,7 +99,7 @@ class Optimizer:
         else:
             self._skip(self._problem or self._non_finite_message(norm))
         self.zero_grad()
-        self.step_count += 1
+        self.step_count += 1  # of a skipped step too: the schedule goes by the steps of the run
         metrics: Metrics = {"loss/lr": Mean(lr), "loss/skipped_steps": Sum(0.0 if is_finite else 1.0)}
         if is_finite:
             bound = self.settings.max_grad_norm
@@ -120,6 +122,7 @@ class Optimizer:
     def spoil(self, problem: str) -> None:
         """Make the next step one that is skipped, on every rank that shares it: the gradient takes no finite value."""
         self._problem = problem
+        # One NaN reaches the norm of all ranks, so the one decision there, on the norm, is made everywhere alike.
         parameter = self._named[0][1]
         parameter.grad = torch.full_like(parameter, math.nan)
 

@@ -101,7 +101,7 @@ def _recut(tensor: Tensor, like: Tensor) -> Tensor:
         isinstance(like, DTensor) and (tensor.device_mesh, tensor.placements) == (like.device_mesh, like.placements)
     ):
         return tensor.detach().clone()
-    return cut_like(tensor.full_tensor().detach(), like).clone()
+    return cut_like(tensor.full_tensor().detach(), like).clone()  # a view would keep the whole alive
 
 
 def _under_adapters(parts: Mapping[str, Any], model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
@@ -120,6 +120,7 @@ def _under_adapters(parts: Mapping[str, Any], model: PreTrainedModel, mapping: l
 def _settle(model: PreTrainedModel, device: torch.device) -> None:
     """Tie what the model ties, and compute the buffers that no file holds, such as those of rotary positions."""
     model.tie_weights()
+    # What is marked keeps its values: `initialize_weights` is called for the buffers, whose formulas are the model's own.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers knows what to leave alone
     for module in model.modules():

@@ -102,7 +102,7 @@ class ModelPolicy(OverBackend):
         if coefs is None:
             average, weight = loss.algorithm.aggregate, loss.algorithm.segment_weight
             coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
-        return self._pass(samples, coefs, "policy")
+        return self._counted(self.backend.forward_backward(samples, coefs, "policy", self.kl.coef))
 
     def sft_forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
         """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.
@@ -110,7 +110,7 @@ class ModelPolicy(OverBackend):
         A loss that is not finite makes the step one that `optim_step` skips, or ends the run at.
         """
         coefs = loss_coefs(samples, mode="token-mean") if coefs is None else coefs
-        return self._pass(samples, coefs, "supervised").metrics
+        return self._counted(self.backend.forward_backward(samples, coefs, "supervised")).metrics
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient, on all ranks or on none, and clear it.
@@ -149,9 +149,8 @@ class ModelPolicy(OverBackend):
         """Free the gradient and the frozen models, or let the ranks end."""
         self.backend.close()
 
-    def _pass(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str) -> PassResult:
-        """Add the gradient of an objective; of a pass that is not finite, the metrics that are stay."""
-        found = self.backend.forward_backward(samples, coefs, objective, self.kl.coef)
+    def _counted(self, found: PassResult) -> PassResult:
+        """Count the time of a pass; of one that is not finite keep the metrics that are, for curves have no NaN."""
         self.train_seconds += found.metrics["time/forward_backward"].value
         if found.is_finite:
             return found
@@ -206,6 +205,7 @@ def policy_backend(
     elif reference and not has_lora(model):
         scorer = _frozen(copy.deepcopy(model), placement, is_kept=True)  # before the model is placed, for it is copied whole
     optimizer = placement.optimizer(network, optim)
+    # And behind it: of an adapter in shards each rank keeps its own part.
     if reference is True and has_lora(model):
         scorer = AdapterReference(network, placement.adapter_replaced)
     teaching = None if teacher is None else _frozen(teacher, placement, is_kept=False)
@@ -249,6 +249,7 @@ def with_marks(
     selection = selection_of(settings.policy_loss, kwargs=settings.policy_loss_kwargs)
     if selection is None or all(s.marks is not None for s in samples):
         return samples
+    # For the choice alone: on policy the loss takes the log-probabilities of its own pass as the old ones.
     scored = list(samples)
     if any(s.old_logprobs is None for s in samples):
         scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, score(samples), strict=True)]

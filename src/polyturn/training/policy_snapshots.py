@@ -2,9 +2,9 @@
 
     step              0    1    2    3    4    5    6            refresh_every: 3
     trained policy   [v0] [v1] [v2] [v3] [v4] [v5] [v6]
-    its follower      v0   v0   v0   v3   v3   v3   v6           the version of the latest step that 3 divides
+    its snapshot      v0   v0   v0   v3   v3   v3   v6           the version of the latest step that 3 divides
 
-So which weights a follower has depends on the step alone. A checkpoint between two refreshes holds them beside the policy's
+So which weights a snapshot has depends on the step alone. A checkpoint between two refreshes holds them beside the policy's
 own; one at a refresh does not, because there they are the policy's own. A run that goes on has the same opponents as one
 that was never interrupted.
 """
@@ -46,7 +46,7 @@ class PolicySnapshot:
 
 
 class PolicySnapshots:
-    """All copies of a run."""
+    """The copies of the trained policy that a run keeps."""
 
     def __init__(
         self, followers: Sequence[PolicySnapshot] = (), *, weights: Callable[[], Mapping[str, Tensor]] = dict
@@ -59,6 +59,7 @@ class PolicySnapshots:
         """Bring every copy to where it is at `step`, at the start of a run or of one that goes on."""
         for one in self._followers:
             if one.version is None or one.due(step) == step:
+                # Nothing was loaded for it: an older checkpoint, or a policy that the run did not have then.
                 if one.version is None and one.due(step) != step:
                     logger.warning("the checkpoint has no policy %r; it is the policy as it is at step %d", one.name, step)
                 await self._take(one, step)
@@ -103,6 +104,7 @@ class PolicySnapshots:
 
 def _copied(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights of a model as new tensors on the CPU, tied ones as one."""
+    # By address: in a checkpoint tied tensors are one again only where they are one object here.
     firsts: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     return {
         name: firsts.setdefault((live.data_ptr(), tuple(live.shape)), live.detach().to("cpu", copy=True))

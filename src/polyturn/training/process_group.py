@@ -1,4 +1,4 @@
-"""A team of processes that torchrun, or `polyturn train --nproc`, started: rank 0 leads, the others follow.
+"""The rank group of processes that torchrun, or `polyturn train --nproc`, started: rank 0 leads, the others follow.
 
     leader     call(command, shares)  -- scatter -->  every rank runs it  -- gather -->  answers
     follower   follow(): wait for a command, run it, answer; until the leader closes
@@ -64,11 +64,12 @@ class GroupTeam:
             raise RankLostError(self._lost)
         try:
             with self._lock:
+                # The leader is a rank too: its share is computed here, between the commands and the answers of the others.
                 own = _scatter([(command, share) for share in shares], self._control)
                 answer = self._rank.run(*own)
                 answers = _gather(RankReply(), self._control)  # its own is here already
         except (RuntimeError, ConnectionError) as problem:
-            if isinstance(problem, torch.OutOfMemoryError):
+            if isinstance(problem, torch.OutOfMemoryError):  # a RuntimeError of this rank, and no lost connection
                 raise
             self._lost = f"a rank ended during {command!r} ({_first_line(problem)}); its log says why"
             raise RankLostError(self._lost) from problem

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Slot
@@ -30,12 +30,11 @@ _ABORT_S = 5.0
 """How long an engine may take to say what a group that is cut off had sampled."""
 
 
-@dataclass(slots=True, eq=False)
-class _Started:
+class _Started(NamedTuple):
     """A group that runs."""
 
     task: asyncio.Task[None]
-    live: LiveGroup = field(default_factory=LiveGroup)
+    live: LiveGroup
 
 
 class Producer:
@@ -85,13 +84,13 @@ class Producer:
             task = tasks.create_task(self._fill(ticket, visit, live), name=f"g{ticket}")
             self._started[ticket] = _Started(task, live)
 
-    def cut(self, flights: Sequence[Slot], tasks: asyncio.TaskGroup) -> None:
+    def cut(self, left: Sequence[Slot], tasks: asyncio.TaskGroup) -> None:
         """Cut off the groups that no step wants any more, without waiting for it; count what they had."""
-        for flight in flights:
-            if flight.group is not None:
-                self._drops.add_group(flight.group, reason="left_over")
-            elif (started := self._started.pop(flight.ticket, None)) is not None:
-                cutting = tasks.create_task(self._cut(started), name=f"cut g{flight.ticket}")
+        for slot in left:
+            if slot.group is not None:
+                self._drops.add_group(slot.group, reason="left_over")
+            elif (started := self._started.pop(slot.ticket, None)) is not None:
+                cutting = tasks.create_task(self._cut(started), name=f"cut g{slot.ticket}")
                 self._cutting.add(cutting)
                 cutting.add_done_callback(self._cutting.discard)
 
@@ -102,6 +101,7 @@ class Producer:
 
     async def _fill(self, ticket: int, visit: Visit, live: LiveGroup) -> None:
         """Run groups until one has something to learn from, or too many had not, and hand the last one in."""
+        # By epoch, so that a task that is visited again is sampled anew.
         index, seed = visit.task, derive_seed(self._settings.seed, visit.epoch)
         max_attempts = self._settings.train.dynamic_sampling
         try:
@@ -124,11 +124,12 @@ class Producer:
             self._on_group(group)
             await self._buffer.put(ticket, group)
         finally:
-            if not live.is_cut:
+            if not live.is_cut:  # `cut` has taken out those that are
                 self._started.pop(ticket, None)
 
     async def _cut(self, started: _Started) -> None:
         try:
+            # Aborted before it is cancelled: only so does the engine say what it had sampled, which is counted.
             async with asyncio.timeout(_ABORT_S):
                 await started.live.abort()
         except (TimeoutError, EngineError) as problem:

@@ -1,6 +1,6 @@
-"""A team: all ranks of a run as their leader sees them, and one rank as the leader's commands see it.
+"""RankGroup: all ranks of a run as their leader sees them, and RankWorker, one rank as the leader's commands see it.
 
-    leader   Team.call(command, a share for each rank)   ->   Rank.run(command, share) on every rank   ->   Answers
+    leader   RankGroup.call(command, a share for each rank)  ->  RankWorker.run(command, share) on every rank  ->  replies
 
 A command names a network of the rank (its policy or its critic) and a method of that backend. How it travels is that of
 processes that torchrun started (`process_group`), or of Ray (`cluster`).

@@ -83,6 +83,7 @@ class RankedBackend:
     ) -> PassResult:
         """Add the gradient of an objective over `samples`, each rank that of its share."""
         rows = self._assign(samples)
+        # Coefficients travel with their samples: they hold the average over the whole batch, which no rank sees.
         shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row], objective, kl_coef) for row in rows]
         found: list[PassResult] = self._rows("forward_backward", shares)
 

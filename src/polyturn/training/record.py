@@ -48,6 +48,7 @@ def trained_of(
             if trajectory.is_failed:
                 found[trajectory.id] = Trained(dropped="failed")
             elif trajectory.id not in live:
+                # The filter counts its reasons and names no group; which one it was follows from the members.
                 is_alone = sum(not t.is_failed for t in group.trajectories) == 1 < len(group.trajectories)
                 found[trajectory.id] = Trained(dropped="one_left" if is_alone else "zero_variance")
             elif trajectory.id in places:

@@ -37,7 +37,7 @@ class Scorer(Protocol):
 
 
 class FrozenModel:
-    """A module that stays as it is."""
+    """A model with frozen weights that scores tokens."""
 
     def __init__(self, network: Network, *, is_kept: bool, release: Callable[[Network], object]) -> None:
         """Score with `network`; `is_kept` says whether checkpoints hold it, because no file does, and `release` frees what a
@@ -70,7 +70,7 @@ class AdapterReference:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
         was_training = self._network.training
-        self._network.eval()
+        self._network.eval()  # the dropout of an adapter is for training alone
         try:
             with torch.no_grad(), self._replaced(self._network.saved, self._adapter):
                 return self._network.scores(batch)

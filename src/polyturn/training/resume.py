@@ -30,6 +30,7 @@ _NUM_LOOKED_AT = 64
 
 def identity_of(train: TrainOptions, tasks: Sequence[Task], *, has_baseline: bool) -> dict[str, Any]:
     """Return what must stay the same when a run goes on: how groups are made, and its tasks."""
+    # Spread evenly over them: a data set that grew, or was sorted anew, differs in some of these too.
     digest = hashlib.blake2b(digest_size=8)
     count = min(len(tasks), _NUM_LOOKED_AT)
     for index in (i * len(tasks) // count for i in range(count)):
@@ -53,7 +54,7 @@ def require_same_identity(saved: Mapping[str, Any], mine: Mapping[str, Any], *, 
         CheckpointError: with what differs and what to do.
     """
     for key, value in mine.items():
-        if key not in saved or saved[key] == value:
+        if key not in saved or saved[key] == value:  # an older checkpoint says less
             continue
         if key == "tasks":
             what = "other tasks in data.train than this run has"

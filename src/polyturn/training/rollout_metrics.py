@@ -32,7 +32,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
     parts: list[Metrics] = []
     for group in groups:
         totals = [t.reward.total for t in group.trajectories if t.reward is not None]
-        if len(totals) > 1:
+        if len(totals) > 1:  # unbiased, as estimators take it; a single member has none
             parts.append({"reward/std": Mean(float(np.std(totals, ddof=1)))})
     for trajectory in (t for g in groups for t in g.trajectories):
         calls = [r for turn in trajectory.turns for r in turn.tool_results]

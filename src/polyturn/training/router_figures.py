@@ -69,6 +69,7 @@ def _balance(routing: RoutingPass, batch: MicroBatch) -> Tensor:
 
 def _metrics(routing: RoutingPass, batch: MicroBatch, balance_B: Tensor, *, replays: bool) -> Metrics:
     device = batch.input_ids_BT.device
+    # Each token once, also of a prefix that several sequences share, and no padding.
     real = torch.from_numpy(np.unique(np.concatenate(batch.places))).to(device)
     chosen = torch.stack([c for c in routing.chosen if c is not None], dim=1)[real]
     live = torch.stack([c for c in routing.live if c is not None], dim=1)[real]

@@ -48,7 +48,7 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
         while end < len(messages) and messages[end].role != "assistant":
             end += 1
         observed = messages[position + 1 : end]
-        if observed and end < len(messages):
+        if observed and end < len(messages):  # what nothing follows would be encoded for nobody
             builder.observe(encoder.extend(observed, last_id=int(ids[-1])), turn=turn)
             builder.add_media(*(medium for message in observed for medium in message.media))
         elif not observed and end < len(messages):
@@ -106,7 +106,7 @@ def run_sft(
         The number of steps taken, `first_step` included.
     """
     rng = np.random.default_rng(seed)
-    order: list[int] = []
+    order: list[int] = []  # drawn for steps that were taken before, too: so a resumed run has the order of a whole one
     began = time.monotonic()
     for step in range(options.steps):
         while len(order) < options.batch_size:

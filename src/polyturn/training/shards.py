@@ -211,6 +211,7 @@ def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
     """Return this rank's part of `whole`, cut as `like` is."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
+    # By hand, not by `distribute_tensor`: that would scatter from rank 0, and here each rank has the whole already.
     shape, start = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
     part = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
     part = part.to(device=part.device if like.is_meta else like.to_local().device).contiguous()

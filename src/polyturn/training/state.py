@@ -25,7 +25,7 @@ from polyturn.training.policy_snapshots import PolicySnapshots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """How long and how much."""
+    """The options of the training loop: training, evaluation and the seed."""
 
     train: TrainOptions = field(default_factory=TrainOptions)
     evaluation: EvalOptions = field(default_factory=EvalOptions)

@@ -148,6 +148,7 @@ class Update:
         settings = self._settings
         kept, samples, parts, prepare_s, train_s = self._credit(groups, step=step)
         if self.revise is not None:
+            # Changed groups are credited from the start: filters, scores and advantages all look at them.
             revised = self.revise(step, groups, samples, reduce(merge(parts)))
             if revised.groups is not groups:
                 groups = revised.groups
@@ -156,6 +157,7 @@ class Update:
                 samples = list(revised.samples)
         began = time.perf_counter()
         rejected: set[str] = set()
+        # Behind the advantages: `negative_bound` reads them, and what is rejected still counts in its group's statistics.
         if settings.correction is not None:
             before = {s.id.trajectory for s in samples if s.num_weighted}
             samples, found = correct(samples, settings.correction, version=step)
@@ -164,7 +166,8 @@ class Update:
         filtered = filter_samples(samples, kept.groups, drop_truncated=settings.algorithm.drop_truncated)
         prepare_s += time.perf_counter() - began
         parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
-        is_warm = step >= self._critic_warmup
+        # While the critic warms up its values, and so the advantages, mean nothing yet.
+        is_warm = self.critic is None or step >= self.critic.settings.warmup
         passes: list[PassResult] = []
         shares = _shares(filtered.samples, settings.train.minibatches)
         if filtered.samples:
@@ -181,6 +184,7 @@ class Update:
         order = [sample for share in shares for sample in share]
         metrics = reduce(merge(parts))
         self.is_half_done = False
+        # Behind the passes, so that `kl_coef` is the weight that this step was trained with.
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
@@ -227,6 +231,7 @@ class Update:
         is_on_policy = settings.train.minibatches == 1 and not settings.train.max_staleness
         needs_old = not is_on_policy or settings.correction is not None
         if needs_old or self._reward_kl is not None:
+            # All are scored before the first optimizer step: the old policy is that of the start of the step.
             scores = self._engine_logprobs(samples) if settings.uses_engine_logprobs else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         if settings.algorithm.kl_in("loss").coef or self._reward_kl is not None:
@@ -271,10 +276,6 @@ class Update:
     @property
     def _min_members(self) -> int:
         return max(self._settings.min_members, traits_of(self.estimator).min_group)
-
-    @property
-    def _critic_warmup(self) -> int:
-        return 0 if self.critic is None else self.critic.settings.warmup
 
     def _train_critic(self, shares: Sequence[Sequence[TrainSample]]) -> list[Metrics]:
         """Take the critic's optimizer steps, one for each share."""
@@ -327,6 +328,7 @@ def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample
     """Cut samples into `count` shares; those of one trajectory stay together."""
     if not samples:
         return []
+    # One that was split would be averaged as a sequence of its own in each of two optimizer steps.
     keys = list(dict.fromkeys((s.id.group, s.id.trajectory) for s in samples))
     share_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
     shares: list[list[TrainSample]] = [[] for _ in range(count)]

@@ -51,7 +51,7 @@ class ProbeRecord:
 
 
 class WeightProbe:
-    """Asks engines."""
+    """Holds an engine to a version of the weights, by completions that it samples."""
 
     def __init__(
         self, *, vocab_size: int, num_prompts: int, num_tokens: int, seed: int, media: MediaProcessor | None = None

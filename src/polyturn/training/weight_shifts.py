@@ -37,7 +37,7 @@ class WeightShifts:
         for name in names:
             for place, own in parts.get(name, {}).items():
                 was = self._were.setdefault((name, place), own.clone())
-                own.copy_(was)
+                own.copy_(was)  # from where it was, always: what is added and taken off again leaves rounding behind
                 if scale:
                     own.add_(_noise(f"{name}{place}", was), alpha=scale)
                 else:

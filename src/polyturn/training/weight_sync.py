@@ -117,11 +117,12 @@ class WeightSync:
             EngineError: some group of parameters does not arrive; the message names it.
         """
         await self._push(version)
+        # Twice: the noise is the largest difference seen, and of few tokens it would be taken for too small.
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():
             samples.setdefault(name, []).extend(more)
         self.noise = max(*self._differences(samples).values(), NOISE_FLOOR)
-        if self._pool is not None:
+        if self._pool is not None:  # not before: without the noise nothing can be verified
             self._pool.verify = self.verify
         with self._changed([s for own in samples.values() for s in own]) as changes:
             sent = await self._push(version)
@@ -129,8 +130,10 @@ class WeightSync:
             canaries = self._differences(seen)
             effects = {name: self._effects(changes, own) for name, own in seen.items()}
             for name, canary in canaries.items():
+                # Had a group not arrived, logprobs would differ by its whole effect; where all did, by the noise.
                 if canary > min(effects[name].values()) / 4:
                     raise EngineError(self._verdict(name, changes, seen[name], canary))
+            # Now, because the change tells apart tensors that were equal, such as norms that are all ones.
             await self._held.learn(self._engines(), sent)
         await self.publish(version)
         report = SyncReport(
@@ -172,7 +175,7 @@ class WeightSync:
             if self._pool is None or set(found) <= set(wrong):
                 raise EngineError(f"{name}: {problem}") from problem
             self._exclude(name, problem)
-        if recorded.result() in wrong:
+        if recorded.result() in wrong:  # its answers are no record of the right weights
             await self._take_record(version)
         return max(value for name, value in found.items() if name not in wrong)
 
@@ -217,6 +220,7 @@ class WeightSync:
             self._pool.exclude(replica, problem)
 
     async def _push(self, version: int) -> Mapping[str, Tensor]:
+        # A server that comes back meanwhile has no record to be held to, and is held to the trainer, which waits here.
         self._record, self._pushed = None, version
         weights = self._to_checkpoint(self._source.weights())
         try:
@@ -251,7 +255,7 @@ class WeightSync:
                 said[name] = await self._probe.sample(replica.engine, version)
             except EngineError as problem:
                 if self.noise is None and not isinstance(problem, EngineLostError):
-                    raise
+                    raise  # at the start a wrong server ends the run: the way of its weights does not work
                 problems.append(problem)
                 self._exclude(name, problem)
 
