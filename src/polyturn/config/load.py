@@ -123,6 +123,7 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
     written = schema.with_choices(model, written)
     written = without_other_kinds(model, written)
     resolved = schema.with_instance_defaults(model, written)
+    # All at once, so that a configuration is not corrected one start after another.
     problems = [
         f"unknown key {dotted(u.path)!r}, set to {as_shown(u.value, u.path, raw_env)}{sources.of(u.path)}.{u.hint}"
         for u in unknown_keys(model, written)

@@ -54,7 +54,7 @@ class JsonlRows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        self._data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the mark that some editors begin UTF-8 with
         bounds, start, number = [], 0, 0
         while start < len(self._data):
             end, number = self._data.find(b"\n", start), number + 1
@@ -217,6 +217,7 @@ class TaskDataset(TaskSequence):
         source = self._parts[part]
         row = source.row(number)
         if self._columns and isinstance(row, Mapping):
+            # Not under both names: what is left over of a row is told to interactions and rewards.
             others = {key: value for key, value in row.items() if key not in self._columns.values()}
             row = others | {key: row[own] for key, own in self._columns.items() if own in row}
         return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)

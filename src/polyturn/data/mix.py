@@ -94,6 +94,7 @@ class TaskMix(TaskSampler):
         step, place = divmod(self._number, self._per_step)
         self._number += 1
         counts, before = self._counts_of(step), self._before[step]
+        # By (seed, step), so that a run that goes on in the middle of a step draws the rest of it alike.
         order = [source for source, count in enumerate(counts) for _ in range(count)]
         random.Random(f"{self._seed}/mix/{step}").shuffle(order)
         source = order[place]
@@ -179,6 +180,7 @@ class TaskMix(TaskSampler):
         shares = list(self.shares(step).values())
         rests = self._state.rests or [0.0] * len(shares)
         owed = [share * self._per_step + rest if share else 0.0 for share, rest in zip(shares, rests, strict=True)]
+        # By largest remainders: whoever is owed most gets the next whole visit.
         counts = [max(0, math.floor(o)) for o in owed]
         while (missing := self._per_step - sum(counts)) != 0:
             sign = 1 if missing > 0 else -1

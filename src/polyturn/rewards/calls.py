@@ -35,6 +35,7 @@ class CallRateLimit:
         if slots is not None:
             await slots.acquire()
         now = asyncio.get_running_loop().time()
+        # Reserved before the wait, so that calls which begin side by side are spread as well.
         start = self._next = max(now, self._next)
         self._next += self._interval_s
         try:
@@ -54,7 +55,7 @@ class CallRateLimit:
     def _of_this_loop(self) -> asyncio.Semaphore | None:
         if self._max_concurrent is None:
             return None
-        loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()  # a semaphore belongs to the loop that first waited for it
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._max_concurrent)
         return self._slots[1]

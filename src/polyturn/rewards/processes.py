@@ -80,7 +80,7 @@ class Processes:
             try:
                 is_returned, value = process.call(told, timeout_s=self.timeout_s)
             except BaseException:
-                process.close()
+                process.close()  # its answer may still come, and would be taken for that of the next call
                 raise
             self._idle.append(process)
         if not is_returned:
