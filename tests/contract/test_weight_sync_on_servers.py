@@ -57,7 +57,7 @@ async def test_an_adapter_arrives_merged_into_its_weights(engine):
 async def test_each_group_that_is_kept_back_is_named(engine):
     trainer = policy()
     true = {name: value.clone() for name, value in trainer.weights().items()}
-    for name in trainer.weight_groups():
+    for name in trainer.backend.weight_groups():
         pointers = {trainer.weights()[kept].data_ptr() for kept in groups_of(trainer.weights())[name]}
         load = engine.update_weights
 

@@ -621,12 +621,12 @@ def compare_losses():
 def shifted(many, samples, own):
     """Return how far weights are from what they were, once each group was moved so that scores differ, and put back."""
     before = many.score(samples)
-    assert many.weight_groups() == list(groups_of(own))
-    for group in many.weight_groups():
-        many.shift_weights(group, 0.5)
-        many.shift_weights(group, 1.0)
+    assert many.backend.weight_groups() == list(groups_of(own))
+    for group in many.backend.weight_groups():
+        many.backend.shift_weights(group, 0.5)
+        many.backend.shift_weights(group, 1.0)
         assert largest(zip(before, many.score(samples), strict=True)) > 1e-5, group
-        many.shift_weights(group, 0)
+        many.backend.shift_weights(group, 0)
     return same_parts(own, dict(many.weights()))
 
 
@@ -634,7 +634,7 @@ async def proved(many):
     """Return what the proof of an engine with weights of its own measured, and how far it is from the ranks afterwards."""
     engine = EmbeddedEngine(exact_model(7).eval(), num_slots=4)
     report = await WeightSync(engine, many, vocab_size=VOCAB, num_prompts=1, num_tokens=8).start(3)
-    assert report.num_groups == len(many.weight_groups()) and report.smallest_effect > 4 * report.canary
+    assert report.num_groups == len(many.backend.weight_groups()) and report.smallest_effect > 4 * report.canary
     await engine.close()
     return report.canary, report.noise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -180,6 +181,7 @@ def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreT
     if is_label(model.path):
         given: PreTrainedModel = target(model.path)
         return given
+    loads: dict[tuple[bool, bool], Callable[..., PreTrainedModel]]
     loads = {(True, False): hf.load_plan, (False, True): hf.load_unread}
     load = loads.get((place.is_plan, place.reads_parts), hf.load_model)
     return load(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)

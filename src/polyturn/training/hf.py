@@ -10,6 +10,7 @@ while a folder is being replaced leaves the former one beside it, under a name t
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 import shutil
@@ -89,15 +90,6 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revisi
     return _opened(source, dtype, revision, plan_above=None)
 
 
-def load_plan(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the same; above a billion parameters without its weights, on the meta device, for a plan of memory.
-
-    Raises:
-        ConfigError: as `load_model` does.
-    """
-    return _opened(source, dtype, revision, plan_above=1_000_000_000)
-
-
 def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, plan_above: int | None) -> PreTrainedModel:
     of = {"revision": revision or "main", "local_files_only": only_cached(str(source), revision=revision)}
     try:
@@ -119,13 +111,19 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
     return model
 
 
-def load_outline(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the same without its weights, whatever its size: its config and shapes, which occupy no memory.
+def load_outline(
+    source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None, above: int = 0
+) -> PreTrainedModel:
+    """Return the same, above so many parameters without its weights: its config and shapes, which occupy no memory.
 
     Raises:
         ConfigError: as `load_model` does.
     """
-    return _opened(source, dtype, revision, plan_above=0)
+    return _opened(source, dtype, revision, plan_above=above)
+
+
+load_plan = functools.partial(load_outline, above=1_000_000_000)
+"""For a plan of memory: a small model is loaded whole, so that the plan tells whether it can be."""
 
 
 def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:

@@ -137,14 +137,6 @@ class ModelPolicy(OverBackend):
         and streamed where ranks hold parts."""
         return self.backend.weights()
 
-    def weight_groups(self) -> list[str]:
-        """Return the groups of parameters that `shift_weights` moves."""
-        return self.backend.weight_groups()
-
-    def shift_weights(self, group: str, scale: float) -> None:
-        """Move a group of weights to `scale` times some noise of their size from where they were; 0 puts it back."""
-        self.backend.shift_weights(group, scale)
-
     def close(self) -> None:
         """Free the gradient and the frozen models, or let the ranks end."""
         self.backend.close()

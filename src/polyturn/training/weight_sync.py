@@ -277,13 +277,13 @@ class WeightSync:
         """Move every group of the trainer's parameters by enough to show, say how far, and put all back at the end."""
         changes: dict[str, float] = {}
         try:
-            for group in self._source.weight_groups():
+            for group in self._source.backend.weight_groups():
                 changes[group] = 0.0
                 self._grow(group, changes, samples)
             yield changes
         finally:
             for group in changes:
-                self._source.shift_weights(group, 0.0)
+                self._source.backend.shift_weights(group, 0.0)
 
     def _grow(self, group: str, changes: dict[str, float], samples: Sequence[TrainSample]) -> None:
         """Move a group, each time further, until it shows well."""
@@ -291,7 +291,7 @@ class WeightSync:
         before = self._source.score(samples)
         for growth in range(_MAX_GROWTHS):
             changes[group] = _FIRST_SCALE * _GROWTH**growth
-            self._source.shift_weights(group, changes[group])
+            self._source.backend.shift_weights(group, changes[group])
             if _largest(before, self._source.score(samples)) >= 2 * CANARY_FACTOR * self.noise:
                 return
         raise EngineError(
@@ -306,11 +306,11 @@ class WeightSync:
 
     def _without(self, group: str, changes: Mapping[str, float], samples: Sequence[TrainSample]) -> list[Floats]:
         """Return the trainer's logprobs with one group at its old values."""
-        self._source.shift_weights(group, 0.0)
+        self._source.backend.shift_weights(group, 0.0)
         try:
             return self._source.score(samples)
         finally:
-            self._source.shift_weights(group, changes[group])
+            self._source.backend.shift_weights(group, changes[group])
 
     def _verdict(self, who: str, changes: Mapping[str, float], seen: Sequence[TrainSample], canary: float) -> str:
         """Say which group explains what the engine answered."""

@@ -71,7 +71,7 @@ async def test_an_engine_that_takes_everything_passes_and_ends_with_the_true_wei
 @pytest.mark.parametrize("tied", [True, False])
 async def test_each_group_that_does_not_arrive_is_named(tied):
     policy = make_policy(tied=tied)
-    for name in policy.weight_groups() if tied else ("model.embed_tokens.weight", "lm_head.weight"):
+    for name in policy.backend.weight_groups() if tied else ("model.embed_tokens.weight", "lm_head.weight"):
         with pytest.raises(EngineError, match=name.replace(".", r"\.").replace("*", r"\*")):
             await WeightSync(Leaky(policy, keeps=name), policy, **SMALL).start(0)
 
