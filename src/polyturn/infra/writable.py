@@ -35,14 +35,17 @@ def check_file_writable(file: Path, *, instead: str = "name another") -> None:
     """Refuse a file that could not be written; it need not exist, nor its folder.
 
     Raises:
-        ConfigError: it is a folder, has a name that no file can have, or its folder cannot be made or written.
+        ConfigError: it is there and no regular file (a folder, a device, a pipe), has a name that no file can have, or its
+            folder cannot be made or written.
     """
     try:
-        is_folder = file.is_dir()
+        kind = "a folder" if file.is_dir() else "no regular file" if file.exists() and not file.is_file() else ""
+        if file.is_file():
+            file.open("ab").close()
     except OSError as problem:
         raise ConfigError(f"the file {str(file)!r:.200} cannot be written ({problem.strerror}); {instead}") from problem
-    if is_folder:
-        raise ConfigError(f"{str(file)!r} is a folder, where a file is written; {instead}")
+    if kind:
+        raise ConfigError(f"{str(file)!r} is {kind}, where a file is written; {instead}")
     check_writable(file.parent, instead=instead)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -19,6 +20,7 @@ from polyturn.cli.console import command, program
 from polyturn.cli.main import main
 from polyturn.cli.serve import ServeOptions
 from polyturn.core.errors import ConfigError
+from polyturn.infra.writable import check_file_writable
 from polyturn.tokens.hub import only_cached, unreachable
 from support.runs import call_command, write_tiny_run
 
@@ -236,6 +238,41 @@ def test_a_folder_that_cannot_be_made_is_found_before_weights_are_loaded(tmp_pat
     said = call(command[0], config, *command[1:], *(changes if command[0] == "sft" else changes[:1]))
     assert said.code == 2 and "cannot be made" in said.err and "out=FOLDER" in said.err
     assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".polyturn")]
+
+
+WRITERS = [
+    ("report", ".", "-o"), ("plot", ".", "--out"), ("simulate", "swe_like", "--png"),
+    ("simulate", "--fit=http://x", "--out"),
+    ("rescore", "run", "--reward=f", "--out"), ("config", "migrate", "verl.yaml", "--out"), ("export", ".", "-o"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: "-".join(writer[:2]))
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a device", "a file that is not ours"])
+def test_what_is_no_file_is_never_written_nor_replaced(tmp_path: Path, monkeypatch, kind: str, writer: tuple[str, ...]):
+    out = tmp_path / "out.yaml"
+    if kind == "a pipe":
+        os.mkfifo(out)
+    elif kind == "a link to a device":
+        out.symlink_to("/dev/null")
+    else:
+        out.write_text("")
+        out.chmod(0o400)
+        if os.access(out, os.W_OK):
+            pytest.skip("root may write everywhere")
+    (tmp_path / "verl.yaml").write_text("actor_rollout_ref: {}\n")
+    monkeypatch.chdir(tmp_path)
+    before = out.lstat()[:7]  # all but when it was looked at
+    said = call(*writer, out)
+    assert said.code == 2 and re.search("no regular file|cannot be written|cannot be made", said.err), said
+    assert out.lstat()[:7] == before
+
+
+def test_a_regular_file_is_written_again_and_only_asking_leaves_it_as_it_is(tmp_path: Path):
+    out = tmp_path / "old.txt"
+    out.write_text("old")
+    check_file_writable(out)
+    assert out.read_text() == "old"
 
 
 def test_a_run_may_be_checked(tmp_path: Path):

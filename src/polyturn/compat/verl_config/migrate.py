@@ -18,6 +18,7 @@ from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import default_tree
 from polyturn.core.errors import ConfigError
+from polyturn.infra.writable import check_file_writable
 
 
 def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
@@ -29,6 +30,9 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
     target = path.with_suffix(".polyturn.yaml") if out is None else out
     if target.suffix != ".yaml" or target.resolve() == path.resolve():
         raise ConfigError(f"--out is {str(target)!r}; name another file than the config's, which ends in .yaml")
+    notes = target.with_suffix(".md")
+    for file in (target, notes):
+        check_file_writable(file, instead="name another --out")
     translation = translate(compose_file(path, overrides))
     load_values(RunConfig, translation.native, origin=translation.origin)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +40,6 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
     source = "".join(c if c.isprintable() else " " for c in " ".join([str(path), *overrides]))
     head = f"# Made from {source} by `polyturn config migrate`; paths start from this file's folder.\n"
     target.write_text(head + yaml.safe_dump(native, sort_keys=False, allow_unicode=True, width=1000), encoding="utf-8")
-    notes = target.with_suffix(".md")
     notes.write_text(fate_table(translation, source=source), encoding="utf-8")
     console = Output()
     table = Table(box=None, pad_edge=False)
