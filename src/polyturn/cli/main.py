@@ -2,8 +2,8 @@
 
     main(["train", "config.yaml"])  ->  commands/learning.py: train  ->  cli/train.py: run, imported only now
 
-An error of the library, or a full disk, is one sentence on stderr and exit code 2; anything else is a bug and shows its
-traceback.
+An error of the library, a full disk or a closed output is one sentence on stderr and exit code 2; anything else is a bug
+and shows its traceback.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def prepare_process() -> None:
 
 
 def guarded(run: Callable[[], object]) -> None:
-    """Call `run`; an error of the library, or a disk that takes no more, becomes one sentence on stderr and exit code 2."""
+    """Call `run`; an error of the library, a full disk or a closed output becomes one sentence on stderr and exit code 2."""
     try:
         run()
     except PolyturnError as problem:
@@ -106,6 +106,10 @@ def guarded(run: Callable[[], object]) -> None:
         if problem.errno not in _FULL:
             raise
         _refuse(f"the disk takes no more ({problem}); make room there")
+    except ValueError:
+        if not sys.stdout.closed:
+            raise
+        _refuse("code that the command called closed the standard output, so that nothing more can be printed there")
     except KeyboardInterrupt:
         print("polyturn: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -15,8 +15,8 @@ from polyturn.core.errors import ConfigError, DataError, RolloutError
 from polyturn.core.run_loop import run_loop
 from polyturn.evaluation.rescore import rescore
 from polyturn.infra.writable import check_file_writable
-from polyturn.rewards.router import RewardRouter, Weighing
-from polyturn.store.stored_run import open_store
+from polyturn.rewards.router import EPISODE_ROUTES, RewardRouter, Weighing
+from polyturn.store.stored_run import StoredRun, open_store
 
 
 def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> None:
@@ -25,7 +25,7 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     Raises:
         ConfigError: the function cannot be found, its parameters fit no form, or the file cannot be written or is one of
             the run's own.
-        DataError: there is nothing to score.
+        DataError: there is nothing to score, or no trajectory holds scores of what `reward` names.
         RolloutError: nothing could be scored; the reasons are in the file.
     """
     folder = Path(os.path.realpath(folder))  # whatever the function does to the working directory
@@ -40,6 +40,8 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
         store = store.filter(where)
     if not len(store):
         raise DataError(f"{folder} has no trajectories{f' where {where}' if where else ''}")
+    if reward in EPISODE_ROUTES:
+        _check_recorded(store, reward)
     router = RewardRouter({"*": reward}, function=reward, weighing=Weighing(weights={"outcome": 1.0}), base=Path())
     found = run_loop(rescore(store, router))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +61,15 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     console.fact("written", out)
     if len(reasons) == found.num_rows:
         raise RolloutError(f"none of the {found.num_rows} trajectories could be scored")
+
+
+def _check_recorded(store: StoredRun, route: str) -> None:
+    held = sorted({name for row in store.table(["components"])["components"].to_pylist() for name, _ in row or ()})
+    if not any(name == route or (route == "tools" and name.startswith("tool/")) for name in held):
+        raise DataError(
+            f"--reward {route}: none of the {len(store)} trajectories holds such a score, so that each would get 0; "
+            f"recorded are {', '.join(held) or 'no rewards'}; name a reward function, or another run"
+        )
 
 
 def _mean(value: float | None) -> str:

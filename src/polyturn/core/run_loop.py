@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from polyturn.core.code_origin import place_of
+from polyturn.core.errors import RolloutError
 from polyturn.core.standstill import DEADLINE_S, Standstill
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,10 @@ GRACE_S = 1.5
 
 END_S = 4.5
 """How long both may take together, where the event loop itself stands still."""
+
+_MEDDLED = (
+    "a plug-in (a tool, a reward, an interaction, a scheduler) {}, in which everything runs; let it end its own tasks only"
+)
 
 _ABANDONED: list[object] = []
 """What ignored its end. It is kept, because the collection of a pending coroutine runs the code of a plug-in once more."""
@@ -47,12 +52,21 @@ def run_loop(work: Coroutine[Any, Any, T], *, deadline_s: float = DEADLINE_S) ->
         work: The coroutine.
         deadline_s: The longest deadline of its plug-ins. The process ends minutes after it where one still holds the loop,
             because nothing else can end that.
+
+    Raises:
+        RolloutError: code that it called cancelled the whole of it, or stopped the event loop.
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
     standstill = Standstill(loop, deadline_s=deadline_s)
     try:
         return runner.run(work)
+    except asyncio.CancelledError as problem:  # nobody here cancels it: a signal comes as another exception
+        raise RolloutError(_MEDDLED.format("cancelled every task of the event loop")) from problem
+    except RuntimeError as problem:
+        if str(problem) != "Event loop stopped before Future completed.":
+            raise
+        raise RolloutError(_MEDDLED.format("stopped the event loop")) from problem
     finally:
         standstill.end_loop()
         # In a thread: what a plug-in does when it is cancelled may stand still, and the loop with it.

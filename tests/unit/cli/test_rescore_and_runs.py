@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from polyturn.cli import list_runs, rescore
 from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, RolloutError
+from polyturn.core.reward import Reward
 from polyturn.infra import deadline
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.router import RewardRouter
@@ -114,6 +118,27 @@ def test_a_name_that_no_file_can_have_is_refused_before_anything_is_scored(run_f
         rescore.run(run_folder, reward="mine.py:f", where=None, out=Path("x" * 300))
 
 
+@pytest.mark.parametrize("route", ["tools", "interaction", "turns"])
+def test_what_no_trajectory_was_scored_by_is_no_reward_of_zero(run_folder: Path, route: str):
+    with pytest.raises(DataError, match=f"--reward {route}: none of the 2 trajectories holds such a score.*recorded are"):
+        rescore.run(run_folder, reward=route, where=None, out=None)
+    assert not (run_folder / "rescored").exists()
+
+
+@pytest.mark.parametrize("component", ["tool/search", "interaction", "turns"])
+def test_one_trajectory_that_was_scored_so_is_enough(tmp_path: Path, component: str):
+    route = "tools" if component == "tool/search" else component
+    with ParquetStore(tmp_path) as store:
+        for index, components in enumerate(({"outcome": 0.0}, {"outcome": 0.5, component: 0.5})):
+            spec = GroupSpec(id=f"g{index}", task=task("2+2?", ground_truth="4"), size=1)
+            (group,) = asyncio.run(RolloutPool(scripted_context(["four"])).run([spec]))
+            reward = Reward(total=components["outcome"], components=components)
+            one = dataclasses.replace(group.trajectories[0], reward=reward)
+            store.add(dataclasses.replace(group, trajectories=(one,)), step=0, split="train")
+    rescore.run(tmp_path, reward=route, where=None, out=None)
+    assert pq.read_table(tmp_path / "rescored" / f"{route}.parquet").num_rows == 2
+
+
 def test_too_many_calls_that_hang_end_it_with_a_sentence(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine.py").write_text("import time\n\ndef hangs(trajectory):\n    time.sleep(20)\n")
     monkeypatch.chdir(tmp_path)
@@ -135,6 +160,25 @@ def test_a_condition_narrows_what_is_rescored_and_a_wrong_name_is_said(
         rescore.run(run_folder, reward="mine.py:lenght", where=None, out=None)
     with pytest.raises(DataError, match="no trajectories where step = 9"):
         rescore.run(run_folder, reward="mine.py:length", where="step = 9", out=None)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("async def f(trajectory):\n    for task in asyncio.all_tasks():\n        task.cancel()\n", "cancelled every task"),
+        ("async def f(trajectory):\n    asyncio.get_running_loop().stop()\n", "stopped the event loop"),
+        ("def f(trajectory):\n    sys.stdout.close()\n    return 1.0\n", "closed the standard output"),
+    ],
+)
+def test_a_reward_that_ends_what_all_of_it_runs_in_is_told_in_a_sentence(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+):
+    (tmp_path / "mine.py").write_text("import asyncio, sys\n\n" + code)
+    monkeypatch.chdir(tmp_path)
+    called = subprocess.run(
+        [sys.executable, "-m", "polyturn", "rescore", run_folder, "--reward", "mine.py:f"], capture_output=True, text=True
+    )
+    assert called.returncode == 2 and said in called.stderr and "Traceback" not in called.stderr, called
 
 
 def test_runs_are_listed_with_where_they_are(run_folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 
+from polyturn.core.errors import RolloutError
 from polyturn.core.run_loop import run_loop
 
 PROGRAM = """
@@ -145,6 +146,22 @@ def test_an_error_of_the_coroutine_is_raised_after_the_rest_was_cancelled():
     done = ended("leave(asyncio.create_task(ignores()))\nawait asyncio.sleep(0)\nraise ValueError('wrong')")
     assert done.returncode == 1 and done.stderr.endswith("ValueError: wrong\n")
     assert "abandoned at the end of the run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("meddle", "said"),
+    [
+        (lambda: [task.cancel() for task in asyncio.all_tasks()], "cancelled every task"),
+        (lambda: asyncio.get_running_loop().stop(), "stopped the event loop"),
+    ],
+)
+def test_who_ends_what_everything_runs_in_is_told_in_a_sentence(meddle, said: str):
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(meddle)
+        await asyncio.sleep(60)
+
+    with pytest.raises(RolloutError, match=f"a plug-in .* {said}"):
+        run_loop(work())
 
 
 def test_ctrl_c_ends_a_coroutine_that_plug_ins_surround():
