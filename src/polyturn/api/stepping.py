@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from polyturn.algorithms.advantages.assign import first_not_finite
 from polyturn.api.event_loop import in_thread
 from polyturn.api.signals import Signals
 from polyturn.core.errors import ConfigError
@@ -47,7 +48,7 @@ class TrainingStep:
     @property
     def groups(self) -> Sequence[TrajectoryGroup]:
         """The groups of trajectories. Others, for instance with other rewards, are credited again by the algorithm."""
-        return self._groups
+        return tuple(self._groups)
 
     @groups.setter
     def groups(self, groups: Sequence[TrajectoryGroup]) -> None:
@@ -63,18 +64,20 @@ class TrainingStep:
     @property
     def samples(self) -> Sequence[TrainSample]:
         """What is trained: ids, weights and advantages of each segment of a group that has something to learn from."""
-        return self._samples
+        return tuple(self._samples)
 
     @samples.setter
     def samples(self, samples: Sequence[TrainSample]) -> None:
         _check_list("step.samples", samples, TrainSample, write="step.samples = [s for s in step.samples if …]")
+        if (bad := first_not_finite(samples)) is not None:
+            raise ConfigError(f"step {self.number} was given {bad}; give a finite number for each token")
         self._change("samples")
         self._samples = list(samples)
 
     @property
-    def advantages(self) -> list[Any]:
+    def advantages(self) -> Sequence[Any]:
         """The advantages of each sample, one for each of its tokens; set others in the same shape."""
-        return [sample.advantages for sample in self._samples]
+        return tuple(sample.advantages for sample in self._samples)
 
     @advantages.setter
     def advantages(self, advantages: Sequence[Any]) -> None:

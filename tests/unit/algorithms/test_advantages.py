@@ -112,3 +112,11 @@ def test_an_estimator_that_returns_something_else_is_told_what_it_should(returne
     group = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", 1.0), trajectory("1", 0.0)))
     with pytest.raises(TrainingError, match="an array for each of its samples"):
         assign_advantages([group], [sample("0"), sample("1")], estimator=lambda rewards_G, samples_G: returned)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+def test_an_estimator_that_returns_no_finite_number_is_told_where(value: float):
+    group = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", 1.0), trajectory("1", 0.0)))
+    given = [[np.zeros(3)], [np.array([0.0, 0.0, value])]]
+    with pytest.raises(TrainingError, match=r"returned advantages with (nan|inf) at token 2 of SampleId\(.*trajectory='1'"):
+        assign_advantages([group], [sample("0"), sample("1")], estimator=lambda rewards_G, samples_G: given)

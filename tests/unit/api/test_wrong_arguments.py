@@ -395,6 +395,13 @@ def test_what_a_step_cannot_be_given_is_one_sentence() -> None:
     step = TrainingStep(1, [], [sample], {})
     with pytest.raises(polyturn.ConfigError, match=r"step\.advantages\[0\] has the shape \(\) and its sample 3 tokens"):
         step.advantages = [1.0]
+    for value in (np.nan, np.inf):
+        with pytest.raises(polyturn.ConfigError, match=r"step 1 was given advantages with (nan|inf) at token 1 of .*g/0"):
+            step.advantages = [[0.0, value, 0.0]]
+        with pytest.raises(polyturn.ConfigError, match=r"step 1 was given loss_weights with (nan|inf) at token 0"):
+            step.samples = [sample.replace(loss_weights=[value, 1.0, 1.0])]
+    for held in (step.samples, step.advantages, step.groups):
+        assert isinstance(held, tuple), "one that is set in a list of its own would be lost"
     step.advantages = [np.zeros(3, np.float32)]
 
 

@@ -47,7 +47,8 @@ def assign_advantages(
 
     Raises:
         AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
-        TrainingError: the estimator needs what no trajectory of the step brings.
+        TrainingError: the estimator needs what no trajectory of the step brings, or returned something else than a finite
+            number for each token.
     """
     traits = traits_of(estimator)
     batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
@@ -68,7 +69,19 @@ def assign_advantages(
         for place, index in enumerate(own):
             returns = samples[index].returns if targets is None else targets[number][place]
             out[index] = dataclasses.replace(samples[index], advantages=arrays[number][place], returns=returns)
+    if (bad := first_not_finite(out)) is not None:
+        raise TrainingError(f"the advantage estimator returned {bad}; return a finite number for each token")
     return out
+
+
+def first_not_finite(samples: Sequence[TrainSample]) -> str | None:
+    """Return words for the first advantage or weight that is NaN or infinite, which would spoil the step; None without."""
+    for sample in samples:
+        for name, array in (("advantages", sample.advantages), ("loss_weights", sample.loss_weights)):
+            if array is not None and not (is_finite := np.isfinite(array)).all():
+                token = int(np.argmin(is_finite))
+                return f"{name} with {array[token]} at token {token} of {sample.id}"
+    return None
 
 
 class _Views(NamedTuple):
