@@ -157,13 +157,19 @@ def test_several_ranks_where_a_loop_runs_are_refused_with_what_to_do_instead(tmp
         asyncio.run(cell())
 
 
-def test_evaluation_and_rollout(tmp_path: Path) -> None:
+def test_evaluation_and_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     arguments = given(tmp_path)
     evaluated = polyturn.evaluate(**arguments)
     assert evaluated.reports["greedy"].report.num_trajectories == len(ROWS)
     assert len(evaluated.trajectories) == len(ROWS)
     rolled = polyturn.rollout(**{**arguments, "num_tasks": 3, "group_size": 2})
-    assert len(rolled.trajectories) == 6
+    assert len(rolled.trajectories) == 6 and "asked for" not in caplog.text
+
+    async def awaited() -> polyturn.Run:
+        return await polyturn.rollout(**{**arguments, "num_tasks": len(ROWS) + 1, "group_size": 1})
+
+    assert len(asyncio.run(awaited()).trajectories) == len(ROWS), "one who awaits what is done has it all the same"
+    assert f"has {len(ROWS)} tasks, fewer than the {len(ROWS) + 1} asked for" in caplog.text
 
 
 def test_a_folder_a_file_and_a_base_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,14 +250,25 @@ def test_what_a_program_kept_from_the_garbage_collector_stays_so(tmp_path: Path)
     assert gc.get_freeze_count() > 0.9 * frozen > 0, "all but what nobody holds any more"
 
 
+ON_RANKS = {
+    "train": "run = polyturn.train(**given)\n",
+    "steps": "steps = polyturn.steps(**given)\n"
+    "for step in steps:\n"
+    "    step.advantages = [3 * a for a in step.advantages]\n"
+    "    assert step.update()['loss/grad_norm'] > 0\n"
+    "run = steps.run\n",
+}
+
+
 @pytest.mark.slow  # it starts three processes
-def test_every_rank_of_torchrun_returns_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ON_RANKS)
+def test_every_rank_of_torchrun_returns_the_run(tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
         f"import pathlib, polyturn, {Path(__file__).stem} as front\n"
-        f"run = polyturn.train(**front.given(pathlib.Path({str(tmp_path)!r}), steps=1))\n"
-        "print('returned', run.metrics['step'], flush=True)\n"
+        f"given = front.given(pathlib.Path({str(tmp_path)!r}), steps=1)\n"
+        f"{ON_RANKS[how]}print('returned', run.metrics['step'], flush=True)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.training.observer import RunObserver
+
+logger = logging.getLogger(__name__)
 
 
 class RolledOut(NamedTuple):
@@ -60,6 +63,8 @@ def roll_out(
     check_writable(folder.parent, instead=ANOTHER_FOLDER)
     parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     tasks = build.fitting(parts, build.build_train_tasks(place), name="data.train")
+    if num_tasks is not None and num_tasks > len(tasks):
+        logger.warning("data.train has %d tasks, fewer than the %d asked for: each of them runs once", len(tasks), num_tasks)
     tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))
     build.check_run(parts, tasks, name="data.train")
     folder = new_run_folder(folder)

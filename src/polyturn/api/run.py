@@ -9,7 +9,7 @@ run.show("g5/2")                one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -58,6 +58,11 @@ class Run(StoredRun):
         self.reports = dict(reports or {})
         """What an evaluation showed, by evaluation set: `run.reports["greedy"].report.success`."""
         self._resources = resources
+
+    def __await__(self) -> Generator[Any, None, Run]:
+        """Return the run itself: `await polyturn.train(…)`, though nothing is awaited there, loses no training."""
+        yield from ()
+        return self
 
     @cached_property
     def config(self) -> dict[str, Any]:
