@@ -199,6 +199,9 @@ class OpenEnvSession:
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._words: OpenEnvCodec | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._answers: asyncio.Queue[str | None] = asyncio.Queue(1)
+        """What the server sent, as it comes; None once it has hung up."""
 
     async def reset(self, *, seed: int) -> str:
         """Connect, which makes the environment, and reset it."""
@@ -230,10 +233,26 @@ class OpenEnvSession:
                 async with self._http.get(f"{slot.url}/schema", allow_redirects=False) as reply:
                     said = await whole(reply.content.iter_any())
                 schema = dict(json.loads(said)) if reply.status == 200 else {}
-                self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
+                self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES, autoping=False)
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, RecursionError) as problem:
             raise self._lost(f"cannot be reached ({one_line(problem) or 'no answer in time'})") from problem
+        self._reading = asyncio.create_task(self._read(self._socket))
         return schema
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Take what comes, so that pings are answered too however long the model takes: else the server hangs up."""
+        import aiohttp
+
+        said: str | None = ""
+        while said is not None:
+            try:
+                while (message := await socket.receive()).type is aiohttp.WSMsgType.PING:
+                    await socket.pong(message.data)
+                    await asyncio.sleep(0)  # however many come, others have their turn
+                said = message.data if message.type is aiohttp.WSMsgType.TEXT else None
+            except (ConnectionError, aiohttp.ClientError):
+                said = None
+            await self._answers.put(said)
 
     async def step(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
         """Take what the model wrote; an action that the environment does not take is answered with what is wrong."""
@@ -272,6 +291,8 @@ class OpenEnvSession:
         except (ConnectionError, TimeoutError):
             pass  # the server has gone, and the environment with it
         finally:
+            if self._reading is not None:
+                self._reading.cancel()
             if http is not None:
                 await http.close()
             if slot is not None:
@@ -285,28 +306,33 @@ class OpenEnvSession:
         """
         import aiohttp
 
-        assert self._socket is not None
+        assert self._socket is not None and self._reading is not None
+        is_early = not self._answers.empty()
         try:
             async with asyncio.timeout(self._adapter.options.timeout_s):
-                await self._socket.send_json({"type": kind, "data": data})
-                message = await self._socket.receive()
+                if not is_early:
+                    await self._socket.send_json({"type": kind, "data": data})
+                said = await self._answers.get()
         except TimeoutError as problem:
+            self._reading.cancel()  # an end by agreement would take as long again
             raise self._lost(f"took longer than {self._adapter.options.timeout_s:g} s for a {kind}") from problem
         except (ConnectionError, aiohttp.ClientError) as problem:
             raise self._lost(f"hung up at a {kind}") from problem
-        if message.type is not aiohttp.WSMsgType.TEXT:
+        if said is None:
             raise self._lost(f"hung up at a {kind}")
+        if is_early:
+            raise self._lost(f"answered more than it was asked, before a {kind}: {said!r:.200}")
         try:
-            answer = json.loads(message.data)
+            answer = json.loads(said)
             found = answer["data"]
-            said = self._refusal(found, kind) if answer["type"] == "error" else dict(found)
+            told = self._refusal(found, kind) if answer["type"] == "error" else dict(found)
             if answer["type"] not in ("error", "observation"):
                 raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-            raise self._lost(f"answered a {kind} with {message.data!r:.200}") from problem
-        if kind == "reset" and "error" in said:
-            raise self._lost(f"refuses the reset: {said['error']}")
-        return said
+            raise self._lost(f"answered a {kind} with {said!r:.200}") from problem
+        if kind == "reset" and "error" in told:
+            raise self._lost(f"refuses the reset: {told['error']}")
+        return told
 
     def _refusal(self, found: Mapping[str, Any], kind: str) -> dict[str, Any]:
         code, said = found.get("code"), found.get("message")
