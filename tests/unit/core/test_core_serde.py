@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,17 @@ def test_content_is_text_or_parts() -> None:
     for content in ("plain", ({"type": "text", "text": "a"},)):
         message = Message(role="user", content=content)
         assert from_json(Message, to_json(message)) == message
+
+
+def test_what_is_too_deep_to_be_read_back_is_told_from_there_on() -> None:
+    value: Any = "leaf"
+    for _ in range(128):
+        value = [value]
+    assert to_json(value) == value
+    told = to_json([value])
+    for _ in range(128):
+        (told,) = told
+    assert told == "a list, 128 levels deep, not written out"
 
 
 def test_loose_values_become_plain_data() -> None:
