@@ -34,6 +34,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
+	$(BIN)/python -m compileall -q src # once: where Python writes no bytecode, each process of a test would do it
 	$(BIN)/pytest -n auto --maxprocesses 4 --no-loadscope-reorder
 
 engines:
