@@ -25,7 +25,11 @@ NEAR = 1e-5
 """How far a model's numbers may be from the fixture's: processors round differently."""
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+LONG = ("compaction", "gym", "inference", "journal", "math_tips", "multimodal", "step", "thinking_tips", "tree")
+"""Scenarios of which others have a part, and what is killed on its way, which end-to-end tests kill too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in SCENARIOS])
 def test_a_scenario_leaves_what_was_recorded(name: str, tmp_path: Path) -> None:
     renames = load_renames()
     record = json.loads(json.dumps(run(name, tmp_path / name)))

@@ -18,6 +18,7 @@ from polyturn.core.messages import Message
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
+from support.cases import each
 from support.dialogues import KINDS, hostile_text
 from support.exactness import examine, examine_inference, examine_text
 from support.oracle import tame
@@ -86,48 +87,48 @@ def hostile_violations(subject: TemplateCase, num: int) -> list[str]:
     return [v.detail for text in texts for v in examine_text(subject, text)]
 
 
-@pytest.mark.parametrize("name", FACTS["hand_written"])
+@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
 def test_an_episode_holds_what_was_sampled_and_what_the_template_writes(name: str) -> None:
     assert violations(written(name), NUM_DIALOGUES) == []
     assert written(name).counts["examined"] > NUM_DIALOGUES / 3
 
 
-@pytest.mark.parametrize("name", FACTS["hand_written"])
+@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
 def test_environment_text_never_becomes_a_control_token(name: str) -> None:
     assert hostile_violations(written(name), NUM_TEXTS) == []
 
 
-@pytest.mark.parametrize("name", FACTS["hand_written"])
+@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
 def test_at_inference_the_engine_is_shown_what_the_template_writes(name: str) -> None:
     assert inference_violations(written(name), len(KINDS)) == []
 
 
-@pytest.mark.parametrize("name", FACTS["hand_written"])
+@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
 def test_a_prompt_cannot_end_or_open_a_turn(name: str) -> None:
     """A row of a dataset may explain a tag; it cannot speak as somebody else."""
     assert prompt_violations(written(name)) == []
 
 
 @needs_shared
-@pytest.mark.parametrize("name", FACTS["published"])
+@pytest.mark.parametrize("name", each(3, FACTS["published"]))
 def test_a_prompt_cannot_end_or_open_a_turn_of_a_published_template(name: str) -> None:
     assert prompt_violations(published(name)) == []
 
 
 @needs_shared
-@pytest.mark.parametrize("name", FACTS["published"])
+@pytest.mark.parametrize("name", each(3, FACTS["published"]))
 def test_at_inference_the_engine_is_shown_what_a_published_template_writes(name: str) -> None:
     assert inference_violations(published(name), len(KINDS)) == []
 
 
 @needs_shared
-@pytest.mark.parametrize("name", FACTS["published"])
+@pytest.mark.parametrize("name", each(3, FACTS["published"]))
 def test_an_episode_holds_what_a_published_template_writes(name: str) -> None:
     assert violations(published(name), NUM_DIALOGUES) == []
 
 
 @needs_shared
-@pytest.mark.parametrize("name", FACTS["published"])
+@pytest.mark.parametrize("name", each(3, FACTS["published"]))
 def test_environment_text_never_becomes_a_control_token_of_a_published_template(name: str) -> None:
     assert hostile_violations(published(name), NUM_TEXTS) == []
 

@@ -34,6 +34,7 @@ from polyturn.store.stored_run import StoredRun, open_store
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.viewer.app import create_app
 from polyturn.viewer.run_view import RunView
+from support.cases import each
 from support.runs import call_command
 
 SECRET = "what only the owner of this machine may read"
@@ -89,7 +90,7 @@ def add_lines(run: Path, *lines: bytes) -> None:
         file.write(b"\n".join([*lines, json.dumps({"step": 3, "reward/mean": 0.75}).encode(), b""]))
 
 
-@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
+@pytest.mark.parametrize("line", each(3, BAD_LINES), ids=range(len(BAD_LINES)))
 def test_a_bad_line_of_metrics_costs_itself_alone(run: Path, line: bytes, made: Path) -> None:
     add_lines(run, line)
     client = client_of(run, made)
@@ -127,7 +128,7 @@ def test_a_run_whose_reader_breaks_costs_itself_alone(run: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "alarms.jsonl", "tokenizer", "trajectories"])
-@pytest.mark.parametrize("kind", ["absolute", "relative", "circle", "pipe"])
+@pytest.mark.parametrize("kind", each(2, ["absolute", "relative", "pipe", "circle"]))
 def test_a_link_out_of_the_run_is_never_followed(run: Path, tmp_path: Path, name: str, kind: str) -> None:
     """A pipe is not waited for either."""
     outside = tmp_path / "private"
@@ -202,7 +203,7 @@ def long_messages() -> pa.Table:
     return plain.set_column(plain.schema.get_field_index("messages"), "messages", messages)
 
 
-@pytest.mark.parametrize("bomb", [many_rows, long_texts, many_ids, long_messages])
+@pytest.mark.parametrize("bomb", [many_rows, long_texts, pytest.param(many_ids, marks=pytest.mark.slow), long_messages])
 def test_a_small_part_that_would_take_much_memory_is_skipped_and_named(run: Path, bomb: Callable[[], pa.Table]) -> None:
     table = bomb().replace_schema_metadata(SCHEMA.metadata)
     part = run / "trajectories" / "part-00007.parquet"
@@ -290,7 +291,7 @@ def test_a_part_with_a_name_of_odd_digits_is_no_part(run: Path) -> None:
 )
 def test_a_condition_ends_at_its_bounds(run: Path, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also inside one call of a function, which DuckDB itself does not interrupt."""
-    monkeypatch.setattr(sql.run_query, "__kwdefaults__", {"stop": None, "timeout_s": 5.0, "max_bytes": 256 << 20})
+    monkeypatch.setattr(sql.run_query, "__kwdefaults__", {"stop": None, "timeout_s": 2.0, "max_bytes": 256 << 20})
     with pytest.raises(DataError, match=r"took longer than|MiB of memory|process ended"):
         StoredRun(run).filter(condition)
 

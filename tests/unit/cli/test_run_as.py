@@ -14,6 +14,7 @@ from polyturn.cli.main import main
 from polyturn.cli.run_as import find_stand_in, runtime_env, variables
 from polyturn.compat.verl_config.command import parse_arguments
 from polyturn.core.errors import ConfigError
+from support.cases import each
 from support.runs import call_command
 
 SHIMS = find_stand_in("verl").shims
@@ -45,7 +46,7 @@ def make_checkout(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("first", ["", ".", "{checkout}"])
+@pytest.mark.parametrize("first", each(3, ["", ".", "{checkout}"]))
 def test_a_checkout_that_comes_first_on_the_path_gives_way(tmp_path: Path, first: str):
     """Programs put it there themselves: a script in its root, pytest for a folder of tests, `sys.path.insert`."""
     checkout = make_checkout(tmp_path)

@@ -285,6 +285,7 @@ def test_a_run_may_be_checked(tmp_path: Path):
     assert said.code == 2 and "is a file" in said.err
 
 
+@pytest.mark.slow
 def test_without_a_hub_there_is_one_attempt_and_one_sentence(tmp_path: Path):
     """In a process of its own, because the library reads its settings when it is imported."""
     asked = (

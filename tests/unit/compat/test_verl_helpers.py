@@ -110,7 +110,7 @@ async def test_scores_are_computed_in_processes_and_a_failure_is_no_zero() -> No
         0.5,
     ]
     with pytest.raises(ValueError, match="no number"):
-        await parallel_compute_score_async(_score, ["raise"], ["a"], ["dict"])
+        await parallel_compute_score_async(_score, ["raise"], ["a"], ["dict"], num_processes=1)
 
 
 async def test_a_file_of_mcp_servers_is_read_once_and_asked_by_tool(tmp_path: Path) -> None:

@@ -137,13 +137,15 @@ def test_nothing_is_said_where_nothing_is_left():
     ],
 )
 def test_a_process_ends_as_python_would_end_it(then: str, code: int, said: str):
-    done = ended("leave(asyncio.create_task(ignores()))", then=then)
+    done = ended("leave(asyncio.create_task(ignores()))", then=then, before=IMPATIENT)
     assert (done.returncode, done.stdout) == (code, "done\n")
     assert done.stderr.endswith(said)
 
 
 def test_an_error_of_the_coroutine_is_raised_after_the_rest_was_cancelled():
-    done = ended("leave(asyncio.create_task(ignores()))\nawait asyncio.sleep(0)\nraise ValueError('wrong')")
+    done = ended(
+        "leave(asyncio.create_task(ignores()))\nawait asyncio.sleep(0)\nraise ValueError('wrong')", before=IMPATIENT
+    )
     assert done.returncode == 1 and done.stderr.endswith("ValueError: wrong\n")
     assert "abandoned at the end of the run" in done.stderr
 
@@ -170,7 +172,7 @@ def test_ctrl_c_ends_a_coroutine_that_plug_ins_surround():
     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), 2)
     await asyncio.sleep(3600)
     """
-    done = ended(work)
+    done = ended(work, before=IMPATIENT)
     assert done.returncode == 1 and done.stderr.endswith("KeyboardInterrupt\n"), done.stderr
     assert "abandoned at the end of the run" in done.stderr
 
@@ -182,7 +184,7 @@ def test_a_second_ctrl_c_ends_a_coroutine_that_ignores_the_first():
     loop.call_later(0.2, os.kill, os.getpid(), 2)
     await ignores()
     """
-    done = ended(work)
+    done = ended(work, before=IMPATIENT)
     assert done.returncode == 1 and "KeyboardInterrupt" in done.stderr, done.stderr
     assert "abandoned at the end of the run" in done.stderr
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from support.cases import each
+
 PROGRAM = """
 import asyncio, gc, logging, pdb, threading, time
 from polyturn.cli.end_process import end_process
@@ -57,7 +59,7 @@ def ended(folder: Path, work: str, *, then: str = "pass", held_s: float = 0.4) -
 @pytest.mark.parametrize(
     ("work", "then", "place"),
     [
-        ("time.sleep(3600)", "", "the event loop: work"),
+        pytest.param("time.sleep(3600)", "", "the event loop: work", marks=pytest.mark.slow),
         ("await asyncio.sleep(0.6)\nwhile True:\n    pass", "", "the event loop: work"),
         ("Stands()\ngc.collect()", "", "Stands.__del__"),
         ("drop()", "", "Stands.__del__"),
@@ -105,12 +107,15 @@ def test_a_cycle_that_nobody_has_collected_is_collected_beside_the_end_of_the_ru
 
 @pytest.mark.parametrize(
     "work",
-    [
-        "for _ in range(8):\n    time.sleep(0.2)\n    await asyncio.sleep(0)",
-        "for _ in range(8):\n    Stands(0.2)\n    gc.collect()\n    await asyncio.sleep(0.5)",
-        "await asyncio.to_thread(time.sleep, 2)",
-        "await asyncio.sleep(2)",
-    ],
+    each(
+        4,
+        [
+            "for _ in range(8):\n    time.sleep(0.2)\n    await asyncio.sleep(0)",
+            "for _ in range(8):\n    Stands(0.2)\n    gc.collect()\n    await asyncio.sleep(0.5)",
+            "await asyncio.to_thread(time.sleep, 2)",
+            "await asyncio.sleep(2)",
+        ],
+    ),
 )
 def test_nobody_is_ended_who_goes_on(tmp_path: Path, work: str):
     done = ended(tmp_path, work, held_s=1.2)

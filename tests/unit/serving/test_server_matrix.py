@@ -28,6 +28,7 @@ import uvicorn
 from polyturn.serving.address import bind
 from polyturn.serving.guard import http_config
 from polyturn.serving.rules import ClientRateLimit, ServerRules
+from support.cases import each
 
 TOKEN = "a-token-that-nobody-guesses"
 RULES = ServerRules(token=TOKEN, max_body_bytes=20_000)
@@ -297,7 +298,7 @@ def raw(port: int, head: bytes) -> bytes:
         return found
 
 
-@pytest.mark.parametrize("server", SERVERS, ids=lambda s: s.name)
+@pytest.mark.parametrize("server", each(2, SERVERS), ids=lambda s: s.name)
 def test_who_asks_too_often_or_too_slowly_waits(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("polyturn.serving.openai.endpoint.KEEP_ALIVE_S", 0.2)
     with serving(server, replace(RULES, head_s=0.2, body_s=0.1)) as port:

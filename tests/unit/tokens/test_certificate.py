@@ -11,6 +11,7 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.markers import add_template_markers
+from support.cases import each
 
 CODEC = Codec(tiny_tokenizer())
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -154,17 +155,20 @@ def test_traits_are_found_by_rendering(name: str, strategy: str, facts: dict[str
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the tokenizers and templates in ../shared/data")
 @pytest.mark.parametrize(
     ("name", "facts"),
-    [
-        ("qwen2_5", {"renders_tools": True, "keeps_turn_before_user": True, "generation_prompt_is_header": True}),
-        ("qwen3", {"renders_tools": True, "keeps_turn_before_user": False, "strips_reasoning": True}),
-        ("gemma3", {"renders_tools": False, "needs_alternation": True, "renders_results": False}),
-        ("llama3_1", {"renders_tools": True, "writes_dates": True, "renders_parallel_results": False}),
-        ("glm4moe", {"renders_tools": True, "strips_reasoning": True, "keeps_reasoning_before_user": False}),
-        ("phi3", {"renders_tools": False}),
-        ("deepseekv3", {"renders_tools": False, "renders_results": True, "generation_prompt_is_header": False}),
-        ("lfm2", {"renders_tools": True, "renders_calls": False, "renders_results": True}),
-        ("gptoss", {"other_end_in_history": True, "keeps_turn_before_user": False, "writes_today": True}),
-    ],
+    each(
+        3,
+        [
+            ("qwen2_5", {"renders_tools": True, "keeps_turn_before_user": True, "generation_prompt_is_header": True}),
+            ("qwen3", {"renders_tools": True, "keeps_turn_before_user": False, "strips_reasoning": True}),
+            ("gemma3", {"renders_tools": False, "needs_alternation": True, "renders_results": False}),
+            ("llama3_1", {"renders_tools": True, "writes_dates": True, "renders_parallel_results": False}),
+            ("glm4moe", {"renders_tools": True, "strips_reasoning": True, "keeps_reasoning_before_user": False}),
+            ("phi3", {"renders_tools": False}),
+            ("deepseekv3", {"renders_tools": False, "renders_results": True, "generation_prompt_is_header": False}),
+            ("lfm2", {"renders_tools": True, "renders_calls": False, "renders_results": True}),
+            ("gptoss", {"other_end_in_history": True, "keeps_turn_before_user": False, "writes_today": True}),
+        ],
+    ),
 )
 def test_published_templates_are_read_right(name: str, facts: dict[str, bool]) -> None:
     template = (SHARED / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")

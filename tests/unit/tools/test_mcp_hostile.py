@@ -19,6 +19,7 @@ from polyturn.tools.failures import TooLargeError
 from polyturn.tools.mcp_client import list_tools
 from polyturn.tools.mcp_connection import McpLimits, McpServer
 from polyturn.tools.mcp_content import text_of
+from support.cases import each
 
 SERVER = Path(__file__).with_name("mcp_hostile_server.py")
 RAW = {"command": sys.executable, "args": ["-S", str(Path(__file__).with_name("mcp_raw_server.py"))]}
@@ -219,7 +220,7 @@ async def test_a_server_that_freezes_is_given_up_and_one_that_is_dead_for_good_f
     await server.close("e")
 
 
-@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "mcp"), ("sse", "sse")])
+@pytest.mark.parametrize(("transport", "path"), each(2, [("streamable-http", "mcp"), ("sse", "sse")]))
 async def test_a_server_behind_a_url_may_change_its_tools_and_be_killed_and_started_again(
     transport: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,13 +283,13 @@ async def test_a_server_that_never_gets_ready_holds_nobody_up() -> None:
         await asker(server)("pid")
     await server.close("e")
     patient = McpServer("deaf", deaf, session="episode")
-    for name in map(str, range(20)):
+    for name in map(str, range(5)):
         patient.open(name)
-    calls = [asyncio.create_task(asker(patient, str(n))("pid")) for n in range(20)]
+    calls = [asyncio.create_task(asker(patient, str(n))("pid")) for n in range(5)]
     await asyncio.sleep(0.2)
     for call in calls:
         call.cancel()
-    await asyncio.gather(*calls, *(patient.close(str(n)) for n in range(20)), return_exceptions=True)
+    await asyncio.gather(*calls, *(patient.close(str(n)) for n in range(5)), return_exceptions=True)
     assert {c.cancelled() for c in calls} == {True}
     assert await until(lambda: held() == before)
 

@@ -18,6 +18,7 @@ from polyturn.engines.virtual_time import run_virtual
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.mcp import MCPSearchTool, Pace
 from polyturn.tools.registry import initialize_tools_from_config
+from support.cases import each
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 
@@ -64,7 +65,7 @@ async def test_a_servers_tools_are_called_and_its_failures_told_apart(tmp_path: 
     assert all(t._instance_dict == {} for t in tools)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "mcp"), ("sse", "sse")])
+@pytest.mark.parametrize(("transport", "path"), each(2, [("streamable-http", "mcp"), ("sse", "sse")]))
 async def test_a_server_may_be_reached_over_http_with_a_token(tmp_path: Path, transport: str, path: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

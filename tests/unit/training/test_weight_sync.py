@@ -68,7 +68,7 @@ async def test_an_engine_that_takes_everything_passes_and_ends_with_the_true_wei
     assert await sync.publish(4) <= 3 * report.noise
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 async def test_each_group_that_does_not_arrive_is_named(tied):
     policy = make_policy(tied=tied)
     for name in policy.backend.weight_groups() if tied else ("model.embed_tokens.weight", "lm_head.weight"):

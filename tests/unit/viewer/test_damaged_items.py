@@ -14,6 +14,7 @@ from polyturn.serving.rules import ServerRules
 from polyturn.viewer.app import create_app
 from polyturn.viewer.report import write_report
 from polyturn.viewer.run_view import RunView
+from support.cases import each
 from support.damaged_runs import FILES, SHOWN, UNREADABLE, change_row, join_parts
 from support.viewer_runs import write_run
 
@@ -54,7 +55,7 @@ def asked(run: Path) -> dict[str, Any]:
     return {way: None if a.status_code == 422 else a.text if way in texts else a.json() for way, a in answers.items()}
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("name", each(4, UNREADABLE))
 def test_a_trajectory_that_cannot_be_read_costs_itself_alone(run: Path, name: str, caplog: pytest.LogCaptureFixture):
     damaged = change_row(run, UNREADABLE[name])
     view = RunView(run)
@@ -66,7 +67,7 @@ def test_a_trajectory_that_cannot_be_read_costs_itself_alone(run: Path, name: st
     assert sum(way.startswith("trajectory") and answer is not None for way, answer in answers.items()) == 1
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", each(4, SHOWN))
 def test_a_trajectory_with_odd_values_is_shown(run: Path, name: str):
     change_row(run, SHOWN[name])
     answers = asked(run)
@@ -74,7 +75,7 @@ def test_a_trajectory_with_odd_values_is_shown(run: Path, name: str):
     assert max(len(json.dumps(row)) for row in answers["trajectories"]["rows"]) < 20_000
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", each(4, FILES))
 def test_a_damaged_file_breaks_no_page_and_no_report(run: Path, name: str):
     FILES[name](run)
     answers = asked(run)
