@@ -100,6 +100,7 @@ def lines(caplog, text):
     return [record.message for record in caplog.records if text in record.message]
 
 
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_run_not_those_it_starts_with(
     kind, server, model_folder, caplog
 ):
@@ -160,7 +161,7 @@ async def test_a_server_that_takes_requests_and_falls_silent_is_left_and_used_ag
         assert len(lines(caplog, "replica 0 is back, unharmed")) == 1
 
 
-@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("status", [500, pytest.param(503, marks=pytest.mark.slow)])
 async def test_errors_for_a_while_only_cost_time(kind, server, model_folder, status, caplog):
     caplog.set_level(logging.INFO, logger=POOL_LOG)
     async with FaultyProxy(server) as proxy, pool_of(model_folder, client(kind, proxy.url)) as pool:

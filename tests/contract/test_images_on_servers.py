@@ -35,7 +35,7 @@ def picture(seed: int) -> Media:
     return Media(kind="image", source=to_source("image", Image.fromarray(pixels)))
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.slow), "sglang"])
 def test_logprobs_behind_images_are_the_trainers_at_temperature_07(kind, tmp_path):
     if (reason := why_not(kind)) is not None:
         pytest.skip(reason)

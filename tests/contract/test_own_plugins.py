@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing import check_interaction, check_reward, check_scheduler, check_tool
 from polyturn.tools.geo3k import Geo3kTool
 from polyturn.tools.gsm8k import Gsm8kTool
+from support.forked import Forked
 
 ANSWER_SCHEMA = {
     "type": "function",
@@ -146,6 +145,5 @@ def test_a_users_test_of_their_own_class_passes_as_it_was_documented(tmp_path: P
     """Users copied this test from the documentation of the interface."""
     (tmp_path / "test_mine.py").write_text(USERS_CLASS + DOCUMENTED_TEST + THREE_LINES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_mine.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    done = Forked("-q", "-p", "no:cacheprovider", tmp_path / "test_mine.py", cwd=tmp_path, call="pytest:console_main")
+    assert done.wait(280) == 0 and "2 passed" in done.out, done.out + done.err

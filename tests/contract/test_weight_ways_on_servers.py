@@ -33,7 +33,7 @@ def client(place, model_folder, way):
     return SERVERS[kind](url, ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder), way=way)
 
 
-@pytest.mark.parametrize("way", ["http", "ipc", "gloo"])
+@pytest.mark.parametrize("way", [pytest.param("http", marks=pytest.mark.slow), "ipc", "gloo"])
 async def test_weights_that_are_sent_pass_the_canary_and_each_later_sync(place, way, model_folder, monkeypatch):
     monkeypatch.setattr(f"polyturn.engines.{place[0]}.buckets", lambda weights: small_buckets(weights))
     engine = client(place, model_folder, way)
