@@ -19,13 +19,14 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
+from support.cases import each
 from support.runs import call_command
 
 EXAMPLE = Path(__file__).parents[1] / "data/projects/black_box"
 AGENTS = ["openai_client.py:agent", "agents_sdk.py:agent"]
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", each(2, AGENTS))
 def test_the_example_trains(agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     called = call_command(

@@ -85,6 +85,7 @@ def killed_and_resumed(folder: Path, coach: str) -> tuple[dict[str, int], dict[s
     return Counter(after), flights, resumed.err
 
 
+@pytest.mark.slow
 def test_an_interaction_with_a_snapshot_is_asked_once_for_every_turn(tmp_path: Path):
     calls, flights, said = killed_and_resumed(tmp_path, COUNTING + SEAM)
     assert max(calls.values()) == 1, {made: count for made, count in calls.items() if count > 1}

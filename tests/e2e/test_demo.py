@@ -19,6 +19,7 @@ from support.runs import call_command, write_tiny_run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_is_rewarded(tmp_path: Path):
     """The reward of the tiny run counts different letters: 1.0 with random weights, 2.6 after these steps."""
     settings = ["evaluation.data=null", "warm_start.conversations=null", "rollout.limits.max_tokens_per_turn=8"]

@@ -76,6 +76,7 @@ def test_a_class_whose_methods_are_tools(tmp_path: Path):
 
 
 @has_verifiers
+@pytest.mark.slow
 def test_a_verifiers_environment_whose_own_loop_asks_the_endpoint(tmp_path: Path):
     kwargs = {"python": WHERE, "path": str(ENVIRONMENTS), "by_length": True}
     env = {"name": "verifiers:vf_talk", "tasks": 8, "eval_tasks": 0, "kwargs": kwargs}

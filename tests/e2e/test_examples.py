@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from support.cases import each
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("0*.py"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", each(2, SCRIPTS), ids=lambda path: path.stem)
 def test_an_example_trains_with_a_small_model(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script), "--tiny"])
@@ -40,6 +42,7 @@ def test_the_notebook_runs_where_an_event_loop_runs(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_notebook_runs_in_a_kernel_of_jupyter(tmp_path: Path):
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient").NotebookClient(

@@ -146,6 +146,7 @@ def test_the_policys_own_past_is_taken_again_every_so_many_steps(tmp_path: Path)
     assert by_step == {1: {0}, 2: {0}, 3: {2}, 4: {2}}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_plays_the_same_past(tmp_path: Path) -> None:
     """Left at a refresh (2) and between two (3): equal bits either way, in deterministic mode."""
     config = write_game(tmp_path, **past(2))

@@ -169,7 +169,7 @@ def config_of(variant: str) -> RunConfig:
     )
 
 
-@pytest.fixture(scope="module", params=["interaction", "tool"])
+@pytest.fixture(scope="module", params=["interaction", pytest.param("tool", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Prepare the real rows, warm up, and take two optimizer steps."""
     variant: str = request.param

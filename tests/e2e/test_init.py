@@ -10,6 +10,7 @@ import pytest
 
 from polyturn.cli.init import KINDS
 from polyturn.cli.main import main
+from support.cases import each
 from support.forked import Forked
 from support.runs import call_command
 
@@ -40,7 +41,7 @@ def test_a_project_passes_its_own_tests_one_of_which_trains(kind: str, tmp_path:
     assert done.wait(600) == 0, done.out[-3000:] + done.err[-2000:]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", each(2, KINDS))
 def test_doctor_explains_a_project_and_it_would_train(kind: str, tmp_path: Path):
     folder = begun(tmp_path / "mine", kind)
     called = call_command(main, "doctor", folder)

@@ -105,6 +105,7 @@ def resume(config: Path) -> None:
     assert "before and after" in called.out
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_its_checkpoint_although_nobody_hears_it_any_more(tmp_path: Path, whole: Path):
     """As where its terminal is closed, or a program that its lines are piped into has ended."""
     config = write_tiny_run(tmp_path)
@@ -230,7 +231,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "tiny"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_warm_start_that_is_interrupted_goes_on_where_it_was(tmp_path: Path, warmed: Path, number: signal.Signals):
     config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
     settings = [*WARM, "train.checkpoint_every=0.001s"]

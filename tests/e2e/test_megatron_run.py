@@ -27,6 +27,7 @@ LEARNING = ["train.group_size=16", "train.optim.lr=3e-2", "algorithm.kl.coef=0.0
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.slow
 def test_a_run_learns_and_goes_on_with_the_other_backend(tmp_path):
     """A checkpoint does not know which backend wrote it, and its model is one of transformers."""
     config = write_tiny_run(tmp_path)

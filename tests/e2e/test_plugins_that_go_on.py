@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from polyturn.cli.main import main
+from support.cases import each
 from support.forked import Forked, run_forked, served
 from support.runs import call_command, write_tiny_run
 
@@ -153,7 +154,10 @@ class Hangs(BaseEngine):
     ("where", "code", "words"),
     [
         ("generate", 2, r"generate \(hangs.py, line \d+\): it took longer than 0.3 s; raise engine.timeout_s"),
-        ("update_weights in a thread", 2, r"update_weights \(hangs.py, line \d+\): it took longer than 0.3 s; raise"),
+        pytest.param(
+            *("update_weights in a thread", 2, r"update_weights \(hangs.py, line \d+\): it took longer than 0.3 s; raise"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("generate in a thread", 2, "took longer than 0.3 s; raise engine.timeout_s", marks=pytest.mark.slow),
         pytest.param("update_weights", 2, "took longer than 0.3 s; raise engine.timeout_s", marks=pytest.mark.slow),
         pytest.param("end_session", 0, "before and after", marks=pytest.mark.slow),
@@ -173,12 +177,15 @@ def test_a_run_ends_whose_engine_hangs(tmp_path: Path, where: str, code: int, wo
 
 @pytest.mark.parametrize(
     ("command", "kind", "code", "words"),
-    [
-        (("train", "train.groups_per_step=6"), "tool", 2, "trajectories failed"),
-        (("train", "train.steps=1"), "interaction that stays", 0, "before and after"),
-        (("rollout",), "interaction", 2, "trajectories failed"),
-        (("eval",), "scheduler", 2, "all 2 trajectories failed"),
-    ],
+    each(
+        4,
+        [
+            (("train", "train.groups_per_step=6"), "tool", 2, "trajectories failed"),
+            (("train", "train.steps=1"), "interaction that stays", 0, "before and after"),
+            (("rollout",), "interaction", 2, "trajectories failed"),
+            (("eval",), "scheduler", 2, "all 2 trajectories failed"),
+        ],
+    ),
 )
 def test_a_command_ends_with_its_summary_or_its_error(
     tmp_path: Path, command: tuple[str, ...], kind: str, code: int, words: str

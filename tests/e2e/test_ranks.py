@@ -44,6 +44,7 @@ def from_a_folder(config):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     config = write_run(tmp_path)
     two_steps = ["name=two", "train.steps=2", "train.layout=packed", *CRITIC, *STEERED_KL, *from_a_folder(config)]
@@ -191,6 +192,7 @@ def started(folder, command):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_a_checkpoint(tmp_path):
     config = write_run(tmp_path)
     run = Forked("train", config, "--nproc", 2, *ENDLESS, env=ENVIRONMENT)

@@ -53,6 +53,8 @@ SMALL = (
     *("num_threads=1", "engine.kind=embedded", "engine.launch=null", "engine.num_slots=16", "model.dtype=float32"),
     *("train.distributed.ranks=1", "train.groups_per_step=2", "train.group_size=2", "train.max_tokens_per_batch=4096"),
 )
+LONG = ("games", "gsm8k_user", "thinking_tips")
+"""Whose parts are trained by tests of their own: `make test` only dry-runs them, and trains the others for a step."""
 PROCESSOR = """
 from support.vision import tiny_processor
 
@@ -158,7 +160,7 @@ def test_every_recipe_is_in_the_readme():
     assert "None has been run on a GPU" in text
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", [pytest.param(n, marks=() if n in LONG else pytest.mark.slow) for n in NAMES])
 def test_every_recipe_loads_and_dry_runs(recipe: str, models: dict[str, Path], data: dict[str, Path]) -> None:
     needs(recipe)
     done = call_command(main, "train", RECIPES / f"{recipe}.yaml", "--dry-run", *overrides(recipe, models, data))
@@ -237,10 +239,6 @@ def retrieval() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-LONG = ("games", "gsm8k_user", "thinking_tips")
-"""Whose parts are trained by tests of their own; the others have parts that only they have."""
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in NAMES])

@@ -61,6 +61,7 @@ def trained(run: Path) -> list[Trajectory]:
     return [t for t in open_store(run).trajectories() if t.reward is not None]
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_it_is_and_leaves_its_files_alone(project: Path) -> None:
     before = hashes(project)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

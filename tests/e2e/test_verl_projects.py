@@ -110,6 +110,7 @@ def test_the_basic_setup_of_interactions(project: Path, tmp_path: Path):
     assert speakers(found) == {"user"} and max(len(t.turns) for t in found) > 1
 
 
+@pytest.mark.slow
 def test_the_keys_that_were_documented_and_never_read(project: Path, tmp_path: Path):
     path = EXAMPLES / "interaction_config" / "gsm8k_interaction_config.yaml"
     config = rollout(multi_turn=True, name="sglang", interaction_config_file=str(path))
@@ -123,6 +124,7 @@ def test_the_first_announcement_of_tools(project: Path, tmp_path: Path):
     assert all(t.task.tools == ("calc_gsm8k_reward",) for t in found)
 
 
+@pytest.mark.slow
 def test_tools_under_the_key_of_the_translated_document(project: Path, tmp_path: Path):
     path = EXAMPLES / "tool_config" / "gsm8k_tool_config.yaml"
     config = rollout(multi_turn=True, name="sglang", tool_kwargs={"tools_config_file": str(path)})
@@ -132,6 +134,7 @@ def test_tools_under_the_key_of_the_translated_document(project: Path, tmp_path:
     assert all(t.task.tools == ("calc_gsm8k_reward",) for t in found)
 
 
+@pytest.mark.slow
 def test_the_training_command_of_the_interaction_document(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run_main_ppo(
@@ -171,6 +174,7 @@ def test_the_run_script_in_a_process_of_its_own(project: Path, tmp_path: Path):
 # The quick start
 
 
+@pytest.mark.slow
 def test_the_demos_rows_train_through_a_config_in_verls_keys(tmp_path: Path):
     demo = PROJECT / "quickstart"
     command = [sys.executable, str(demo / "rows.py"), "--out", str(tmp_path), "--train", "8", "--test", "1"]
