@@ -433,12 +433,12 @@ def compare_experts(kind, **degrees):
     return found
 
 
-def compare_mixtures():
-    """Return what `compare_experts` finds of every family, and of the ways in which a row splits one."""
+def compare_mixtures(*names):
+    """Return what `compare_experts` finds of families, and of the ways in which a row splits one."""
     alone, both = {"expert_parallel": 2}, {"expert_parallel": 2, "tensor_parallel": 2}
     tasks = {kind: (kind, alone) for kind in ("qwen3_moe", "mixtral", "deepseek_v3")}
     tasks |= {"and_matrices": ("qwen3_moe", both), "matrices": ("qwen3_moe", {"tensor_parallel": 2})}
-    return {name: compare_experts(kind, **degrees) for name, (kind, degrees) in tasks.items()}
+    return {name: compare_experts(kind, **degrees) for name, (kind, degrees) in ((name, tasks[name]) for name in names)}
 
 
 def read_in_parts():
@@ -690,16 +690,20 @@ SHORT = {
     "shards": (compare, 1),
     "tensor_parallel": (compare, 2),
     "losses": (compare_losses,),
-    "lora_tensor_parallel": (compare_lora, 2),
     "critic": (compare_critic, 1),
     "bfloat16": (compare_bfloat16,),
-    "experts": (compare_mixtures,),
+    "experts": (compare_mixtures, "qwen3_moe", "and_matrices"),
     "vision": (compare_vision,),
     "refused": (refusals,),
     "in_parts": (read_in_parts,),
 }
-LONG = {"lora": (compare_lora, 1), "critic_tensor_parallel": (compare_critic, 2)}
-"""What the short form has of the other way of splitting."""
+LONG = {
+    "lora": (compare_lora, 1),
+    "lora_tensor_parallel": (compare_lora, 2),
+    "critic_tensor_parallel": (compare_critic, 2),
+    "experts": (compare_mixtures, "mixtral", "deepseek_v3", "matrices"),
+}
+"""What the short form has of another way of splitting, or of another family."""
 
 
 def measure(out, *how):

@@ -40,9 +40,7 @@ def long_results(tmp_path_factory):
 @pytest.fixture
 def of(request):
     """Return what was found under a name, in the long form where it is that one's."""
-    return lambda name: request.getfixturevalue("long_results" if name in ("lora", "critic_tensor_parallel") else "results")[
-        name
-    ]
+    return lambda name: request.getfixturevalue("long_results" if name == "critic_tensor_parallel" else "results")[name]
 
 
 @pytest.fixture(params=["shards", "tensor_parallel"])
@@ -72,10 +70,11 @@ def test_an_engine_is_proved_against_weights_that_only_ranks_have(results):
     assert max(results["leader"]["canary"], results["leader"]["noise"]) < 1e-4, results["leader"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("lora", marks=pytest.mark.slow), "lora_tensor_parallel"])
-def test_an_adapter_over_shards_is_that_of_one_process(of, name):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "lora_tensor_parallel"])
+def test_an_adapter_over_shards_is_that_of_one_process(long_results, name):
     """Scores of policy and reference, gradient, norm, the gathered adapter, and a state that is saved and loaded."""
-    found = of(name)
+    found = long_results[name]
     scores = [difference for name, difference in found.items() if "score" in name]
     others = [difference for name, difference in found.items() if "score" not in name]
     assert len(scores) == 4 and max(scores) < 1e-6, found
@@ -141,10 +140,14 @@ def test_another_models_critic_is_refused_on_every_rank(results):
     assert all("checkpoint's critic is of another model: its backbone." in said for said in results["critic"]["refused"])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "and_matrices", "matrices"])
-def test_experts_over_a_row_are_those_of_one_process(results, name):
+@pytest.mark.parametrize("form", ["results", pytest.param("long_results", marks=pytest.mark.slow)])
+def test_experts_over_a_row_are_those_of_one_process(request, form):
     """In float32: scores, loss, gradient, norm, a state that travels and exported weights."""
-    found = dict(results["experts"][name])
+    for name, found in request.getfixturevalue(form)["experts"].items():
+        judge_experts(name, dict(found))
+
+
+def judge_experts(name, found):
     assert found.pop("held") == (1.0 if name == "matrices" else 0.5)
     assert found.pop("loaded") == 0.0
     # AdamW divides a gradient by its own size, so that rounding of the smallest ones shows in a step.

@@ -12,6 +12,7 @@ import torch
 from polyturn.core.errors import ConfigError
 from polyturn.training.backend import Degrees
 from polyturn.training.megatron_weights import entries, pieces, region, require_split
+from support.megatron_ranks import SHORT
 from support.models import tiny_model
 from support.ranks import results_of_ranks
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)  # processes on a busy machine
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (the extra megatron)"
 )
-TWO = ["tensor", "expert", "pipeline", "data", "tensor_moe", "tensor_qwen2", "pipeline_moe"]
+TWO = ["tensor", "expert", "pipeline", "tensor_qwen2", *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def judge(results, name):
 
 
 @needs_megatron
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", SHORT)
 def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
     judge(results, name)
 
