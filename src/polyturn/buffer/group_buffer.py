@@ -36,7 +36,7 @@ class Slot:
 
 
 class Taken(NamedTuple):
-    """What one step trains on."""
+    """The groups that one step trains on."""
 
     groups: list[TrajectoryGroup]
     tickets: list[int]

@@ -87,6 +87,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
         ) from problem
     for held in place.live:
         check_travels(held.label, held.target)
+    # An actor builds as on one machine, so what it reads names no cluster.
     here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
     engines, workers = _need(ResourceRequest, cluster.engines), _need(ResourceRequest, cluster.workers)
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
@@ -108,7 +109,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
         members = ray.workers(workers, pool)
         team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=row_width(config))
     except BaseException:
-        ray.close()
+        ray.close()  # or the actors that were placed keep their resources
         raise
     rollout = config.rollout
     return dataclasses.replace(

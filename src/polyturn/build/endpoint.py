@@ -59,7 +59,7 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[Rol
             limits, max_tokens_per_turn=None, max_tokens=None, max_context=None, context_policy=ContextPolicy.STOP
         ),
         sampling=SamplingParams(max_tokens=NO_LIMIT),
-        sanity_mode="off",
+        sanity_mode="off",  # ids here are bytes of our own codec: there is nothing to compare them with
         escape_prompts="all",
     )
     return context, engine

@@ -62,6 +62,7 @@ def build_engine(
         places=places,
     )
     made = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
+    # Only an engine that was made can say what it is capable of.
     if routes is not None and config.algorithm.routing.replay == "on" and not made.capabilities.routes:
         raise ConfigError(
             f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not say which experts tokens went "
@@ -83,7 +84,7 @@ def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOp
 
 
 def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | None:
-    """Return how the model routes, where that is to be replayed in training; None where not.
+    """Return the shape of the model's routes where they are replayed in training; None where not.
 
     Raises:
         ConfigError: `algorithm.routing` asks for what a model without experts cannot do.
@@ -104,7 +105,7 @@ def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | Non
 
 
 def find_engine(place: ConfigSource) -> Callable[..., Any]:
-    """Return what makes the engine that `engine.kind` names.
+    """Return the function that makes the engine that `engine.kind` names.
 
     Raises:
         ConfigError: there is none of that name, or it does not take `engine.kwargs`.

@@ -40,7 +40,7 @@ def env_configs(place: ConfigSource) -> list[EnvConfig]:
 
 
 def build_env_scheduler(place: ConfigSource, policies: FurtherPolicies) -> MultiTurnScheduler:
-    """Make what drives the episodes of the run's environments.
+    """Make the scheduler that drives the episodes of the run's environments.
 
     Raises:
         ConfigError: an environment cannot be made, or its episodes would have two masters or no end.
@@ -81,6 +81,7 @@ def build_env_tasks(place: ConfigSource, *, split: str) -> Sequence[Task]:
     """
     parts: list[Sequence[Task]] = []
     for one in env_configs(place):
+        # Behind the seeds of training, so that no task is in both.
         first = one.seed + (one.tasks if split == "eval" else 0)
         count = one.eval_tasks if split == "eval" else one.tasks
         adapter = _adapter(one, place)

@@ -53,7 +53,7 @@ def build_loss(place: ConfigSource) -> LossSettings:
 
 
 def reference_path(place: ConfigSource) -> str | None:
-    """Return what `model.reference` names.
+    """Return the path of the reference model; None where `model.reference` names none.
 
     Raises:
         ConfigError: nothing reads it.

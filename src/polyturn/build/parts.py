@@ -114,7 +114,7 @@ def build_parts(
     config, rollout = place.config, place.config.rollout
     check_plugins(place)
     if engine is None:
-        find_engine(place)
+        find_engine(place)  # a name that leads nowhere is to cost no load
     set_up_torch(config)
     codec = build_codec(place, checkpoint=checkpoint)
     tools = build_tools(place, codec=codec)
@@ -154,7 +154,7 @@ def build_parts(
 
 
 class Plugins(NamedTuple):
-    """What users write, made before any weights are loaded, so that a mistake in it costs no load."""
+    """The user's plug-ins, made before any weights are loaded, so that a mistake in one costs no load."""
 
     scheduler: MultiTurnScheduler
     interactions: Mapping[str, Any]
@@ -175,7 +175,7 @@ def build_plugins(place: ConfigSource, policies: FurtherPolicies) -> Plugins:
 
 
 def build_context(place: ConfigSource, plugins: Plugins, policies: FurtherPolicies, **parts: Any) -> RolloutContext:
-    """Return what episodes share: the plug-ins, the deadlines of their calls, and the `parts` that depend on the engine."""
+    """Return the context that episodes share: plug-ins, their deadlines, and the `parts` that depend on the engine."""
     rollout = place.config.rollout
     return RolloutContext(
         **plugins._asdict(),
@@ -268,7 +268,7 @@ def _function_tools(place: ConfigSource) -> list[BaseTool]:
 def build_rewarder(
     place: ConfigSource, policies: FurtherPolicies = NO_POLICIES, scheduler: MultiTurnScheduler | None = None
 ) -> RewardRouter:
-    """Make what scores finished trajectories, beside what the run's scheduler scores."""
+    """Make the reward router, which scores finished trajectories beside the run's scheduler."""
     reward = place.config.reward
     return RewardRouter(
         {source: _reward_ref(target) for source, target in reward.routes.items()},
@@ -310,6 +310,7 @@ def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES
     rollout = place.config.rollout
     name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
     limits = rollout.limits
+    # The default is no choice: an episode that nothing ends would run for two hours before anybody learnt of it.
     timeout_s = None if limits.timeout_s == LIMITS.timeout_s else limits.timeout_s
     if rollout.scheduler is not None and (limits.max_turns, limits.max_tokens, timeout_s) == (None, None, None):
         raise ConfigError(

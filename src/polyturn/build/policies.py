@@ -49,7 +49,7 @@ class FurtherPolicies:
         return float(sum(engine.busy_s for engine in engines))
 
     def read_metrics(self) -> dict[str, float]:
-        """Return what they did since it was last asked."""
+        """Return their tokens since this was last called, and their versions."""
         found = {f"policies/{name}/tokens": float(one.read_tokens()) for name, one in self.by_name.items()}
         return found | {f"policies/{one.name}/version": float(one.version or 0) for one in self.followers}
 

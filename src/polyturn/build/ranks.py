@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """What one policy of a run differs in from another: the warm start's and the trainer's."""
+    """The settings in which the policies of a run differ: the warm start's and the trainer's."""
 
     optim: OptimSettings
     steps: int
@@ -46,7 +46,7 @@ class PolicySpec:
 def policy_options(
     place: ConfigSource, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
 ) -> dict[str, Any]:
-    """Return the options of what trains `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
+    """Return the options of the backend that trains `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
     import torch
 
     from polyturn.batching.layout import LayoutSettings
@@ -133,7 +133,7 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
 
 
 def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
-    """Be one of the other ranks until the leader is done, and return what it says at the end; `on_joined` is called once
+    """Follow the leader until it is done, and return what it says at the end; `on_joined` is called once
     all are there."""
     from polyturn.training import process_group
 
@@ -145,7 +145,7 @@ def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_jo
 
 
 def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
-    """Return what makes the model of a rank that has no other parts, and its processor."""
+    """Return a function that makes the model of a rank without other parts, and its processor."""
     load_plugins(place.config.plugins, base=place.base)
     set_up_torch(place.config)
     codec = build_codec(place)
@@ -155,7 +155,7 @@ def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaP
 def model_maker(
     place: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, given: PreTrainedModel | None = None
 ) -> Callable[[], PreTrainedModel]:
-    """Return what makes a rank's model: without weights where they can be read in parts, else a copy of one made whole.
+    """Return a function that makes a rank's model: without weights where it can be read in parts, else a copy.
 
     Args:
         place: The configuration.
@@ -173,7 +173,7 @@ def model_maker(
 def rank_of(
     place: ConfigSource, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
 ) -> RankWorker:
-    """Return what runs the leader's commands on this rank."""
+    """Return the worker that runs the leader's commands on this rank."""
     from polyturn.training.backend import backends
     from polyturn.training.critic import critic_backend
     from polyturn.training.hf import checkpoint_activations

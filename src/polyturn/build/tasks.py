@@ -50,7 +50,7 @@ def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class RunTasks:
-    """What a run trains on and is judged by."""
+    """The tasks that a run trains on, and its evaluation sets."""
 
     train: Sequence[Task]
     eval_sets: Sequence[EvalSet]
@@ -92,7 +92,7 @@ def build_train_tasks(place: ConfigSource) -> Sequence[Task]:
 
 
 def build_sampler(place: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
-    """Return what makes the order of tasks anew, from the start.
+    """Return a function that makes the order of tasks anew, from the start.
 
     Raises:
         ConfigError: `data.sampler` names no Curriculum.

@@ -108,7 +108,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunO
 
 
 def build_update(parts: Parts, policy: ModelPolicy) -> Update:
-    """Make what turns the groups of a step into new parameters."""
+    """Make the update, which turns the groups of a step into new parameters."""
     from polyturn.algorithms.advantages import members_needed
     from polyturn.batching.loss_scale import build_loss_scale
     from polyturn.training.update import Update, UpdateSettings
@@ -164,7 +164,7 @@ def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
 
 
 def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:
-    """Return what saves the model as it is, with all that others need to load it, in the Hugging Face format.
+    """Return a function that saves the model as it is, with all that others need to load it, in the Hugging Face format.
 
     With LoRA that is the merged model, or with `adapter_only` the adapter alone.
     """
@@ -178,8 +178,8 @@ def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]
 
 
 def stored_exporter(parts: Parts) -> Callable[[Path], object]:
-    """Return what saves the model of a checkpoint in the Hugging Face format, of an adapter's model the adapter alone, as
-    the policy's shards beside the folder hold it."""
+    """Return a function that saves the model of a checkpoint in the Hugging Face format, of an adapter's model the adapter
+    alone, from the policy's shards beside the folder."""
     from polyturn.training.shards import stored_tensors
 
     export = exporter(parts)

@@ -48,6 +48,7 @@ def folder_or_name(source: str, base: Path) -> str:
     Raises:
         ConfigError: it can only be a path, and no folder is there.
     """
+    # A folder wins over a name on the hub, so that what lies beside a config is never fetched.
     local = base / Path(source).expanduser()
     if local.is_dir():
         return str(local)

@@ -117,6 +117,7 @@ def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mappi
 
 
 def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loaded[ModelT]:
+    # First, because all that follows walks the tree by recursion.
     if is_deep(sources.values):
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
     written, raw_env = resolve(model, sources)

@@ -111,6 +111,7 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
 
 def _nearest(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: Callable[[], list[str]]) -> str:
     """Suggest this key of another section, or a near one of the same."""
+    # First elsewhere: a key that is spelt right was rather put into the wrong section than misspelt.
     elsewhere = sorted((k for k in everywhere() if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
     if elsewhere:
         return f" Did you mean {' or '.join(repr(k) for k in elsewhere[:2])}?"

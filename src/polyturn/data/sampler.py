@@ -69,6 +69,7 @@ class TaskSampler:
 
     def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
         """Return a task of the same epoch that stands in for that of visit `number`; another one for each attempt."""
+        # From the visit's number alone, so that it does not depend on which group finished first.
         choice = self.choose(visit.epoch)
         return int(choice[random.Random(f"{self._seed}/{number}/{attempt}").randrange(len(choice))])
 

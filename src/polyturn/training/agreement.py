@@ -24,7 +24,7 @@ LATE = 3
 
 
 def agreement(samples: Sequence[TrainSample], policy_logprobs: Sequence[Floats]) -> Metrics:
-    """Return how far trainer and engine are apart, under policy/rollout_….
+    """Return the difference of the trainer's and the engine's log-probabilities, under policy/rollout_….
 
     Args:
         samples: With rollout_logprobs.

@@ -32,7 +32,7 @@ warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Over how many ranks a backend splits what."""
+    """The number of ranks that each kind of parallelism spans."""
 
     tensor_parallel: int = 1
     """The matrices of a layer."""
@@ -43,7 +43,7 @@ class Degrees:
 
 
 OWN, REFERENCE = "own", "reference"
-"""Who scores: the network that is trained, or the frozen reference beside it."""
+"""The model that scores: the network that is trained, or the frozen reference beside it."""
 
 
 backends: Registry[Any] = Registry("backends")
@@ -99,7 +99,7 @@ class Backend(Stored, Protocol):
 
 
 class OverBackend:
-    """What is computed over a `Backend`, and has its state there."""
+    """Base of the policy and of the critic, whose state lives in a `Backend`."""
 
     backend: Backend
 

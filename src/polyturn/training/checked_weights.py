@@ -50,7 +50,7 @@ class WeightChecksums:
             )
 
     async def sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Note the checksums of what every engine is to hold now."""
+        """Compute the checksums that every engine's tensors should have now."""
         wanted = frozenset().union(*(made.needed for made in self._made_of.values()))
         # In a thread: the sums run over all weights, and episodes go on meanwhile.
         self._folds, self._version = await asyncio.to_thread(fold_all, weights, wanted), version
@@ -75,7 +75,7 @@ class WeightChecksums:
         return found
 
     async def check(self, engine: Engine, version: int) -> None:
-        """Hold an engine to the weights of `version`; nothing happens where they, or its tensors, are not known.
+        """Compare an engine's checksums with those of `version`; do nothing where either is unknown.
 
         Raises:
             EngineLostError: it did not answer.

@@ -64,7 +64,7 @@ class Checkpoints:
         stored: Mapping[str, Stored] | None = None,
         is_best: bool = False,
     ) -> Callable[[], Path]:
-        """Let shards begin to be written, and return what writes the rest and returns the folder, in a thread if need be.
+        """Begin to write the shards, and return a function that writes the rest, in a thread or not.
 
         Older checkpoints beyond `keep` go then, the best one stays.
 
@@ -130,7 +130,7 @@ class Checkpoints:
             ) from problem
 
     def mark_best(self, step: int) -> None:
-        """Say that the checkpoint of `step` is the best one; it stays, however many follow."""
+        """Mark the checkpoint of `step` as the best one; it stays, however many follow."""
         draft = self.folder / f".{_BEST}"
         draft.write_text(f"step-{step:06d}\n")
         draft.replace(self.folder / _BEST)
@@ -195,7 +195,7 @@ class Checkpoints:
 
 
 class SavingClock:
-    """Says when the next checkpoint is due by time."""
+    """Decides when the next checkpoint is due by time."""
 
     def __init__(self, every_s: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Let one be due every `every_s` seconds, or later where writing one takes long; None lets none be due."""
@@ -212,7 +212,7 @@ class SavingClock:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Note that a checkpoint is being written meanwhile."""
+        """Time the writing of a checkpoint."""
         began = self._clock()
         try:
             yield

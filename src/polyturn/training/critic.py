@@ -102,7 +102,7 @@ def critic_backend(
     media: MediaProcessor | None = None,
     placement: Placement | None = None,
 ) -> ModelBackend:
-    """Return what trains a value function.
+    """Return the backend that trains a value function.
 
     Args:
         model: The language model that the backbone is of.
@@ -131,7 +131,7 @@ def critic_backend(
 
 
 class ValueTerms(Objective):
-    """The value loss."""
+    """The value loss that `CriticSettings` describes."""
 
     def __init__(self, settings: CriticSettings) -> None:
         self._settings = settings
@@ -155,7 +155,7 @@ class ValueTerms(Objective):
         return terms
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
-        """Return the sentence for a loss that is not finite."""
+        """Return the error message for a loss that is not finite."""
         return (
             f"the value loss is not finite at optimizer step {step}: look at the rewards and at critic/grad_norm of the "
             "steps before, or lower algorithm.critic.optim.lr"
@@ -172,7 +172,7 @@ class ValueTerms(Objective):
 
 
 def value_coefs(samples: Sequence[TrainSample]) -> list[NDArray[np.float64]]:
-    """Return for each sample [T] what its value losses are multiplied by: their mean over the whole batch.
+    """Return for each sample [T] the coefficients of its value losses, which average over the whole batch.
 
     Raises:
         TrainingError: the samples have no values or returns.
@@ -191,7 +191,7 @@ def bare(sample: TrainSample) -> TrainSample:
 
 
 def value_metrics(samples: Sequence[TrainSample]) -> Metrics:
-    """Return how well the values before a step foretold its returns: 1 - var(returns - values) / var(returns)."""
+    """Return the variance of a step's returns that its values explain: 1 - var(returns - values) / var(returns)."""
     pairs = [(_array(s.returns)[_is_target(s)], _array(s.values)[_is_target(s)]) for s in samples if s.returns is not None]
     returns = np.concatenate([*(r for r, _ in pairs), np.empty(0)])
     values = np.concatenate([*(v for _, v in pairs), np.empty(0)])

@@ -12,6 +12,7 @@ that clipping, and skipping a step that is not finite, come out the same everywh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,9 +82,34 @@ class OverRanks(Placement):
         """Return the device of this rank."""
         return self._device
 
-    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Cut the samples of this rank's row, and add passes without weight until it has as many as the longest row."""
-        return in_step(cut, samples, coefs, device=self._device)
+    def in_step(self, cut: Cut) -> Cut:
+        """Return `cut`, made to give every rank as many micro-batches as the one that has most."""
+        return functools.partial(self._cut_in_step, cut)
+
+    def _cut_in_step(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Cut the samples of this rank's row, and add passes without weight until it has as many as the longest row.
+
+        Raises:
+            PolyturnError: on every rank, with the reason of the one whose samples cannot be laid out.
+        """
+        batches: list[MicroBatch] = []
+        problem: PolyturnError | None = None
+        try:
+            batches = cut(samples, coefs) if samples else []
+        except PolyturnError as found:  # a medium that cannot be read, too: the other ranks are waiting
+            problem = found
+        counts = torch.tensor([len(batches), problem is not None], device=self._device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        most, is_wrong = counts.tolist()
+        if is_wrong:
+            reasons: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(reasons, None if problem is None else str(problem))
+            raise problem or AlignmentError(next(r for r in reasons if r is not None))
+        if len(batches) == most:
+            return batches
+        # A rank that runs fewer passes would leave the others waiting in a collective for ever.
+        (empty,) = cut([_FILLER], [np.zeros(2)])
+        return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
 
 
 class Sharded(OverRanks):
@@ -110,7 +136,7 @@ class Sharded(OverRanks):
 
     @staticmethod
     def check(config: PreTrainedConfig, degrees: Degrees) -> None:
-        """Refuse what FSDP2 does not split.
+        """Refuse degrees of parallelism that FSDP2 does not offer.
 
         Raises:
             ConfigError: layers are to be shared out, or experts that are not there, do not divide, or need another row than
@@ -188,38 +214,6 @@ class Sharded(OverRanks):
         finally:
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
-
-
-def in_step(
-    lay_out: Cut,
-    samples: Sequence[TrainSample],
-    coefs: Sequence[ArrayLike],
-    *,
-    device: torch.device,
-) -> list[MicroBatch]:
-    """Cut the samples of this rank by `lay_out`, and add passes without weight until it has as many as the longest rank.
-
-    Raises:
-        PolyturnError: on every rank, with the reason of the one whose samples cannot be laid out.
-    """
-    batches: list[MicroBatch] = []
-    problem: PolyturnError | None = None
-    try:
-        batches = lay_out(samples, coefs) if samples else []
-    except PolyturnError as found:  # a medium that cannot be read, too: the other ranks are waiting
-        problem = found
-    counts = torch.tensor([len(batches), problem is not None], device=device)
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    most, is_wrong = counts.tolist()
-    if is_wrong:
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, None if problem is None else str(problem))
-        raise problem or AlignmentError(next(r for r in reasons if r is not None))
-    if len(batches) == most:
-        return batches
-    # A rank that runs fewer passes would leave the others waiting in a collective for ever.
-    (empty,) = lay_out([_FILLER], [np.zeros(2)])
-    return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
 
 
 class ShardedOptimizer(Optimizer):

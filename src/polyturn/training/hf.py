@@ -114,7 +114,7 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
 def load_outline(
     source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None, above: int = 0
 ) -> PreTrainedModel:
-    """Return the same, above so many parameters without its weights: its config and shapes, which occupy no memory.
+    """Return the model, without weights where it has more than `above` parameters: its config and shapes alone.
 
     Raises:
         ConfigError: as `load_model` does.
@@ -127,7 +127,7 @@ load_plan = functools.partial(load_outline, above=1_000_000_000)
 
 
 def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the same without its weights, for shards that are filled by `part_loading`; its `name_or_path` is a folder of
+    """Return the model without its weights, for shards that are filled by `part_loading`; its `name_or_path` is a folder of
     this machine. Weights that are not in safetensors cannot be read in parts and are loaded.
 
     Raises:
@@ -146,7 +146,7 @@ def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revis
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that shares no memory with `model` and wants no gradients, an adapter merged into it."""
     if lora.has_lora(model):
-        with torch.random.fork_rng():
+        with torch.random.fork_rng():  # weights are drawn here to be written over, and no run must notice
             plain: PreTrainedModel = type(model)(model.config)
         copied = plain.to(model.device)  # type: ignore[arg-type]  # a mixin hides the signature
         weights = plain_weights(model)

@@ -49,7 +49,7 @@ _METRICS = {
 
 
 class Line(NamedTuple):
-    """What an episode says, as it is written."""
+    """One line of an episode, encoded."""
 
     data: bytes
     begins: bool
@@ -134,7 +134,7 @@ class JournalFile:
                     self._folder.rmdir()
 
     def resume(self, step: int, *, oldest: Callable[[int], int]) -> None:
-        """Read what was in flight beside the checkpoint of `step`.
+        """Read the episodes that were in flight at the checkpoint of `step`.
 
         Args:
             step: Of the checkpoint; what later weights sampled is not of use, because those are trained anew.
@@ -156,7 +156,7 @@ class JournalFile:
             self._put(b"\n")  # the last line may be half a one
 
     def forget(self, tickets: Iterable[int], *, oldest: int = 0, are_cut: bool = False) -> None:
-        """Drop what the groups of `tickets` left: they are trained, or cut off.
+        """Drop the lines of the groups of `tickets`, which are trained or cut off.
 
         Args:
             tickets: Of the groups.
@@ -209,11 +209,11 @@ class JournalFile:
         return is_of_training(episode)
 
     def recall(self, episode: str) -> JournaledEpisode | None:
-        """Return what is held of an episode, once."""
+        """Return the recorded part of an episode, once."""
         return self._held.pop(episode, None)
 
     def recall_lost(self, episode: str) -> JournaledEpisode | None:
-        """Return what stands here of an episode that was begun in this run and whose process died, while the run goes on."""
+        """Return the recorded part of an episode that began in this run and whose process died, while the run goes on."""
         with self._lock:
             ticket = _ticket(episode)
             if self._file is None or ticket is None or ticket in self._gone:
@@ -238,7 +238,7 @@ class JournalFile:
         await self._thread.submit(partial(self._append, episode, line))
 
     def count(self, name: str, *, reason: str = "") -> None:
-        """Count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
+        """Count an episode that was "resumed" or "restarted", or whose snapshot "failed"."""
         self._counts[name] += 1
         if name == "restarted":
             self._reasons[reason] += 1
@@ -315,7 +315,7 @@ class JournalFile:
 
 
 def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
-    """Make what an episode says and encode it, wherever the episode runs.
+    """Make and encode a line of an episode, in whichever process the episode runs.
 
     Raises:
         SnapshotError: the line cannot be made.

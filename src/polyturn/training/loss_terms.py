@@ -43,7 +43,7 @@ class LossSettings:
 
     @property
     def kl(self) -> KlOptions:
-        """Of the KL to the reference, with weight 0 where there is none."""
+        """The options of the KL to the reference; its weight is 0 where there is none."""
         return self.algorithm.kl_in("loss")
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class LossSettings:
 
 
 class Terms(NamedTuple):
-    """What a loss says about the targets of one micro-batch."""
+    """The loss of each target of a micro-batch, and the figures that are read off on the way."""
 
     loss_S: Tensor
     scores_S: Tensor
@@ -82,10 +82,10 @@ class Terms(NamedTuple):
 
 
 class Objective:
-    """What a network is trained to minimise, token by token."""
+    """The objective that a network is trained to minimise, token by token."""
 
     def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
-        """Return what runs the network on a micro-batch of `samples` and gives its terms; `kl_coef` weighs a KL term now.
+        """Return a function from the network and a micro-batch of `samples` to its terms, a KL term weighed by `kl_coef`.
 
         Raises:
             TrainingError: the samples lack what it needs.
@@ -93,7 +93,7 @@ class Objective:
         raise NotImplementedError
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
-        """Return the sentence for a loss that is not finite: the first target whose term is not, and what it was made of."""
+        """Return the error message for a loss that is not finite: the first target whose term is not, with its inputs."""
         bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
         s = bad[0] if bad else 0
         arrays = {

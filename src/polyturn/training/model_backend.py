@@ -58,7 +58,7 @@ Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
 
 class Placement:
-    """Where the parameters of networks are, and what that asks of passes and states.
+    """Where the parameters of a network lie, and what its passes and checkpoints need because of it.
 
     Here everything is where the model is; an engine may share its tensors, which are only ever written in place.
     """
@@ -85,9 +85,9 @@ class Placement:
         """Return where this process computes."""
         return next(network.saved.parameters()).device
 
-    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Return this process's micro-batches."""
-        return cut(samples, coefs)
+    def in_step(self, cut: Cut) -> Cut:
+        """Return `cut`, made to give every process as many micro-batches as the one that has most."""
+        return cut
 
     def release(self, network: Network) -> None:
         """Free what the last pass gathered."""
@@ -136,7 +136,7 @@ class ModelBackend:
         # Coefficients, advantages and log-probabilities: of bfloat16's 8 bits a ratio near 1 would have nothing left.
         dtype = torch.promote_types(next(network.parameters()).dtype, torch.float32)
         cut = functools.partial(cut_samples, settings=layout, dtype=dtype, device=placement.device(network), media=media)
-        self.lay_out = functools.partial(placement.lay_out, cut)
+        self.lay_out = placement.in_step(cut)
         """(samples, coefs) -> the micro-batches of this process, as a pass computes them."""
 
     @property

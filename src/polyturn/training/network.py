@@ -35,7 +35,7 @@ from polyturn.training.shards import Names
 
 
 class TargetScores(NamedTuple):
-    """What the forward pass gives for each target."""
+    """The result of the forward pass for each target."""
 
     logprobs_S: Tensor
     """[S] float32 (or wider), with gradient unless the caller turned gradients off."""
@@ -58,10 +58,10 @@ MIN_CHUNK = 128
 
 
 class Network(nn.Module):
-    """What a backend trains; a subclass gives `forward`."""
+    """A network as a backend trains it; a subclass implements `forward`."""
 
     whose = "checkpoint"
-    """What sentences call a state of it."""
+    """How error messages call a state of it."""
     backbone: PreTrainedModel
     """The part with decoder layers, which may be split over ranks."""
     encoders: Sequence[nn.Module] = ()
@@ -104,7 +104,7 @@ class Network(nn.Module):
 
 
 class TargetForward:
-    """The forward pass of one model."""
+    """The forward pass of one model, read off at the targets."""
 
     def __init__(self, model: PreTrainedModel, *, max_logits: int | None = None) -> None:
         """Take the model.

@@ -122,6 +122,7 @@ class RunObserver:
             logger.warning("the last checkpoint is of step %d; %s done again", step, again)
         self._metrics = JsonlTracker(path, resumed_step=step)
         self._trackers.resume(step)
+        # Alarms compare a run with its own early steps, which a resumed one has behind it.
         for earlier in read_metrics(path):
             self._alarms.feed(earlier["step"], earlier)
 

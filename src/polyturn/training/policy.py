@@ -165,7 +165,7 @@ def policy_backend(
     media: MediaProcessor | None = None,
     placement: Placement | None = None,
 ) -> ModelBackend:
-    """Return what trains `model`, which is used as it is, not copied, and only ever written in place.
+    """Return the backend that trains `model`, which is used as it is, not copied, and only ever written in place.
 
     Args:
         model: On its device, in its dtype; whole, or unread and filled by `placement`, on every rank of many.

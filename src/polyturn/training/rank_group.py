@@ -47,7 +47,7 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReply:
-    """What a rank did."""
+    """The result of a command on one rank."""
 
     value: Any = None
     error: PolyturnError | None = None

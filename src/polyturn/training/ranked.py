@@ -101,7 +101,7 @@ class RankedBackend:
         Raises:
             TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
         """
-        metrics: Metrics = self._all("optim_step")[0]
+        metrics: Metrics = self._all("optim_step")[0]  # the norm is of all shards, so every rank says the same
         self.step_count += 1
         return metrics
 
@@ -198,7 +198,7 @@ class RankedBackend:
 
 
 class GatheredWeights:
-    """The way of the weights from the ranks to an engine that samples from a model of this process."""
+    """The channel of weights from the ranks to an engine that samples from a model of this process."""
 
     def __init__(self, backend: RankedBackend, channel: WeightChannel) -> None:
         """Write them into it before `channel` publishes."""
@@ -228,4 +228,5 @@ def merge_ranks(parts: Sequence[Metrics]) -> Metrics:
     summed: Metrics = {
         name: Mean(metric.total) for name, metric in merged.items() if name.startswith("loss/") and isinstance(metric, Mean)
     }
+    # A mean over nothing is NaN: no rank had a token that it is of.
     return {name: m for name, m in {**merged, **summed}.items() if not math.isnan(m.value)} | times

@@ -29,7 +29,7 @@ _NUM_LOOKED_AT = 64
 
 
 def identity_of(train: TrainOptions, tasks: Sequence[Task], *, has_baseline: bool) -> dict[str, Any]:
-    """Return what must stay the same when a run goes on: how groups are made, and its tasks."""
+    """Return the settings of groups, and the tasks, that must stay the same when a run goes on."""
     # Spread evenly over them: a data set that grew, or was sorted anew, differs in some of these too.
     digest = hashlib.blake2b(digest_size=8)
     count = min(len(tasks), _NUM_LOOKED_AT)

@@ -48,6 +48,7 @@ class RewardKl:
             num_tokens += sample.num_weighted
             penalty_T = (-coef * kl_T).astype(np.float32)
             out.append(sample.replace(rewards=penalty_T if sample.rewards is None else sample.rewards + penalty_T))
+        # Behind the step's own penalties, which all have the weight that is recorded.
         if num_tokens:
             trajectories = {(s.id.group, s.id.trajectory) for s in samples if s.num_weighted}
             self._controller.update(kl_sum / num_tokens, num_trajectories=len(trajectories))
@@ -64,6 +65,7 @@ class RewardKl:
     def _kl(self, sample: TrainSample) -> Floats:
         if sample.old_logprobs is None or sample.ref_logprobs is None:
             raise TrainingError(f"sample {sample.id} has no log-probabilities of the policy and the reference to compare")
+        # Copies, because a sample's arrays are read-only and torch has no such tensors.
         kl_T: Floats = self._estimate(
             torch.from_numpy(sample.old_logprobs.copy()), torch.from_numpy(sample.ref_logprobs.copy())
         ).numpy()

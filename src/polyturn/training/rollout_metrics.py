@@ -23,7 +23,7 @@ _ANSWERED = (None, *(kind for kind in ToolFailure if kind.reached_tool))
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
-    """Return what the trajectories of a step show, under rollout/ reward/ tokens/ and buffer/.
+    """Return the metrics of a step's trajectories, under rollout/ reward/ tokens/ and buffer/.
 
     Args:
         groups: The groups of the step.
@@ -78,7 +78,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
 
 
 def of_others(trajectory: Trajectory) -> Metrics:
-    """Return what was spent on a trajectory beside its turns: asides of the run's own model, users and judges elsewhere."""
+    """Return the tokens that were spent on a trajectory beside its turns: asides of the model, users, judges."""
     looks = [info for t in trajectory.turns if isinstance(info := t.info.get("lookahead"), Mapping)]
     info = {} if trajectory.reward is None else trajectory.reward.info
     spent = {
@@ -96,7 +96,7 @@ def _count(value: Any) -> int:
 
 
 def plugin_times(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return what each tool and interaction takes: time/tool/<name>/p50_s, p99_s and share, time/interaction/<name>/...
+    """Return the times of each tool and interaction: time/tool/<name>/p50_s, p99_s and share, time/interaction/<name>/...
 
     The share is of the seconds of all episodes, side by side as they ran: of generation, tools and interactions together.
     Calls that no tool answered (unknown, malformed, skipped) took no time of a tool.
@@ -141,7 +141,7 @@ def num_replayed(trajectory: Trajectory) -> int:
 
 
 def greedy_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Return what the greedy members earned and cost; nothing where there are none."""
+    """Return the reward and the cost of the greedy members; nothing where there are none."""
     greedy = [g.baseline for g in groups if g.baseline is not None]
     if not greedy:
         return {}

@@ -18,7 +18,7 @@ from polyturn.engines.routers import LIVE, RoutingPass
 
 
 class RouterFigures(NamedTuple):
-    """What is read off the routers behind a pass."""
+    """The figures of the routers of a pass."""
 
     balance_S: Tensor
     """[S] for each target the balance loss of its sequence, the mean over its layers."""

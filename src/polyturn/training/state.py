@@ -47,7 +47,7 @@ class LoopState:
 
 
 class Data(NamedTuple):
-    """What a run is trained and evaluated on."""
+    """The tasks that a run is trained and evaluated on."""
 
     tasks: Sequence[Task]
     eval_sets: Sequence[EvalSet] = ()
@@ -57,7 +57,7 @@ class Data(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLink:
-    """What the loop needs of the engine that its episodes ask."""
+    """The engine of the episodes, as the training loop needs it."""
 
     channel: WeightChannel
     busy_s: Callable[[], float]

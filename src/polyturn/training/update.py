@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """What one step computes beside the loss itself."""
+    """The options of a step beside the loss itself."""
 
     train: TrainOptions = field(default_factory=TrainOptions)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
@@ -63,7 +63,7 @@ class UpdateSettings:
 
 
 class StepResult(NamedTuple):
-    """What one step did."""
+    """The result of one step."""
 
     metrics: dict[str, float]
     trained: dict[str, Trained]

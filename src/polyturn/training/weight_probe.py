@@ -40,7 +40,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProbeRecord:
-    """What the right weights of one version say."""
+    """Greedy answers by the right weights of one version, and the trainer's log-probabilities of them."""
 
     version: int
     prompts: tuple[_Prompt, ...]
@@ -66,7 +66,7 @@ class WeightProbe:
         self._num_asked = 0
 
     async def sample(self, engine: Engine, version: int, *, temperature: float = 1.0) -> list[TrainSample]:
-        """Let the engine speak, and return what it said with its logprobs.
+        """Sample completions, and return them with the engine's log-probabilities.
 
         Raises:
             EngineError: it cannot, or says that other weights spoke.
@@ -80,7 +80,7 @@ class WeightProbe:
     async def record(
         self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], list[Floats]]
     ) -> ProbeRecord:
-        """Note what an engine says that was found to serve the right weights."""
+        """Record the greedy answers of an engine that was found to serve the right weights."""
         samples = await self.sample(engine, version, temperature=0.0)
         starts = [int(np.argmax(s.turn_ids >= 0)) if (s.turn_ids >= 0).any() else len(s.token_ids) for s in samples]
         return ProbeRecord(
@@ -148,6 +148,7 @@ class WeightProbe:
     def _as_sample(self, prompt: _Prompt, completion: Completion) -> TrainSample:
         if completion.logprobs is None:
             raise EngineError("this engine gives no logprobs, so nothing about its weights can be verified")
+        # A greedy answer may hold a medium's token; the trainer would look for the picture there, so it is cut before.
         odd = np.flatnonzero(np.isin(completion.token_ids, self._not_text))
         before, said = len(prompt.ids), int(odd[0]) if len(odd) else len(completion.token_ids)
         blank = np.zeros(before, np.float32)

@@ -31,7 +31,7 @@ USUAL_CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
 
 
 class TokenLoss(NamedTuple):
-    """What a policy loss returns, one entry per token."""
+    """The result of a policy loss, one entry per token."""
 
     loss_T: Tensor
     stats: dict[str, Tensor]
@@ -148,7 +148,7 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
             raise ConfigError(f"the policy loss takes no option {name!r}.{did_you_mean(name, options)}")
     own = kwargs if takes_any_keyword(loss) else {k: v for k, v in kwargs.items() if has_parameter(loss, k)}
     bound = {**{k: v for k, v in USUAL_CLIPS.items() if is_required(loss, k)}, **own}
-    needs_sequences = has_parameter(loss, "sequence_T")
+    needs_sequences = has_parameter(loss, "sequence_T")  # looked up once, not for every micro-batch
 
     def call(
         logprobs_T: Tensor,
