@@ -30,6 +30,17 @@ SEGMENT_WEIGHTS = ("per_token", "per_trajectory")
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
+def check_average(mode: str, segment_weight: str) -> None:
+    """Refuse an unknown average.
+
+    Raises:
+        UnknownNameError: there is no such mode or segment weight.
+    """
+    for what, name, known in (("aggregation mode", mode, MODES), ("segment weight", segment_weight, SEGMENT_WEIGHTS)):
+        if name not in known:
+            raise UnknownNameError(f"there is no {what} {name!r}.{did_you_mean(name, known)}")
+
+
 def loss_coefs(
     samples: Sequence[TrainSample],
     *,
@@ -50,12 +61,7 @@ def loss_coefs(
         UnknownNameError: no such mode or segment weight.
         ConfigError: `norm_length` is not positive.
     """
-    if mode not in MODES:
-        raise UnknownNameError(f"there is no aggregation mode {mode!r}.{did_you_mean(mode, MODES)}")
-    if segment_weight not in SEGMENT_WEIGHTS:
-        raise UnknownNameError(
-            f"there is no segment weight {segment_weight!r}.{did_you_mean(segment_weight, SEGMENT_WEIGHTS)}"
-        )
+    check_average(mode, segment_weight)
     if norm_length is not None and not norm_length > 0:
         raise ConfigError(f"norm_length is {norm_length}; it must be positive, or None for the longest of the batch")
     # In float64 and by trajectory, so that nothing depends on how many segments one was cut into.

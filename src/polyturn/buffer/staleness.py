@@ -1,8 +1,14 @@
-"""Staleness, token by token: how far the weights that sampled a token are behind those that it trains."""
+"""Staleness, token by token: how far the weights that sampled a token are behind those that it trains.
+
+    step 7 trains on   g56 ... g63 (new)   g49 g52 (replayed)      with max_staleness 1: no token of theirs before version 6
+
+Which groups are replayed is drawn by (seed, step), so that it does not depend on timing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 
 from polyturn.core.errors import LifecycleError
 from polyturn.core.trajectory import TrajectoryGroup
@@ -32,3 +38,26 @@ def check_staleness(groups: Iterable[TrajectoryGroup], *, step: int, max_stalene
                 f"group {group.id} has a token of policy version {oldest}, and step {step} trains none before "
                 f"{step - max_staleness} (train.max_staleness {max_staleness}); an engine serves older weights than it got"
             )
+
+
+class Replay:
+    """Groups of the last steps, trained on once more beside new ones, never at weights that are too old for it."""
+
+    def __init__(self, *, max_staleness: int, seed: int = 0) -> None:
+        self._max_staleness = max_staleness
+        self._seed = seed
+        self._held: list[TrajectoryGroup] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Keep groups that were trained on for the first time; a group is replayed once."""
+        self._held += groups
+
+    def draw(self, count: int, *, step: int) -> list[TrajectoryGroup]:
+        """Return up to `count` groups that `step` may train on, and forget them and those that are too old for it."""
+        fresh = [g for g in self._held if oldest_version(g) >= step - self._max_staleness]
+        chosen = set(random.Random(f"{self._seed}/{step}").sample(range(len(fresh)), min(count, len(fresh))))
+        self._held = [g for i, g in enumerate(fresh) if i not in chosen]
+        return [fresh[i] for i in sorted(chosen)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polyturn.build.backend import row_width
 from polyturn.build.engine import build_engine, servable_folder
@@ -89,7 +89,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
         check_travels(held.label, held.target)
     # An actor builds as on one machine, so what it reads names no cluster.
     here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
-    engines, workers = _need(ResourceRequest, cluster.engines), _need(ResourceRequest, cluster.workers)
+    engines, workers = ResourceRequest(**dict(cluster.engines)), ResourceRequest(**dict(cluster.workers))
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
     cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
@@ -119,10 +119,6 @@ def cluster_parts(place: ConfigSource) -> Parts:
             members, parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share
         ),
     )
-
-
-def _need(make: Any, actors: Any) -> Any:
-    return make(count=actors.count, resources=actors.resources)
 
 
 def _engine(place: ConfigSource) -> Engine:

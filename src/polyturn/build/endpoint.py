@@ -51,9 +51,7 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[Rol
         policies,
         engine=engine,
         codec=codec,
-        parser=build_parser(codec, ParserOptions(name="hermes"), needs_calls=bool(tools.tools))
-        if tools.tools
-        else HermesParser(),
+        parser=build_parser(codec, ParserOptions(name="hermes"), needs_calls=True) if tools.tools else HermesParser(),
         tools=tools,
         limits=dataclasses.replace(
             limits, max_tokens_per_turn=None, max_tokens=None, max_context=None, context_policy=ContextPolicy.STOP

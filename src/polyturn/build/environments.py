@@ -88,7 +88,7 @@ def build_env_tasks(place: ConfigSource, *, split: str) -> Sequence[Task]:
         tasks = adapter.tasks(split=split, seeds=range(first, first + count), prompt=one.prompt)
         if not tasks:
             continue
-        staged = Staged(tasks, split=split, score=one.score or adapter.score)
+        staged = Changed(tasks, at_stage(split=split, score=one.score or adapter.score))
         parts.append(staged if one.system is None else WithSystem(staged, one.system))
     return parts[0] if len(parts) == 1 else Joined(parts)
 
@@ -107,17 +107,8 @@ def rows_for_env(place: ConfigSource, tasks: Sequence[Task], *, key: str) -> Seq
             f"env names {names}, which brings its own tasks, and {key} is set as well; drop one of the two (rows with an "
             "env_config of their own are for rollout.scheduler: gym)"
         )
-    one, adapter = configs[0], adapters[0]
-    return Staged(
-        adapter.of_rows(tasks), split="eval" if key.startswith("eval") else "train", score=one.score or adapter.score
-    )
-
-
-class Staged(Changed):
-    """Tasks, with what the run says about how they are acted out."""
-
-    def __init__(self, tasks: Sequence[Task], *, split: str, score: str) -> None:
-        super().__init__(tasks, at_stage(split=split, score=score))
+    split = "eval" if key.startswith("eval") else "train"
+    return Changed(adapters[0].of_rows(tasks), at_stage(split=split, score=configs[0].score or adapters[0].score))
 
 
 def _adapter(one: EnvConfig, place: ConfigSource) -> Adapter:

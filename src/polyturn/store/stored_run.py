@@ -346,22 +346,18 @@ class StoredRun:
         def damaged(row: int, problem: Exception) -> None:
             self._note(f"{part}, row {row}", one_line(problem))
 
-        if not (self.folder / FOLDER / part).exists():
+        if not (self.folder / FOLDER / part).exists():  # joined with others since it was listed
             return self._read_moved(part, rows)
         return self._try(part, lambda path: read_rows(BoundedFile(path), rows, damaged=damaged)) or []
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of a part that was joined with others since it was listed, from where they are now."""
+        """Return rows of a part that is gone, from where they are now."""
         mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
         key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
         now = StoredRun(self.folder)
         places = {tuple(row[name] for name in KEY): row for row in now._table.to_pylist()}
-        found = []
-        for row in rows:
-            place = places.get(key_of[row])
-            if place is not None and place[_PART] != part:
-                found += now._read_rows(place[_PART], [place[_ROW]])
-        return found
+        here = [place for row in rows if (place := places.get(key_of[row])) is not None and place[_PART] != part]
+        return [record for place in here for record in now._read_rows(place[_PART], [place[_ROW]])]
 
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
         try:

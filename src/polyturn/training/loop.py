@@ -23,8 +23,7 @@ from typing import Any
 
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Slot, Taken
-from polyturn.buffer.replay import Replay
-from polyturn.buffer.staleness import check_staleness
+from polyturn.buffer.staleness import Replay, check_staleness
 from polyturn.core.aio import Finished, OneThread, finish, first_error
 from polyturn.core.errors import CheckpointError
 from polyturn.core.seeds import derive_seed

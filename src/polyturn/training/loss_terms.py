@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS
+from polyturn.algorithms.aggregate import check_average
 from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
 from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import MicroBatch
-from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
+from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.training.network import Network, TargetScores
@@ -47,12 +47,7 @@ class LossSettings:
         return self.algorithm.kl_in("loss")
 
     def __post_init__(self) -> None:
-        mode, segment_weight = self.algorithm.aggregate.name, self.algorithm.segment_weight
-        if mode not in MODES:
-            raise UnknownNameError(f"there is no aggregation mode {mode!r}.{did_you_mean(mode, MODES)}")
-        if segment_weight not in SEGMENT_WEIGHTS:
-            hint = did_you_mean(segment_weight, SEGMENT_WEIGHTS)
-            raise UnknownNameError(f"there is no segment weight {segment_weight!r}.{hint}")
+        check_average(self.algorithm.aggregate.name, self.algorithm.segment_weight)
         low, high, dual = (self.policy_loss_kwargs.get(name) for name in ("clip_low", "clip_high", "dual_clip"))
         if not 0 <= (low or 0.0) <= 1 or not (high or 0.0) >= 0:
             raise ConfigError(

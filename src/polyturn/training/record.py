@@ -7,7 +7,6 @@ Arrays are over the sampled tokens of a trajectory, in the order of its segments
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -42,6 +41,8 @@ def trained_of(
         places.setdefault(sample.id.trajectory, []).append(index)
     live = {t.id for group in kept for t in group.trajectories}
     logprobs, entropies = _joined([p.logprobs for p in passes]), _joined([p.entropies for p in passes])
+    advantages = [np.zeros(len(s), np.float32) if s.advantages is None else s.advantages for s in samples]
+    weights = [s.loss_weights for s in samples]
     found = {}
     for group in groups:
         for trajectory in group.trajectories:
@@ -53,11 +54,14 @@ def trained_of(
                 found[trajectory.id] = Trained(dropped="one_left" if is_alone else "zero_variance")
             elif trajectory.id in places:
                 mine = {samples[i].id.segment: i for i in places[trajectory.id]}
-                made = _trained(trajectory, mine, samples)
-                found[trajectory.id] = replace(
-                    made,
-                    policy_logprobs=_on_sampled(trajectory, mine, logprobs),
-                    entropies=_on_sampled(trajectory, mine, entropies),
+                used = _on_sampled(trajectory, mine, weights)
+                recorded = np.concatenate([s.loss_weights[s.sampled_mask] for s in trajectory.segments])
+                found[trajectory.id] = Trained(
+                    advantages=_on_sampled(trajectory, mine, advantages),
+                    policy_logprobs=None if logprobs is None else _on_sampled(trajectory, mine, logprobs),
+                    entropies=None if entropies is None else _on_sampled(trajectory, mine, entropies),
+                    # The spans say them already, unless a loss scale or a rejection has changed them.
+                    weights=None if np.array_equal(used, recorded) else used,
                 )
             else:
                 is_cut = drops_truncated and trajectory.stop_reason.is_truncation
@@ -73,30 +77,11 @@ def _joined(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
     return [one for part in known for one in part] if parts and len(known) == len(parts) else None
 
 
-def _on_sampled(trajectory: Trajectory, mine: dict[int, int], values: Sequence[Floats] | None) -> Floats | None:
+def _on_sampled(trajectory: Trajectory, mine: dict[int, int], values: Sequence[Floats]) -> Floats:
     """Return the numbers of a trajectory's samples on its sampled tokens, 0 where a segment is no sample."""
-    if values is None:
-        return None
     masks = [segment.sampled_mask for segment in trajectory.segments]
     parts = [values[mine[n]][mask] if n in mine else np.zeros(int(mask.sum()), np.float32) for n, mask in enumerate(masks)]
     return np.concatenate(parts)
-
-
-def _trained(trajectory: Trajectory, mine: dict[int, int], samples: Sequence[TrainSample]) -> Trained:
-    advantages, weights, recorded = [], [], []
-    for number, segment in enumerate(trajectory.segments):
-        mask = segment.sampled_mask
-        index = mine.get(number)
-        blank = np.zeros(int(mask.sum()), np.float32)
-        sample = None if index is None else samples[index]
-        advantages.append(blank if sample is None or sample.advantages is None else sample.advantages[mask])
-        weights.append(blank if sample is None else sample.loss_weights[mask])
-        recorded.append(segment.loss_weights[mask])
-    used = np.concatenate(weights)
-    return Trained(
-        advantages=np.concatenate(advantages),
-        weights=None if np.array_equal(used, np.concatenate(recorded)) else used,
-    )
 
 
 def _why_no_sample(trajectory: Trajectory, *, is_cut: bool, is_rejected: bool) -> str:

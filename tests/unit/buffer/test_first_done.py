@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from polyturn.buffer.drop_stats import DropStats, deciles
 from polyturn.buffer.group_buffer import GroupBuffer
-from polyturn.buffer.replay import Replay
-from polyturn.buffer.staleness import check_staleness
+from polyturn.buffer.staleness import Replay, check_staleness
 from polyturn.core.errors import LifecycleError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,7 +206,7 @@ add       its score; the last turn also gets the trajectory's reward
 ignore    its score
 end       nothing; the last turn gets the trajectory's reward
 """
-OUTCOMES = ("rest", "add", "ignore", "end")
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
 
 def turn_rewards(member: MemberView, outcome: Outcome) -> NDArray[np.float64]:
