@@ -28,6 +28,8 @@ class RewardKl:
         """Estimate and weigh the penalty as `options` say."""
         self._controller = KlController(options)
         self._estimate = kl_estimators.resolve(options.name)
+        self._measured: tuple[float, int] | None = None
+        """The mean KL per token that was penalised last, and of how many trajectories; None once the weight follows it."""
 
     @property
     def coef(self) -> float:
@@ -35,7 +37,7 @@ class RewardKl:
         return self._controller.coef
 
     def apply(self, samples: Sequence[TrainSample]) -> tuple[list[TrainSample], Metrics]:
-        """Return the samples with the penalty in their `rewards`, and its figures; then adapt the weight.
+        """Return the samples with the penalty in their `rewards`, and its figures.
 
         Raises:
             TrainingError: samples lack log-probabilities.
@@ -48,11 +50,16 @@ class RewardKl:
             num_tokens += sample.num_weighted
             penalty_T = (-coef * kl_T).astype(np.float32)
             out.append(sample.replace(rewards=penalty_T if sample.rewards is None else sample.rewards + penalty_T))
-        # Behind the step's own penalties, which all have the weight that is recorded.
-        if num_tokens:
-            trajectories = {(s.id.group, s.id.trajectory) for s in samples if s.num_weighted}
-            self._controller.update(kl_sum / num_tokens, num_trajectories=len(trajectories))
+        trajectories = {(s.id.group, s.id.trajectory) for s in samples if s.num_weighted}
+        self._measured = (kl_sum / num_tokens, len(trajectories)) if num_tokens else None
         return out, {"policy/kl_in_reward": Mean(kl_sum, num_tokens), "policy/kl_in_reward_coef": Mean(coef)}
+
+    def adapt(self) -> None:
+        """Let the weight follow the KL that `apply` measured; called once a step, whose samples may be penalised again."""
+        if self._measured is not None:
+            kl, num_trajectories = self._measured
+            self._controller.update(kl, num_trajectories=num_trajectories)
+            self._measured = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""

@@ -184,7 +184,9 @@ class Update:
         order = [sample for share in shares for sample in share]
         metrics = reduce(merge(parts))
         self.is_half_done = False
-        # Behind the passes, so that `kl_coef` is the weight that this step was trained with.
+        # Behind the passes, so that the metrics name the weights that this step was trained with.
+        if self._reward_kl is not None:
+            self._reward_kl.adapt()
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))

@@ -167,6 +167,9 @@ def test_the_weight_of_the_penalty_follows_its_target_and_survives() -> None:
     batch = [s.replace(old_logprobs=np.ones(len(s)), ref_logprobs=np.zeros(len(s))) for s in samples()]
     made = RewardKl(KlOptions(place="reward", coef=0.1, target=0.5, horizon=10))
     made.apply(batch)
+    made.apply(batch)
+    assert made.coef == 0.1
+    made.adapt()
     assert made.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 10))
     again = RewardKl(KlOptions(place="reward", coef=0.1, target=0.5, horizon=10))
     again.load_state_dict(made.state_dict())

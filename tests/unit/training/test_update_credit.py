@@ -22,7 +22,7 @@ from polyturn.training.optim import OptimSettings
 from polyturn.training.options import TrainOptions
 from polyturn.training.policy import local_policy
 from polyturn.training.reward_kl import RewardKl
-from polyturn.training.update import Update, UpdateSettings
+from polyturn.training.update import Revised, Update, UpdateSettings
 from support.models import tiny_model
 from support.states import stored
 
@@ -49,7 +49,14 @@ def played(*, has_baseline: bool = False, size: int = 4, num_groups: int = 2) ->
 
 
 def update(
-    name: str, *, critic: bool = False, warmup: int = 0, coef: float = 0.0, minibatches: int = 1, **kw: Any
+    name: str,
+    *,
+    critic: bool = False,
+    warmup: int = 0,
+    coef: float = 0.0,
+    target: float | None = None,
+    minibatches: int = 1,
+    **kw: Any,
 ) -> Update:
     vocab = len(tiny_codec().tokenizer)
     model = tiny_model(vocab, hidden=16)
@@ -59,7 +66,7 @@ def update(
         estimator=bind_estimator(advantages.resolve(name), offered={}, kwargs=kw),
         settings=UpdateSettings(drop_zero_variance=False, train=TrainOptions(minibatches=minibatches)),
         critic=local_critic(model, optim=optim, settings=CriticSettings(warmup=warmup)) if critic else None,
-        reward_kl=RewardKl(KlOptions(place="reward", coef=coef)) if coef else None,
+        reward_kl=RewardKl(KlOptions(place="reward", coef=coef, target=target)) if coef else None,
     )
 
 
@@ -95,6 +102,14 @@ def test_a_kl_penalty_reaches_the_advantages() -> None:
     assert first["policy/kl_in_reward_coef"] == 10
     second = made.run(groups, step=1)
     assert second.metrics["policy/kl_in_reward"] != 0
+
+
+def test_a_step_that_is_credited_again_adapts_the_weight_of_the_penalty_once() -> None:
+    made, groups = update("grpo", coef=0.1, target=0.5), played()
+    made.revise = lambda step, groups, samples, metrics: Revised(list(groups), samples)
+    assert made.run(groups, step=0).metrics["policy/kl_in_reward_coef"] == 0.1
+    once = 0.1 * (1 - 0.2 * 8 / 10_000)  # 8 trajectories of a KL of 0, of a horizon of 10,000
+    assert made.run(groups, step=1).metrics["policy/kl_in_reward_coef"] == pytest.approx(once, rel=1e-7)
 
 
 def checkpoint(made: Any, folder: Path) -> Path:
