@@ -187,7 +187,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     try:
         with torch.no_grad():
             return _trial(model, num_layers=int(config.num_hidden_layers), vocab=int(config.vocab_size))
-    except (ConfigError, RuntimeError, TypeError, ValueError) as problem:
+    except (ConfigError, RuntimeError, TypeError, ValueError) as problem:  # of the model's own code: it is the reason
         return one_line(problem)
     finally:
         model.train(was_training)

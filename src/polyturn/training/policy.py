@@ -197,8 +197,7 @@ def policy_backend(
     elif reference and not has_lora(model):
         scorer = _frozen(copy.deepcopy(model), placement, is_kept=True)  # before the model is placed, for it is copied whole
     optimizer = placement.optimizer(network, optim)
-    # And behind it: of an adapter in shards each rank keeps its own part.
-    if reference is True and has_lora(model):
+    if reference is True and has_lora(model):  # behind it: of an adapter in shards each rank keeps its own part
         scorer = AdapterReference(network, placement.adapter_replaced)
     teaching = None if teacher is None else _frozen(teacher, placement, is_kept=False)
     frozen = [one.network for one in (scorer, teaching) if isinstance(one, FrozenModel)]
@@ -251,6 +250,7 @@ def with_marks(
 
 def _that_fits(settings: LayoutSettings, networks: Sequence[Network], placement: Placement) -> tuple[LayoutSettings, bool]:
     """Return the settings without packing, and True, where one of the networks cannot be packed; all are tried out."""
+    # All of them, because a reference and a teacher score the same micro-batches as the policy.
     packs, whys = settings.packed or settings.shared_prefix, {}
     for network in networks:
         whys[type(network.backbone).__name__] = network.try_out(packs=packs)

@@ -88,6 +88,7 @@ class RankedBackend:
         found: list[PassResult] = self._rows("forward_backward", shares)
 
         def whole(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
+            # A rank without a sample gives no arrays, and none is missing.
             is_whole = any(parts) and all(part is not None or not row for part, row in zip(parts, rows, strict=True))
             return put_back(rows, [part or [] for part in parts], len(samples)) if is_whole else None
 

@@ -35,6 +35,7 @@ def router_figures(routing: RoutingPass, batch: MicroBatch, *, with_grad: bool, 
         replays: Whether routes were to be replayed, so that one that is missing counts.
     """
     row_S = sequence_of_targets(batch)
+    # A graph over the logits of all layers is kept only where the balance is part of the loss.
     with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
         balance_B = _balance(routing, batch)
         balance_S = balance_B[row_S.to(balance_B.device)]

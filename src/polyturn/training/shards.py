@@ -92,6 +92,7 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
     Raises:
         CheckpointError: there is nothing, or it is damaged.
     """
+    # Shards without metadata are a damaged state, as reading them tells; a folder without either is of another format.
     if not (folder / METADATA).is_file() and not any(folder.glob("*.distcp")):
         raise CheckpointError(
             f"there is no state in shards in {folder}; a checkpoint of an earlier version holds whole tensors and cannot be "
