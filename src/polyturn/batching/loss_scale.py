@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.registry import Registry
+from polyturn.core.reward import shown
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
 
 Decode = Callable[[Ids], str]
@@ -118,7 +119,7 @@ class LossScale:
         """[T] the weight of each token of a training sample.
 
         Raises:
-            AlignmentError: a strategy gave weights for another number of turns or tokens.
+            AlignmentError: a strategy gave weights for another number of turns or tokens, or one that is not finite.
         """
         turns = self._turns(trajectory, segment)
         factors = {t.turn.index: np.ones(len(t.ids), np.float32) for t in turns}
@@ -128,10 +129,10 @@ class LossScale:
                 raise AlignmentError(f"loss_scale {self.name!r} gave weights for {len(given)} turns; there are {len(turns)}")
             for one, weights in zip(turns, given, strict=True):
                 values = np.asarray(weights, np.float32)
-                if values.ndim and len(values) != len(one.ids):
+                if values.shape not in ((), (len(one.ids),)) or not np.isfinite(values).all():
                     raise AlignmentError(
-                        f"loss_scale {self.name!r} gave {len(values)} weights for the {len(one.ids)} tokens of turn "
-                        f"{one.turn.index} of trajectory {trajectory.id!r}"
+                        f"loss_scale {self.name!r} gave the weights {shown(weights)} for the {len(one.ids)} tokens of turn "
+                        f"{one.turn.index} of trajectory {trajectory.id!r}; give a finite number, or one for each of them"
                     )
                 factors[one.turn.index] = factors[one.turn.index] * values
         parts, used = [np.empty(0, np.float32)], dict.fromkeys(factors, 0)

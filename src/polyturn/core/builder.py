@@ -295,9 +295,11 @@ class TrajectoryBuilder:
         """Set the weights of sampled spans that are already there, `weights` running over all of them in order.
 
         Raises:
-            AlignmentError: a span was not sampled, or the lengths differ.
+            AlignmentError: a span was not sampled, the lengths differ, or a weight is not finite.
         """
         chosen = float_array(weights)
+        if len(odd := chosen[~np.isfinite(chosen)]):
+            raise AlignmentError(f"a sampled token was given the loss weight {odd[0]}; give finite ones")
         spans = [self.span(ref) for ref in refs]
         for span in spans:
             if span.source is not SpanSource.SAMPLED:

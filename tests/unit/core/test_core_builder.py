@@ -73,6 +73,10 @@ def test_weights_can_be_set_later_over_all_spans_of_a_turn() -> None:
     assert builder.build()[0].loss_weights.tolist() == [0, 1, 0, 0.5]
     with pytest.raises(AlignmentError, match="2 weights for 3 sampled tokens"):
         builder.reweigh(refs, [1, 1])
+    for odd in (float("nan"), float("inf")):
+        with pytest.raises(AlignmentError, match=f"was given the loss weight {odd}"):
+            builder.reweigh(refs, [1, odd, 1])
+    assert builder.build()[0].loss_weights.tolist() == [0, 1, 0, 0.5]
 
 
 def test_only_sampled_spans_can_be_reweighed_and_a_refusal_changes_nothing() -> None:
