@@ -53,6 +53,8 @@ class TrainingStep:
     @groups.setter
     def groups(self, groups: Sequence[TrajectoryGroup]) -> None:
         _check_list("step.groups", groups, TrajectoryGroup, write="step.groups = step.groups[:2]")
+        if len({group.id for group in groups}) != len(groups):
+            raise ConfigError("step.groups has a group twice; give each once")
         self._change("groups")
         self._groups = list(groups)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Floats, Ids
-from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.errors import AlignmentError, ConfigError, told_in_a_sentence
 from polyturn.core.registry import Registry
 from polyturn.core.reward import shown
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
@@ -124,15 +124,15 @@ class LossScale:
         turns = self._turns(trajectory, segment)
         factors = {t.turn.index: np.ones(len(t.ids), np.float32) for t in turns}
         for strategy in self.strategies:
-            given = list(strategy(turns))
+            with told_in_a_sentence(f"loss_scale {self.name!r}", AlignmentError):
+                given = [np.asarray(weights, np.float32) for weights in strategy(turns)]
             if len(given) != len(turns):
                 raise AlignmentError(f"loss_scale {self.name!r} gave weights for {len(given)} turns; there are {len(turns)}")
-            for one, weights in zip(turns, given, strict=True):
-                values = np.asarray(weights, np.float32)
+            for one, values in zip(turns, given, strict=True):
                 if values.shape not in ((), (len(one.ids),)) or not np.isfinite(values).all():
                     raise AlignmentError(
-                        f"loss_scale {self.name!r} gave the weights {shown(weights)} for the {len(one.ids)} tokens of turn "
-                        f"{one.turn.index} of trajectory {trajectory.id!r}; give a finite number, or one for each of them"
+                        f"loss_scale {self.name!r} gave the weights {shown(values.tolist())} for the {len(one.ids)} tokens "
+                        f"of turn {one.turn.index} of trajectory {trajectory.id!r}; give a finite number, or one for each"
                     )
                 factors[one.turn.index] = factors[one.turn.index] * values
         parts, used = [np.empty(0, np.float32)], dict.fromkeys(factors, 0)

@@ -8,11 +8,12 @@ it to tell the *model* something, and the episode goes on (a bad rollout is data
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from polyturn.core.hiding import scrubbed
 from polyturn.core.printable import printable
@@ -156,6 +157,17 @@ def raised_at(error: BaseException) -> str:
         if frames:
             return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
     return ""
+
+
+@contextlib.contextmanager
+def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
+    """Raise what the code of a plug-in raises here as an `error`, with the line that raised; `what` is how it is called."""
+    try:
+        yield
+    except PolyturnError:
+        raise
+    except Exception as problem:
+        raise error(f"{what} raised {one_line(problem)}{raised_at(problem)}") from problem
 
 
 _NOT_OF_USERS = (

@@ -323,7 +323,7 @@ def _nothing_left(counts: Metrics) -> str:
         "with one trajectory left that did not fail": of["groups_one_left"],
         "truncated, rejected or of weight 0": rest,
     }
-    return f"groups: {of['groups']}, " + ", ".join(f"{number} {what}" for what, number in said.items() if number)
+    return ", ".join([f"groups: {of['groups']}", *(f"{number} {what}" for what, number in said.items() if number)])
 
 
 def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from polyturn.algorithms.advantages import advantages, assign_advantages, dr_grpo, grpo, grpo_passk, opo, rloo
 from polyturn.core.errors import AlignmentError, TrainingError, UnknownNameError
@@ -105,8 +106,20 @@ def test_estimators_are_found_by_name():
 
 @pytest.mark.parametrize(
     "returned",
-    [None, 1.0, [0.0, 0.0], [np.zeros(3)] * 2, [[np.zeros(3)]], [[np.zeros(2)]] * 2, [[0.0]] * 2, []],
-    ids=range(8),
+    [
+        None,
+        1.0,
+        [0.0, 0.0],
+        [np.zeros(3)] * 2,
+        [[np.zeros(3)]],
+        [[np.zeros(2)]] * 2,
+        [[0.0]] * 2,
+        [],
+        [[["x"] * 3]] * 2,
+        [[np.zeros((3, 1))]] * 2,
+        [[torch.zeros(3, requires_grad=True)]] * 2,
+    ],
+    ids=range(11),
 )
 def test_an_estimator_that_returns_something_else_is_told_what_it_should(returned: object):
     group = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", 1.0), trajectory("1", 0.0)))
@@ -120,3 +133,10 @@ def test_an_estimator_that_returns_no_finite_number_is_told_where(value: float):
     given = [[np.zeros(3)], [np.array([0.0, 0.0, value])]]
     with pytest.raises(TrainingError, match=r"returned advantages with (nan|inf) at token 2 of SampleId\(.*trajectory='1'"):
         assign_advantages([group], [sample("0"), sample("1")], estimator=lambda rewards_G, samples_G: given)
+
+
+def test_an_estimator_that_raises_is_a_sentence_with_its_line():
+    group = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", 1.0), trajectory("1", 0.0)))
+    said = r"the advantage estimator raised ZeroDivisionError: division by zero \(test_advantages.py, line \d+\)"
+    with pytest.raises(TrainingError, match=said):
+        assign_advantages([group], [sample("0"), sample("1")], estimator=lambda rewards_G, samples_G: 1 / 0)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn.algorithms.losses import MAX_LOG_RATIO, bind, policy_losses, selection_of, takes_option
+from polyturn.algorithms.losses import MAX_LOG_RATIO, TokenLoss, bind, policy_losses, selection_of, takes_option
 from polyturn.algorithms.losses.covariance import choose_largest, choose_within, covariance
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, TrainingError
 
 SEQUENCES = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 LOW, HIGH = 0.2, 0.28
@@ -211,13 +211,13 @@ def test_bounds_that_nobody_set_are_those_of_the_loss(name):
 
 def test_a_loss_of_ones_own_that_asks_for_bounds_gets_the_usual_ones():
     def own(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high, dual_clip, wide=3.0):
-        return clip_low, clip_high, dual_clip, wide
+        return TokenLoss(logprobs_T, {"told": (clip_low, clip_high, dual_clip, wide)})
 
     bare = torch.zeros(1)
     unset = bind(own, kwargs={})
-    assert unset(bare, bare, bare, bare) == (0.2, 0.28, None, 3.0)
+    assert unset(bare, bare, bare, bare).stats["told"] == (0.2, 0.28, None, 3.0)
     given = bind(own, kwargs={"clip_low": 0.1, "dual_clip": 3.0, "wide": 1.0})
-    assert given(bare, bare, bare, bare) == (0.1, 0.28, 3.0, 1.0)
+    assert given(bare, bare, bare, bare).stats["told"] == (0.1, 0.28, 3.0, 1.0)
 
 
 def test_options_go_to_the_loss_or_to_its_selection():
@@ -230,3 +230,20 @@ def test_options_go_to_the_loss_or_to_its_selection():
     of_sapo = bind(policy_losses.resolve("sapo"), kwargs={"tau_pos": 0})
     with pytest.raises(ConfigError, match="tau_pos 0"):
         of_sapo(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda x: x.mean(), "the policy loss returned tensor"),
+        (lambda x: TokenLoss(x.mean(), {}), r"the policy loss returned TokenLoss\(loss_T=tensor\(.* return TokenLoss"),
+        (lambda x: 1 / 0, r"the policy loss raised ZeroDivisionError: division by zero \(test_policy_losses.py, line \d+\)"),
+    ],
+    ids=["a tensor", "one number", "raises"],
+)
+def test_a_loss_that_is_none_is_a_sentence(returned, said):
+    """One number for all tokens would be broadcast, and count once for each of them."""
+    loss = bind(lambda logprobs_T, old_logprobs_T, advantages_T: returned(logprobs_T), kwargs={})
+    ones = torch.ones(3)
+    with pytest.raises(TrainingError, match=said):
+        loss(ones, ones, ones, ones)

@@ -21,6 +21,7 @@ from polyturn.api.stepping import TrainingStep
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rewards.router import RewardRouter
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
@@ -403,6 +404,14 @@ def test_what_a_step_cannot_be_given_is_one_sentence() -> None:
     for held in (step.samples, step.advantages, step.groups):
         assert isinstance(held, tuple), "one that is set in a list of its own would be lost"
     step.advantages = [np.zeros(3, np.float32)]
+
+
+def test_a_step_is_not_given_a_group_twice() -> None:
+    group = TrajectoryGroup(id="g", task=polyturn.Task(id="t", prompt=()), trajectories=())
+    step = TrainingStep(1, [group], [], {})
+    with pytest.raises(polyturn.ConfigError, match=r"step\.groups has a group twice"):
+        step.groups = [group, group]
+    step.groups = [group]
 
 
 def test_what_a_step_refused_does_not_count_as_set() -> None:

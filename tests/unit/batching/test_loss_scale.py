@@ -106,12 +106,14 @@ async def test_strategies_of_ones_own_are_functions_of_the_turns_and_multiply(tm
     [
         (lambda turns: [1.0], "gave weights for 1 turns; there are 3"),
         (lambda turns: [np.ones(9)] * 3, "gave the weights .* for the . tokens of turn 0 of trajectory 'e'"),
+        (lambda turns: [1.0, "x", 1.0], r"raised ValueError: could not convert string to float: 'x'"),
+        (lambda turns: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_loss_scale.py, line \d+\)"),
         (lambda turns: [1.0, 1.0, np.nan], "gave the weights nan for the . tokens of turn 2"),
         (lambda turns: [np.ones((len(t.ids), 1)) for t in turns], "gave the weights .* of turn 0"),
     ],
 )
 async def test_weights_that_do_not_fit_are_named(given: Any, says: str) -> None:
-    name = f"test_{says}"
+    name = f"test_{id(given)}"
     if name not in loss_scale:
         loss_scale.register(name)(given)
     t = await play(["one", "two", "three"], Chats())

@@ -18,7 +18,8 @@ import numpy as np
 
 from polyturn.algorithms.advantages.agents import Share, shares
 from polyturn.algorithms.advantages.base import BatchAdvantages, Estimator, GroupView, MemberView, on_weighted, traits_of
-from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean
+from polyturn.core.arrays import float_array
+from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean, told_in_a_sentence
 from polyturn.core.messages import Message
 from polyturn.core.reward import shown
 from polyturn.core.sample import SampleId, TrainSample
@@ -53,12 +54,7 @@ def assign_advantages(
     traits = traits_of(estimator)
     batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
     _check_batch(batch, estimator, has_scored=has_scored)
-    found = BatchAdvantages([])
-    if batch and traits.scope == "batch":
-        estimated = estimator(batch)
-        found = estimated if isinstance(estimated, BatchAdvantages) else BatchAdvantages(estimated)
-    elif batch:
-        found = BatchAdvantages([estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch])
+    found = _estimated(estimator, batch) if batch else BatchAdvantages([])
     _check_estimate(found, batch)
     out = list(samples)
     for index in alone:
@@ -72,6 +68,14 @@ def assign_advantages(
     if (bad := first_not_finite(out)) is not None:
         raise TrainingError(f"the advantage estimator returned {bad}; return a finite number for each token")
     return out
+
+
+def _estimated(estimator: Estimator, batch: Sequence[GroupView]) -> BatchAdvantages:
+    with told_in_a_sentence("the advantage estimator", TrainingError):
+        if traits_of(estimator).scope == "group":
+            return BatchAdvantages([estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch])
+        found = estimator(batch)
+    return found if isinstance(found, BatchAdvantages) else BatchAdvantages(found)
 
 
 def first_not_finite(samples: Sequence[TrainSample]) -> str | None:
@@ -258,8 +262,8 @@ def _check_estimate(found: BatchAdvantages, batch: Sequence[GroupView]) -> None:
         if given is None and name == "returns":
             continue
         try:
-            lengths = [[[len(array) for array in member] for member in group] for group in given or ()]
-        except TypeError:
+            lengths = [[[len(float_array(array)) for array in member] for member in group] for group in given or ()]
+        except (TypeError, ValueError, RuntimeError):  # no lists, no numbers, a tensor with a gradient
             lengths = None
         if lengths != wanted:
             raise TrainingError(

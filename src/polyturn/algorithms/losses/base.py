@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import ConfigError, TrainingError, did_you_mean
+from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, told_in_a_sentence
 from polyturn.core.registry import Registry
+from polyturn.core.reward import shown
 from polyturn.core.sample import TrainSample
 from polyturn.core.signature import has_parameter, is_required, takes_any_keyword
 
@@ -160,6 +161,10 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
         told = {"sequence_T": sequence_T} if needs_sequences else {}
         if selection is not None:
             told["marks_T"] = torch.zeros_like(advantages_T) if marks_T is None else marks_T
-        return loss(logprobs_T, old_logprobs_T, advantages_T, **told, **bound)
+        with told_in_a_sentence("the policy loss", TrainingError):
+            found = loss(logprobs_T, old_logprobs_T, advantages_T, **told, **bound)
+        if not isinstance(found, TokenLoss) or np.shape(found.loss_T) != logprobs_T.shape:
+            raise TrainingError(f"the policy loss returned {shown(found)}; return TokenLoss(loss_T, stats), a loss a token")
+        return found
 
     return call
