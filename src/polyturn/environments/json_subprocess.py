@@ -172,7 +172,7 @@ class JsonSubprocess:
                 try:
                     said = json.loads(line)
                     answer = self._waiting.pop(said["id"], None)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):  # no answer: code in it prints what it likes
                     continue
                 if answer is None or not answer.set_running_or_notify_cancel():
                     continue

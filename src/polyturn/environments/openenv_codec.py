@@ -12,6 +12,7 @@ Separate from the session because it is all text, and what a model gets wrong he
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -45,10 +46,10 @@ class OpenEnvCodec:
         kind = self._kind(self._field)
         if kind in (None, "string"):
             return {self._field: text}
-        numbers = _NUMBER.findall(text)
+        numbers = [value for found in _NUMBER.findall(text) if math.isfinite(value := float(found))]
         if not numbers:
             return f"There is no number in the answer. Answer with the {kind} {self._field!r}."
-        return {self._field: float(numbers[-1]) if kind == "number" else int(float(numbers[-1]))}
+        return {self._field: numbers[-1] if kind == "number" else int(numbers[-1])}
 
     def shown(self, observation: Any) -> str:
         """Return an observation as text."""
@@ -70,7 +71,7 @@ class OpenEnvCodec:
         while at >= 0:
             try:
                 value, end = decoder.raw_decode(text, at)
-            except ValueError:
+            except (ValueError, RecursionError):  # a thousand brackets are no object that anybody means
                 at = text.find("{", at + 1)
                 continue
             found = value

@@ -132,7 +132,7 @@ def _assistant(text: str, *, answered: int, number: int) -> dict[str, Any]:
         try:
             call = json.loads(body)
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             break
         calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})
     if not calls or len(calls) != len(bodies) or len(calls) != answered:

@@ -142,11 +142,16 @@ def test_a_conversation_is_read_back_from_its_ids_whatever_it_says():
     assert tools == [dict(add.schema)]
 
 
-def test_a_call_that_no_tool_answered_and_a_broken_one_are_shown_as_text():
-    broken = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "{a"}}]}
+@pytest.mark.parametrize("written", ["{a", '{"a": ' * 5000])
+def test_a_call_that_no_tool_answered_and_a_broken_one_are_shown_as_text(written: str):
+    broken = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{**CALL, "function": {"name": "add", "arguments": written}}],
+    }
     ids = np.concatenate([prompt({"role": "user", "content": "Hi"}), write_turn(broken, is_complete=True)])
     read, _ = read_chat(ids)
-    assert read[-1]["role"] == "assistant" and '{"name": "add", "arguments": {a}' in read[-1]["content"]
+    assert read[-1]["role"] == "assistant" and f'{{"name": "add", "arguments": {written}}}' in read[-1]["content"]
     assert "tool_calls" not in read[-1]
 
 

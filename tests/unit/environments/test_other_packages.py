@@ -250,6 +250,15 @@ def test_what_a_model_writes_becomes_the_action_that_the_schema_wants():
     assert OpenEnvCodec(two, field="row").action("2") == {"row": 2}
 
 
+def test_no_action_that_a_model_writes_is_a_failure_of_its_episode():
+    from polyturn.environments.openenv_codec import OpenEnvCodec
+
+    number = {"properties": {"number": {"type": "integer"}}}
+    two = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}}
+    assert "no number" in str(OpenEnvCodec(number).action("9" * 400))
+    assert "no JSON object" in str(OpenEnvCodec(two).action('{"row": ' * 5000))
+
+
 def test_an_observation_is_shown_as_text_where_it_is_one_and_as_json_where_it_is_more():
     from polyturn.environments.openenv_codec import OpenEnvCodec
 
