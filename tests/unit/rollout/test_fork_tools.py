@@ -151,12 +151,15 @@ async def test_what_cannot_be_copied_is_named(where: str):
 
 
 async def test_a_fork_whose_tools_were_cut_off_at_their_beginning_begins_them_again():
+    reached = asyncio.Event()
+
     class Slow(Notes):
         is_slow = True
 
         async def restore(self, instance_id: str, state: Any) -> None:
             if self.is_slow:
                 self.is_slow = False
+                reached.set()
                 await asyncio.sleep(60)
             await super().restore(instance_id, state)
 
@@ -168,9 +171,11 @@ async def test_a_fork_whose_tools_were_cut_off_at_their_beginning_begins_them_ag
         await session.start(task(tools=("note",)))
         await session.call(note("root"))
         branch = ForkTools(session, id="e#1", states=None)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.005):
-                await branch.session()
+        begins = asyncio.create_task(branch.session())
+        await reached.wait()
+        begins.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begins
         (said,) = await (await branch.session()).call(note("fork"))
         assert said.content == "root fork"
         assert tool.notes == {"e": ["root"], "e#1": ["root", "fork"]}
