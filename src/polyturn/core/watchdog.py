@@ -94,9 +94,11 @@ class LoopWatchdog:
         """Plug-in -> how often it held the loop."""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the running event loop meanwhile."""
+    def watching(self, episode: str | None = None) -> Iterator[None]:
+        """Watch the running event loop meanwhile, and name the running task by its `episode`, which blocks are told by."""
         loop = asyncio.get_running_loop()
+        if episode is not None and (task := asyncio.current_task()) is not None:
+            task.set_name(episode)
         self._watchers += 1
         if self._loop is not loop or self._timer is None:
             self._begin(loop)

@@ -98,7 +98,7 @@ class AuthorCalls:
         """Call a plain method; its deadline begins when it does, and what it gives to await is no part of it."""
 
         def work() -> tuple[Any]:
-            return (method(*args),)
+            return (method(*args),)  # in a tuple, so that nobody awaits it before its own clock runs
 
         (answer,) = await (self._within(name, work) if has_deadline else self.bounded.call(work))
         return answer
@@ -114,6 +114,7 @@ class AuthorCalls:
             ) from problem
 
     def _lock(self) -> asyncio.Lock:
+        # A lock belongs to one loop, and a run may have several, one after another.
         loop = asyncio.get_running_loop()
         if self._turn_taking is None or self._turn_taking[0] is not loop:
             self._turn_taking = loop, asyncio.Lock()

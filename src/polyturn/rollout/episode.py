@@ -30,11 +30,9 @@ from polyturn.core.messages import Message, Origin
 from polyturn.core.own_time import not_own_time
 from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
-from polyturn.core.task import Task
 from polyturn.interactions.context import VoiceOptions
 from polyturn.rollout import event_log
 from polyturn.rollout import limits as limit_rules
-from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode_state import Aside, EpisodeState, EpisodeView, sampled_for
 from polyturn.rollout.history_state import Mark
 from polyturn.rollout.open_turn import OpenTurn, Reply
@@ -47,14 +45,6 @@ _Result = TypeVar("_Result")
 
 class Episode(EpisodeState):
     """A live run of one task, or a fork of one: what a scheduler sees and acts through."""
-
-    def __init__(
-        self, context: RolloutContext, task: Task, *, id: str, seed: int = 0, sampling: SamplingParams | None = None
-    ) -> None:
-        """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean."""
-        super().__init__(context, task, id=id, seed=seed, sampling=sampling)
-        self._speakers: dict[str, Episode] = {}
-        """Who speaks with the run's own model in this conversation, by name."""
 
     @not_own_time
     async def prepare(self) -> StopReason | None:
@@ -70,7 +60,7 @@ class Episode(EpisodeState):
             SchedulerError: it cannot render the history that the scheduler wrote.
             TooLongError: what is shown first is longer than the context.
         """
-        shared, history = self.resources, self._history
+        shared, history = self.resources, self.history
         is_first = not shared.is_started
         if is_first:
             history.extend_prompt(await shared.start())
@@ -78,16 +68,17 @@ class Episode(EpisodeState):
             await shared.on_turn()
         await self.process_media(history.to_encode)
         try:
+            # Before the render: the event loop would stand still while megabytes are rendered and encoded.
             await check_text(history.to_encode, codec=self.codec, limits=self.limits)
         except TooLongError:
-            if is_first:
+            if is_first:  # a task that cannot begin is wrong; an observation that does not fit is a truncation
                 raise
             if event_log.is_on():
                 event_log.limited(self.id, turn=len(history.turns), reason=StopReason.CONTEXT_FULL)
             return StopReason.CONTEXT_FULL
         prompt = history.next_prompt()
         if is_first:
-            history.show(prompt)
+            history.show(prompt)  # before the limits, so that a record has its prompt even where no turn fits
             if shared.on_turn is not None:
                 await shared.on_turn()
             if event_log.is_on():
@@ -95,13 +86,14 @@ class Episode(EpisodeState):
                 event_log.started(self.id, task=self.task, num_tokens=prompt.length, num_tools=tools)
         at = history.progress(elapsed_s=self.elapsed_s, prompt=prompt)
         reason = limit_rules.reached(self.limits, at)
+        # No other limit is moved by a shorter history.
         may_shorten = reason in (None, StopReason.CONTEXT_FULL) and limit_rules.is_short_of_room(self.limits, at)
         if may_shorten and history.shorten(self.limits):
             return None
         if reason is not None:
             if event_log.is_on():
                 event_log.limited(self.id, turn=len(history.turns), reason=reason)
-        elif not is_first:
+        elif not is_first:  # where a limit ends the episode nothing follows, so what waits is never shown
             history.show(prompt)
         return reason
 
@@ -123,7 +115,7 @@ class Episode(EpisodeState):
             SchedulerError: a limit forbids another turn, as `prepare` would have said.
             EngineError: the engine is lost, refuses the request, or sampled what it must not.
         """
-        shared, history, engine = self.resources, self._history, self._context.engine
+        shared, history, engine = self.resources, self.history, self._context.engine
         if shared.bridge.is_closed:
             raise LifecycleError(f"episode {self.id!r} has ended; nothing can be generated for it any more")
         request, cut_by = self.next_request()
@@ -131,11 +123,12 @@ class Episode(EpisodeState):
         began, start = time.monotonic(), time.time()
         with self.lifecycle.generating():
             with shared.asking(request):
-                if self._stops:
-                    ended = await generate_until(engine, request, stops=self._stops, codec=self.codec)
+                if self.stops:
+                    ended = await generate_until(engine, request, stops=self.stops, codec=self.codec)
                 else:
                     ended = Stopped(await engine.generate(request), None, 0)
             request.check_heeded(ended.completion)
+        # Numbered over all forks, in the order of their completions: scores and spans are found by this number.
         index = len(shared.turns) if self._aside is None else self.aside_of
         message, text = history.read_completion(ended.completion.token_ids, turn=index)
         turn = history.sample(message, text, ended, index=index, cut_by=cut_by)
@@ -157,9 +150,9 @@ class Episode(EpisodeState):
         Raises:
             LifecycleError: the prompt is shown.
         """
-        if self._history.builder.is_open:
+        if self.history.builder.is_open:
             raise LifecycleError(f"episode {self.id!r} has shown its prompt; name its agent in `on_trajectory_start`")
-        self._history.play_as(agent)
+        self.history.play_as(agent)
 
     def sample_as(self, sampling: SamplingParams, *, stops: Sequence[str] = ()) -> None:
         """Sample the next turns like this, within the limits.
@@ -168,16 +161,16 @@ class Episode(EpisodeState):
             sampling: Where the temperature is not the run's, the trainer's logprobs are not those of what was sampled.
             stops: Texts with which a turn ends. The token that completes one is the turn's last; it is kept and trained.
         """
-        self._sampling, self._stops = sampling, tuple(stops)
+        self.sampling, self.stops = sampling, tuple(stops)
 
     def list_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Let prompts that are rendered from now on list `tools`, schemas in OpenAI's function form, and not the task's."""
         self.listed_tools = tuple(tools)
-        self._history.list_tools(self._context.encoder_listing(tools))
+        self.history.list_tools(self._context.encoder_listing(tools))
 
     def mark(self) -> Mark:
         """Return where the episode stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
-        return self._history.mark()
+        return self.history.mark()
 
     @not_own_time
     async def mark_with_tools(self) -> Mark:
@@ -186,15 +179,15 @@ class Episode(EpisodeState):
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.
         """
-        return self._history.mark()._replace(tools=await self.resources.tool_states(self._tools))
+        return self.history.mark()._replace(tools=await self.resources.tool_states(self._tools))
 
     @not_own_time
     async def call_tools(self, turn: OpenTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self.lifecycle.move(RequestState.TOOL_CALLING)
         began = time.monotonic()
-        tools = await self.resources.tools_of(self._tools)
-        turn.tool_results = await tools.call(turn.message.tool_calls, messages=lambda: self._history.openai)
+        tools = self.resources.tools if self._tools is None else await self._tools.session()
+        turn.tool_results = await tools.call(turn.message.tool_calls, messages=lambda: self.history.openai)
         turn.timings["tools"] = time.monotonic() - began
         for result in turn.tool_results:
             if result.reward is not None:
@@ -215,11 +208,12 @@ class Episode(EpisodeState):
         if interaction is None:
             raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
         self.lifecycle.move(RequestState.INTERACTING)
-        view = EpisodeView(self.id, self._seed, self.num_user_turns, self._speak)
-        leaves_time = interaction.asks_person and not self.limits.counts_people
+        view = EpisodeView(self.id, self.seed, self.num_user_turns, self._speak)
+        # A person's time is none of the episode's, unless the run counts it.
+        leaves_time = interaction.loaded.asks_person and not self.limits.counts_people
         began = time.monotonic()
         with self.resources.paused() if leaves_time else contextlib.nullcontext():
-            answer = await interaction.reply(self._history.openai, view)
+            answer = await interaction.reply(self.history.openai, view)
         turn.timings["interaction"] = time.monotonic() - began
         if answer.score is not None:
             turn.scores["interaction"] = answer.score
@@ -232,16 +226,18 @@ class Episode(EpisodeState):
     async def _speak(self, messages: Sequence[Mapping[str, Any]], options: VoiceOptions) -> Message:
         """Let the run's own model go on with `messages`, under another agent's name; `ConversationView.speak`."""
         label = options.agent
-        if label not in self._speakers:
-            aside = Aside(label=label, seed=derive_seed(self._seed, "voice", label), is_trained=options.is_trained)
+        speaker: Episode | None = self._speakers.get(label)
+        if speaker is None:
+            aside = Aside(label=label, seed=derive_seed(self.seed, "voice", label), is_trained=options.is_trained)
             speaker = self._speakers[label] = self.fork(agent=label, messages=messages, aside=aside)
+            # The limits of the conversation are not its own; the context is, which the model's size sets.
             speaker.limits = dataclasses.replace(
                 speaker.limits, max_turns=None, max_user_turns=None, max_tokens=None, max_tokens_per_turn=options.max_tokens
             )
-            speaker.sample_as(sampled_for(options, self._sampling))
+            speaker.sample_as(sampled_for(options, self.sampling))
             speaker.list_tools(())
-        speaker = self._speakers[label]
         speaker.aside_of = self.turns[-1].index
+        # Rewritten, because the other side of a conversation reads it with the roles exchanged.
         speaker.rewrite(messages)
         if (limit := await speaker.prepare()) is not None:
             raise InteractionError(
@@ -256,15 +252,15 @@ class Episode(EpisodeState):
         Raises:
             SchedulerError: the turn's message is to go on, which messages cannot answer as well.
         """
-        self._history.record(turn, reply)
+        self.history.record(turn, reply)
 
     def read(self, text: str, *, turn: OpenTurn) -> Message:
         """Return a text as the message that a turn with it would have; nothing becomes tokens."""
-        return self._history.read(text, turn=turn.index)
+        return self.history.read(text, turn=turn.index)
 
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token; 0 leaves one out of the loss."""
-        self._history.weigh(turn, weights)
+        self.history.weigh(turn, weights)
 
     def rewrite(self, messages: Sequence[Message | Mapping[str, Any]], *, goes_on: bool = False) -> Reply:
         """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
@@ -280,7 +276,7 @@ class Episode(EpisodeState):
         Raises:
             SchedulerError: there is no message, or the last one cannot go on.
         """
-        self._history.rewrite(self._history.typed(messages), goes_on=goes_on)
+        self.history.rewrite(self.history.typed(messages), goes_on=goes_on)
         return Reply(goes_on=True)
 
     def show_ids(self, ids: Ids | Sequence[int]) -> None:
@@ -289,7 +285,7 @@ class Episode(EpisodeState):
         `prepare` shows them. They extend the segment that they continue token for token, or open a new one, in which
         everything that was sampled before is prompt.
         """
-        self._history.show_ids(np.asarray(ids, np.int32))
+        self.history.show_ids(np.asarray(ids, np.int32))
 
     def go_on(
         self, addition: str | Sequence[int] | Ids = "", *, keep: str | int | None = None, is_trusted: bool = False
@@ -310,7 +306,7 @@ class Episode(EpisodeState):
         Raises:
             SchedulerError: there is no turn to continue, or it does not begin with what is to be kept.
         """
-        self._history.go_on(addition, keep=keep, is_trusted=is_trusted)
+        self.history.go_on(addition, keep=keep, is_trusted=is_trusted)
         return Reply(goes_on=True)
 
     def fork(
@@ -342,28 +338,28 @@ class Episode(EpisodeState):
             SchedulerError: another agent without messages.
         """
         shared = self.resources
-        if not shared.is_started or not self._history.builder.is_open:
+        if not shared.is_started or not self.history.builder.is_open:
             raise LifecycleError(f"episode {self.id!r} cannot be forked before it has a prompt; call `prepare` first")
         if agent is not None and messages is None:
             raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
         number = len(shared.forks) + 1
         other = copy.copy(self)
         other.id, other.lifecycle, other._speakers = f"{shared.id}#{number}", Lifecycle(), {}
-        other._seed = derive_seed(self._seed, "fork", number)
-        other._history = self._history.fork(agent=agent, messages=messages, at=at)
+        other.seed = derive_seed(self.seed, "fork", number)
+        other.history = self.history.fork(agent=agent, messages=messages, at=at)
         if agent is None:
             other._tools = shared.fork_tools(other.id, above=self._tools, states=None if at is None else at.tools)
         if aside is not None:
             before = self.turns if agent is not None else other.turns
             if not before:
                 raise SchedulerError(f"episode {self.id!r}: an aside belongs to a turn, and there is none yet")
-            other._aside, other.aside_of, other._seed = aside, before[-1].index, aside.seed
+            other._aside, other.aside_of, other.seed = aside, before[-1].index, aside.seed
             if agent is None:
-                other._history.builder.rename(aside.label)
+                other.history.builder.rename(aside.label)
         if is_unanswered:
             other.turns[-1] = other.turns[-1].unanswered()
             other.lifecycle.move(RequestState.GENERATING)
-        shared.forks.append(Fork(other.id, other._history, other.lifecycle))
+        shared.forks.append(Fork(other.id, other.history, other.lifecycle))
         return other
 
     def wait(self, awaitable: Awaitable[_Result]) -> _Result:

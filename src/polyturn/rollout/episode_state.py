@@ -80,38 +80,34 @@ class EpisodeState:
         """The tools that prompts list in place of the task's; None for the task's."""
         self.aside_of = -1
         """The turn that an aside belongs to, by its index."""
+        self.seed = seed
+        """What every random choice in this conversation follows from."""
+        self.sampling = sampling or context.sampling
+        """How its turns are sampled, within the limits; `sample_as` changes it."""
+        self.stops: tuple[str, ...] = ()
+        """Texts with which a turn ends."""
         self._context = context
-        self._seed = seed
-        self._sampling = sampling or context.sampling
-        self._stops: tuple[str, ...] = ()
+        self._speakers: dict[str, Any] = {}
+        """The episodes that speak with the run's own model in this conversation, by the agent's name."""
         self._aside: Aside | None = None
         self._tools: ForkTools | None = None
         """Of a fork: its own tools; None where it has all in common with the episode."""
-        self._history = History(
+        self.history = History(
             context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
         )
+        """Its messages and tokens, for who runs it and watches it."""
         self.resources = Resources(context, task, id=id)
         """What it shares with its forks, for who runs it and watches it; a scheduler needs none of it."""
 
     @property
-    def history(self) -> History:
-        """Its messages and tokens, for who runs it and watches it."""
-        return self._history
-
-    @property
-    def seed(self) -> int:
-        """What every random choice in this conversation follows from."""
-        return self._seed
-
-    @property
     def turns(self) -> list[OpenTurn]:
         """The turns of this episode, and those that it had when it was forked."""
-        return self._history.turns
+        return self.history.turns
 
     @property
     def num_user_turns(self) -> int:
         """How many replies of the interaction this conversation has had."""
-        return self._history.num_user_turns
+        return self.history.num_user_turns
 
     @property
     def elapsed_s(self) -> float:
@@ -121,17 +117,17 @@ class EpisodeState:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far, as the model is shown it."""
-        return self._history.messages
+        return self.history.messages
 
     @property
     def prompt(self) -> tuple[Message, ...]:
         """What the model is shown first: the task's prompt, unless a plug-in changed it."""
-        return self._history.prompt or self.task.prompt
+        return self.history.prompt or self.task.prompt
 
     @property
     def agent(self) -> str:
         """Whose history this is."""
-        return self._history.builder.agent
+        return self.history.builder.agent
 
     @property
     def has_partner(self) -> bool:
@@ -149,19 +145,9 @@ class EpisodeState:
         return self._context.codec
 
     @property
-    def sampling(self) -> SamplingParams:
-        """How its turns are sampled, within the limits."""
-        return self._sampling
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts with which a turn ends."""
-        return self._stops
-
-    @property
     def context_ids(self) -> Ids:
         """[T] the ids that the model has been shown and has written so far, read-only."""
-        return self._history.context
+        return self.history.context
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
@@ -172,9 +158,9 @@ class EpisodeState:
         self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
         """Return how many tokens the prompt of a history has, for policies with a budget; `tools` replace its own."""
-        typed = self._history.typed(messages)
+        typed = self.history.typed(messages)
         if tools is None:
-            return self._history.length_of(typed)
+            return self.history.length_of(typed)
         return len(self._context.encoder_listing(tools).start(typed))
 
     def next_request(self) -> tuple[GenerateRequest, StopReason]:
@@ -183,7 +169,7 @@ class EpisodeState:
         Raises:
             SchedulerError: a limit forbids another turn, as `prepare` would have said.
         """
-        history, sampling, number = self._history, self._sampling, len(self.turns)
+        history, sampling, number = self.history, self.sampling, len(self.turns)
         at = history.progress(elapsed_s=self.elapsed_s)
         budget = limit_rules.budget(self.limits, at, ceiling=sampling.max_tokens)
         if budget.tokens < 1 or (self.limits.max_turns is not None and number >= self.limits.max_turns):
@@ -194,7 +180,7 @@ class EpisodeState:
         asked = dataclasses.replace(
             sampling,
             max_tokens=budget.tokens,
-            seed=derive_seed(self._seed, number) if sampling.seed is None else sampling.seed,
+            seed=derive_seed(self.seed, number) if sampling.seed is None else sampling.seed,
             stop_token_ids=sampling.stop_token_ids or self.codec.stop_token_ids,
             banned_token_ids=sampling.banned_token_ids or self._context.media_token_ids,
         )

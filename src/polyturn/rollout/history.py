@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Floats, Ids, ids_array
-from polyturn.core.errors import LifecycleError, SchedulerError
+from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
@@ -97,10 +97,10 @@ class History(HistoryState):
             origin=Origin.MODEL,
         )
         codec = self._encoder.codec
-        if parsed.reasoning and not codec.has_reasoning_field:
+        if parsed.reasoning and not codec.template.has_reasoning_field:
+            # What the generation prompt opened stands in no completion, and a history that is rendered lacks it.
             opened = "" if text.lstrip().startswith("<think>") else codec.opened_reasoning
-            self._reasoned(message, opened + text)
-            self._happened("reasoned", message, opened + text)
+            self._happen(self._reasoned, message, opened + text)
         return message
 
     # What happens in it. None of these encodes a message; each is an event.
@@ -110,21 +110,13 @@ class History(HistoryState):
         self._encoder = encoder
 
     def play_as(self, agent: str) -> None:
-        """Name its agent, before the prompt is shown.
-
-        Raises:
-            LifecycleError: the prompt is shown.
-        """
-        if self.builder.is_open:
-            raise LifecycleError("the prompt is shown; name the agent in `on_trajectory_start`")
-        self._named(agent)
-        self._happened("named", agent)
+        """Name its agent, before the prompt is shown."""
+        self._happen(self._named, agent)
 
     def extend_prompt(self, messages: Sequence[Message]) -> None:
         """Add messages to the prompt, before it is shown."""
         if messages:
-            self._set_prompt([*self._messages, *messages])
-            self._happened("prompt", list(self._messages))
+            self._happen(self._prompt, [*self._messages, *messages])
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
@@ -140,8 +132,7 @@ class History(HistoryState):
             return
         if messages and self._said is not None:
             raise SchedulerError(_BOTH)
-        self._answered(messages, "interaction" in turn.timings)
-        self._happened("answered", messages, "interaction" in turn.timings)
+        self._happen(self._answered, messages, "interaction" in turn.timings)
 
     def rewrite(self, messages: Sequence[Message], *, goes_on: bool = False) -> None:
         """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
@@ -165,17 +156,15 @@ class History(HistoryState):
                 raise SchedulerError(_BOTH)
             said = messages[-1].text
             addition = self._encoder.continuation((said, messages[-1].origin or Origin.ENVIRONMENT))
-            self._edit(messages, said=said, addition=addition)
+            self._happen(self._edited, list(messages), (), said, addition)
         elif self.builder.is_open:
-            self._edit(messages, waiting=self._waiting)
+            self._happen(self._edited, list(messages), self._waiting, None, NO_IDS)
         else:
-            self._set_prompt(messages)
-            self._happened("prompt", list(messages))
+            self._happen(self._prompt, list(messages))
 
     def show_ids(self, ids: Ids) -> None:
         """Let `ids` be the whole next prompt, whatever the messages say."""
-        self._given(ids_array(ids))
-        self._happened("given", ids_array(ids))
+        self._happen(self._given, ids_array(ids))
 
     def go_on(self, addition: str | Sequence[int] | Ids, *, keep: str | int | None, is_trusted: bool) -> int:
         """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`.
@@ -206,13 +195,12 @@ class History(HistoryState):
             text = kept.rest + codec.decode(added)
         said = turn.said_before + kept.text
         own, whole = self.read(said, turn=turn.index), self.read(said + text, turn=turn.index)
-        dropped = self._continued(kept.num_tokens, kept.text, text, ids, own, whole)
-        self._happened("continued", kept.num_tokens, kept.text, text, ids, own, whole)
-        return dropped
+        return self._happen(self._continued, kept.num_tokens, kept.text, text, ids, own, whole)
 
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token."""
-        values = weights_of(turn, weights)
+        values = np.asarray(weights, np.float32)
+        values = values if values.ndim else np.full(turn.num_tokens, values, np.float32)
         self.builder.reweigh(turn.sampled_spans, values)
         self._happened("weighed", turn.index, values)
 
@@ -232,8 +220,9 @@ class History(HistoryState):
         )
         if shorter is None:
             return False
+        # Counted before the edit: what the environment added is as many tokens, however little of it is shown again.
         num_new = self.next_prompt().num_new
-        self._edit(shorter)
+        self._happen(self._edited, shorter, (), None, NO_IDS)
         self.show(self.next_prompt()._replace(num_new=num_new))
         return True
 
@@ -246,6 +235,7 @@ class History(HistoryState):
     ) -> History:
         """Return a second history that goes on from here, or from `at`; with `agent`, one that begins with `messages`."""
         given = None if messages is None else self.typed(messages)
+        # `_written` stays shared: a message that a fork shows again is told by its identity, whoever wrote it.
         other = copy.copy(self)
         other.events, other.num_cut = None, 0
         other.builder = self.builder.fork(agent=agent, at=None if at is None else at.place)
@@ -253,8 +243,9 @@ class History(HistoryState):
             other.turns, other._written, other._next, other._last_id, other._rejoins = [], [], Append(), None, False
             other.is_canonical = not self._renders_history
             other._response_tokens, other.num_user_turns, other._has_user_reply = 0, 0, False
-            other._set_prompt(given or ())
+            other._prompt(given or ())
         elif at is not None:
+            # A place further back, where another branch may have appended: hence `_rejoins`.
             other._messages, other.turns = at.messages[: at.num_messages], self.turns[: at.num_turns]
             other._openai = to_openai(other._messages)
             other._next, other._has_user_reply, other._rejoins = Append(), False, True
@@ -265,17 +256,6 @@ class History(HistoryState):
         if agent is None and given is not None:
             other._edited(given, (), None, NO_IDS)
         return other
-
-    def _edit(
-        self,
-        messages: Sequence[Message],
-        *,
-        waiting: tuple[Message, ...] = (),
-        said: str | None = None,
-        addition: Ids = NO_IDS,
-    ) -> None:
-        self._edited(messages, waiting, said, addition)
-        self._happened("edited", list(messages), waiting, said, addition)
 
     # Its events, once more.
 
@@ -307,9 +287,9 @@ class History(HistoryState):
         )
         self.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
 
-    def _weighed(self, index: int, weights: ArrayLike) -> None:
+    def _weighed(self, index: int, weights: Floats) -> None:
         turn = next(turn for turn in self.turns if turn.index == index)
-        self.builder.reweigh(turn.sampled_spans, weights_of(turn, weights))
+        self.builder.reweigh(turn.sampled_spans, weights)
 
 
 _BOTH = "a step that lets the assistant message go on cannot answer it with messages as well"
@@ -317,7 +297,7 @@ _BOTH = "a step that lets the assistant message go on cannot answer it with mess
 _REPLAYED: dict[str, Callable[..., Any]] = {
     "named": HistoryState._named,
     "reasoned": HistoryState._reasoned,
-    "prompt": HistoryState._set_prompt,
+    "prompt": HistoryState._prompt,
     "shown": History._shown,
     "sampled": History._resampled,
     "answered": HistoryState._answered,
@@ -326,9 +306,3 @@ _REPLAYED: dict[str, Callable[..., Any]] = {
     "continued": HistoryState._continued,
     "weighed": History._weighed,
 }
-
-
-def weights_of(turn: OpenTurn, weights: ArrayLike) -> Floats:
-    """Return the loss weights of a turn's sampled tokens: `weights`, one for all of them or one per token."""
-    values = np.asarray(weights, np.float32)
-    return values if values.ndim else np.full(turn.num_tokens, values, np.float32)

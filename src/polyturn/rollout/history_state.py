@@ -19,8 +19,8 @@ and the messages that came of it:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.delta import DeltaEncoder
 
 NO_IDS = ids_array([])
+_Result = TypeVar("_Result")
 
 
 class Append(NamedTuple):
@@ -139,7 +140,7 @@ class HistoryState:
         """Whether the last answer came from the interaction."""
         self._response_tokens = 0
         """Tokens after the first prompt, sampled and observed."""
-        self._set_prompt(messages)
+        self._prompt(messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -176,6 +177,12 @@ class HistoryState:
         if self.events is not None:
             self.events.append(event)
 
+    def _happen(self, change: Callable[..., _Result], *values: Any) -> _Result:
+        """Change the history by one of the methods below, and keep that as an event of the method's name."""
+        result = change(*values)
+        self._happened(change.__name__.removeprefix("_"), *values)
+        return result
+
     @property
     def _waiting(self) -> tuple[Message, ...]:
         """The messages that wait to be shown."""
@@ -186,18 +193,6 @@ class HistoryState:
         """What the assistant message that goes on says already; None where the next turn opens one."""
         last = self._next.last if isinstance(self._next, Render) else self._next
         return last.said if isinstance(last, Continue) else None
-
-    def _named(self, agent: str) -> None:
-        self.builder.agent = agent
-
-    def _reasoned(self, message: Message, text: str) -> None:
-        self._written.append((message, text))
-
-    def _set_prompt(self, messages: Sequence[Message]) -> None:
-        self._messages, self._openai = list(messages), to_openai(messages)
-        self.num_prompt = len(self._messages)
-        """How many leading messages are the prompt, which no context policy leaves out."""
-        self._next = Append(self._waiting)
 
     # The way of a turn.
 
@@ -231,6 +226,7 @@ class HistoryState:
             ids = np.concatenate([ids, edit.last.addition])
         if not self.builder.is_open:
             return Prompt(ids, True, 0, len(ids), media)
+        # From here on: what is new is counted as if it were appended, so that limits mean the same however it is rendered.
         held = self.context
         if self.builder.continues(ids, media=media):
             return Prompt(ids, True, len(ids) - len(held), len(ids), media)
@@ -238,6 +234,7 @@ class HistoryState:
             added = extend() if waiting else NO_IDS
         except TemplateError:  # this template cannot be added to
             return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids), media)
+        # The same text in other tokens than were sampled: the sampled ones stay, and the segment with them.
         if edit is None and self._spells(kept := np.concatenate([held, added]), ids):
             ids = kept
         return Prompt(ids, True, len(added), len(ids), media)
@@ -257,7 +254,7 @@ class HistoryState:
             self.prompt, self.prompt_tokens = self.messages, prompt.length
         if prompt.is_whole:
             ref = builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
-        elif self._rejoins:
+        elif self._rejoins:  # whole, so that the builder looks for a segment that goes on like this, or opens one
             whole = np.concatenate([builder.context, prompt.ids])
             ref = builder.rewrite(whole, turn=turn, media=(*builder.media, *prompt.media))
         elif len(prompt.ids) or waiting:
@@ -285,7 +282,7 @@ class HistoryState:
             cut_by: The limit that gave the completion its budget.
         """
         completion, said = ended.completion, self._said
-        if said is not None:
+        if said is not None:  # the message that went on is replaced by the whole of it
             self._messages.pop()
             self._openai.pop()
         self._messages.append(message)
@@ -315,6 +312,8 @@ class HistoryState:
             self._happened("sampled", message, text, spans, *figures, *ends, completion.routed_experts)
         return turn
 
+    # Changes, each an event: to replay one is to call its method with the same values.
+
     def _answered(self, messages: Sequence[Message], is_user: bool) -> None:
         if not isinstance(self._next, Continue):
             self._next = self._next._replace(messages=tuple(messages))
@@ -325,6 +324,18 @@ class HistoryState:
         self._messages, self._openai = list(messages), to_openai(messages)
         self._next = Render(tuple(waiting), None if said is None else Continue(said, addition))
         self.is_canonical = False
+
+    def _named(self, agent: str) -> None:
+        self.builder.agent = agent
+
+    def _reasoned(self, message: Message, text: str) -> None:
+        self._written.append((message, text))
+
+    def _prompt(self, messages: Sequence[Message]) -> None:
+        self._messages, self._openai = list(messages), to_openai(messages)
+        self.num_prompt = len(self._messages)
+        """How many leading messages are the prompt, which no context policy leaves out."""
+        self._next = Append(self._waiting)
 
     def _given(self, ids: Ids) -> None:
         self._next, self.is_canonical = Given(ids), False

@@ -42,7 +42,7 @@ class InteractionReply:
 class LoadedInteraction:
     """An interaction of a run: what it can do, looked at once, and what its episodes share."""
 
-    __slots__ = ("_asks_person", "bounded", "interaction", "live_ids", "name", "seam", "sees_scene", "timeout_s")
+    __slots__ = ("asks_person", "bounded", "interaction", "live_ids", "name", "seam", "sees_scene", "timeout_s")
 
     def __init__(self, interaction: Interaction, name: str, *, timeout_s: float) -> None:
         """Look at it.
@@ -60,26 +60,21 @@ class LoadedInteraction:
         self.live_ids: set[str] = set()
         self.sees_scene = interaction if isinstance(interaction, SeesConversation) else None
         """Itself, if it is told the scene."""
-        self._asks_person = interaction if isinstance(interaction, AsksPerson) else None
-
-    @property
-    def asks_person(self) -> bool:
+        self.asks_person = isinstance(interaction, AsksPerson) and bool(interaction.asks_person)
         """Whether it is a person who answers."""
-        return self._asks_person is not None and bool(self._asks_person.asks_person)
 
 
 class InteractionSession:
     """An interaction, for the length of one episode."""
 
-    def __init__(self, host: LoadedInteraction, ref: InteractionRef) -> None:
+    def __init__(self, loaded: LoadedInteraction, ref: InteractionRef) -> None:
         """Let one episode use it; nothing is called before `start`.
 
         Args:
-            host: The interaction.
+            loaded: The interaction.
             ref: What the episode's row says to it.
         """
-        self._host, self._interaction = host, host.interaction
-        self._ref = ref
+        self.loaded, self._interaction, self._ref = loaded, loaded.interaction, ref
         self._id: str | None = None
         self._half_started: str | None = None
         """The id of a start that failed or was cancelled, maybe after it took something: its own, if it had said one."""
@@ -88,16 +83,6 @@ class InteractionSession:
     def name(self) -> str:
         """The interaction's name."""
         return self._ref.name
-
-    @property
-    def asks_person(self) -> bool:
-        """Whether it is a person who answers."""
-        return self._host.asks_person
-
-    @property
-    def seam(self) -> SnapshotHooks:
-        """How it survives a restart."""
-        return self._host.seam
 
     async def start(self, episode_id: str) -> None:
         """Call `start_interaction`; the id that it returns is used from then on.
@@ -112,23 +97,23 @@ class InteractionSession:
 
         async def start_interaction() -> None:
             nonlocal chosen  # at once: a cancellation may come before whoever waits for it is told
-            returned = await self._host.bounded.call(start)
+            returned = await self.loaded.bounded.call(start)
             chosen = episode_id if returned is None else str(returned)
 
         try:
             await self._call(start_interaction)
         except BaseException:
-            is_free = chosen is not None and chosen not in self._host.live_ids
+            is_free = chosen is not None and chosen not in self.loaded.live_ids
             self._half_started = chosen if is_free else episode_id
             raise
         assert chosen is not None
-        if chosen in self._host.live_ids:
+        if chosen in self.loaded.live_ids:
             raise InteractionError(
                 f"interaction {self.name!r}: start_interaction returned the id {chosen!r}, which another live episode "
                 "uses; return the id you were given, or a new one"
             )
         self._id = chosen
-        self._host.live_ids.add(chosen)
+        self.loaded.live_ids.add(chosen)
 
     async def reply(self, messages: list[dict[str, Any]], scene: ConversationView | None = None) -> InteractionReply:
         """Call `generate_response` on the conversation so far, or `respond` where there is one; return its answer, checked.
@@ -136,7 +121,7 @@ class InteractionSession:
         Raises:
             InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata).
         """
-        partner, kwargs = self._host.sees_scene, self._ref.kwargs
+        partner, kwargs = self.loaded.sees_scene, self._ref.kwargs
         if partner is not None:
             limit_s = partner.reply_timeout_s
             answer = await self._call(partner.respond, scene, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
@@ -174,7 +159,8 @@ class InteractionSession:
         Raises:
             InteractionError: its `snapshot` raised or was late.
         """
-        return None if self.seam.snapshot is None else await self._call(self.seam.snapshot, self._live())
+        snapshot = self.loaded.seam.snapshot
+        return None if snapshot is None else await self._call(snapshot, self._live())
 
     async def restore(self, state: Any) -> None:
         """Let the interaction, started again, take up `state`.
@@ -182,8 +168,8 @@ class InteractionSession:
         Raises:
             InteractionError: its `restore` raised or was late.
         """
-        if self.seam.restore is not None:
-            await self._call(self.seam.restore, self._live(), state)
+        if self.loaded.seam.restore is not None:
+            await self._call(self.loaded.seam.restore, self._live(), state)
 
     async def close(self) -> str | None:
         """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything.
@@ -203,7 +189,7 @@ class InteractionSession:
             logger.warning("%s", problem)
             return str(problem)
         finally:
-            self._host.live_ids.discard(instance_id)
+            self.loaded.live_ids.discard(instance_id)
         return None
 
     def _content(self, content: Any) -> str | tuple[Mapping[str, Any], ...]:
@@ -226,10 +212,10 @@ class InteractionSession:
         self, method: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, limit_s: float | None = None
     ) -> Any:
         """Call an author's method with a deadline, `limit_s` or the usual one; a plain one runs in a thread."""
-        limit_s = self._host.timeout_s if limit_s is None else limit_s
+        limit_s = self.loaded.timeout_s if limit_s is None else limit_s
         is_owed = method.__name__ == "finalize_interaction"
-        bounded = self._host.bounded
-        if not is_owed:
+        bounded = self.loaded.bounded
+        if not is_owed:  # the end of what was started is due, however many calls are left behind
             bounded.check_abandoned(f"the interaction {self.name!r}")
         try:
             return await bounded.run(functools.partial(method, *args, **kwargs or {}), timeout_s=limit_s, is_owed=is_owed)

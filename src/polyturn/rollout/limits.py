@@ -101,6 +101,7 @@ def reached(limits: Limits, at: EpisodeProgress) -> StopReason | None:
         return StopReason.TIMEOUT
     if limits.max_turns is not None and at.turns >= limits.max_turns:
         return StopReason.MAX_TURNS
+    # `>`: the reply that waits to be shown is counted already, and only the one behind the last allowed is refused.
     if limits.max_user_turns is not None and at.has_user_reply and at.user_turns > limits.max_user_turns:
         return StopReason.MAX_TURNS
     if limits.max_tokens is not None and at.response_tokens >= limits.max_tokens:
@@ -123,6 +124,7 @@ def budget(limits: Limits, at: EpisodeProgress, *, ceiling: int) -> Budget:
         at: Where the episode is.
         ceiling: The sampling parameters' own max_tokens.
     """
+    # Of equal budgets the first one counts: a cut at the turn's own length is LENGTH, whatever else ends there.
     options = [Budget(ceiling, StopReason.LENGTH)]
     if limits.max_tokens_per_turn is not None:
         options.append(Budget(limits.max_tokens_per_turn, StopReason.LENGTH))

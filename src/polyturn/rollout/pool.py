@@ -120,6 +120,7 @@ class RolloutPool:
             trajectories=tuple(m.result() for m in members),
             baseline=None if one_more is None else one_more.result(),
         )
+        # A group that was cut off has failed for no reason of the run's.
         if live is None or not live.is_cut:
             self.failures.count(group)
         if self._on_group is not None:

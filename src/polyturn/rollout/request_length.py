@@ -59,7 +59,7 @@ async def check_text(
     num_chars, limit = sum(map(len, texts)), limits.max_context
     if num_chars <= LONG_CHARS or limit is None:
         return
-    if num_chars > limit * codec.longest_token:
+    if num_chars > limit * codec.longest_token:  # whatever its tokens are, so that nobody counts megabytes
         raise TooLongError(f"the messages have {num_chars} characters, more than a context of {limit} tokens holds")
     counts = await asyncio.to_thread(codec.count, texts)
     if limits.context_policy is ContextPolicy.STOP and sum(counts) > limit:

@@ -72,7 +72,8 @@ class Resources:
         self.began = time.monotonic()
         """Moved back by the seconds that an earlier process spent."""
         self._context = context
-        self._tools = context.tools.session(id)
+        self.tools = context.tools.session(id)
+        """The episode's own; a fork may have a `ForkTools` in their place."""
         self.interaction = context.partner_for(task)
         """Whom the row names to answer; None if it names nobody."""
         self._has_partners = True
@@ -99,7 +100,7 @@ class Resources:
         self.is_started = True
         if not self._has_partners:
             return ()
-        said = await self._tools.start(self.task)
+        said = await self.tools.start(self.task)
         if self.interaction is not None:
             await self.interaction.start(self.id)
         return as_messages(said)
@@ -107,8 +108,8 @@ class Resources:
     @property
     def why_not(self) -> str | None:
         """Why a conversation with these tools and this interaction cannot go on after a restart; None where it can."""
-        hooks = [self._context.tools.seams[name] for name in self._tools.names]
-        hooks += [] if self.interaction is None else [self.interaction.seam]
+        hooks = [self._context.tools.seams[name] for name in self.tools.names]
+        hooks += [] if self.interaction is None else [self.interaction.loaded.seam]
         return next((one.why_not for one in hooks if one.why_not is not None), None)
 
     async def snapshot(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Resources:
         Raises:
             SnapshotError: one of them raised or was late.
         """
-        tools = await self._tools.snapshot()
+        tools = await self.tools.snapshot()
         try:
             return {"tools": tools, "partner": None if self.interaction is None else await self.interaction.snapshot()}
         except InteractionError as problem:
@@ -130,16 +131,18 @@ class Resources:
             PolyturnError: one of them raised or was late.
         """
         await self.start()
-        await self._tools.restore(state["tools"])
+        await self.tools.restore(state["tools"])
         if self.interaction is not None:
             await self.interaction.restore(state["partner"])
 
     async def close(self) -> list[str]:
         """Release the tools, finalize the interaction, free the engine's sessions; return what went wrong."""
+        # First the ways in, so that no thread of a scheduler's begins anything while it is released; then forks before what
+        # they were forked from, because they may use its tools.
         self.bridge.close()
         self.on_turn = None
         problems = [problem for tools in self._fork_tools for problem in await tools.close()]
-        problems += [str(p) for p in await self._tools.close()]
+        problems += [str(p) for p in await self.tools.close()]
         if self.interaction is not None and (problem := await self.interaction.close()) is not None:
             problems.append(problem)
         return problems + await self._end_sessions()
@@ -154,9 +157,9 @@ class Resources:
             above: The tools of the fork that it is a fork of.
             states: What the tools kept where it goes on; None is what they keep when it first calls one.
         """
-        if not self._tools.has_states:
+        if not self.tools.has_states:
             return None
-        made = ForkTools(above or self._tools, id=id, states=states)
+        made = ForkTools(above or self.tools, id=id, states=states)
         self._fork_tools.append(made)
         return made
 
@@ -166,17 +169,9 @@ class Resources:
         Raises:
             SnapshotError: a tool's `snapshot` raised, was late, or returned what cannot be copied.
         """
-        if not self._tools.has_states:
+        if not self.tools.has_states:
             return None
-        return copied(await (self._tools.snapshot() if own is None else own.states()))
-
-    async def tools_of(self, own: ForkTools | None) -> ToolSession:
-        """Return the tools of the episode, or a fork's `own`, begun.
-
-        Raises:
-            ToolStartError, SnapshotError: one of a fork cannot be begun again where it stood.
-        """
-        return self._tools if own is None else await own.session()
+        return copied(await (self.tools.snapshot() if own is None else own.states()))
 
     async def score_last(self, turns: Sequence[OpenTurn]) -> None:
         """Ask the interaction for the score of a final turn that no reply scored."""
@@ -184,10 +179,6 @@ class Resources:
             score = await self.interaction.final_score()
             if score is not None:
                 turns[-1].scores["interaction"] = score
-
-    async def tool_rewards(self) -> dict[str, float | None]:
-        """Return each tool's `calc_reward`."""
-        return await self._tools.finish()
 
     # The engine.
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -54,13 +53,6 @@ CANCELLED_S = 3.0
 """How long an episode that is cancelled waits for all of its releases; those that take longer go on by themselves."""
 
 
-class _Driven(NamedTuple):
-    """What came of an episode, before its reward."""
-
-    trajectory: Trajectory
-    tool_rewards: Mapping[str, float | None]
-
-
 async def run_episode(
     context: RolloutContext,
     task: Task,
@@ -97,15 +89,17 @@ async def run_episode(
         episode = await _resumed(journal, make, scheduler)
     is_resumed = episode is not None
     if episode is None:
+        # Another copy: the scheduler of a restore that failed may hold half a state.
         episode, scheduler = make(), context.scheduler_for_episode()
     if journal is not None:
         journal.attach(episode, scheduler)
     if on_start is not None:
         on_start(episode)
     try:
-        with context.rewarder.running.one(), _watched(context, id):
-            driven = await _drive(context, episode, scheduler, journal, is_resumed=is_resumed)
-            trajectory = _with_blocks(context, await _score(context, episode, driven))
+        watchdog = context.watchdog
+        with context.rewarder.running.one(), nullcontext() if watchdog is None else watchdog.watching(id):
+            trajectory, tool_rewards = await _drive(context, episode, scheduler, journal, is_resumed=is_resumed)
+            trajectory = _with_blocks(context, await _score(context, episode, trajectory, tool_rewards))
         if journal is not None:
             await journal.end(trajectory)
     except BaseException as problem:
@@ -161,6 +155,7 @@ async def close_episode(episode: Episode, scheduler: Scheduler) -> list[str]:
     """
 
     async def close() -> list[str]:
+        # The scheduler first: it may still use the tools, and a failure of it must not keep them from being released.
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await episode.call(scheduler, scheduler.on_trajectory_end, episode)
@@ -199,8 +194,8 @@ async def _drive(
     journal: EpisodeJournal | None,
     *,
     is_resumed: bool,
-) -> _Driven:
-    """Let the scheduler drive the episode to its end, and release everything."""
+) -> tuple[Trajectory, Mapping[str, float | None]]:
+    """Let the scheduler drive the episode to its end, and release everything; return its record and the tools' rewards."""
     resources, stop = episode.resources, None if journal is None else journal.stop
     tool_rewards: dict[str, float | None] = {}
     extra: dict[str, float] = {}
@@ -217,7 +212,7 @@ async def _drive(
             if not isinstance(stop, StopReason):
                 raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
         except TimeoutError:
-            if not timeout.expired():
+            if not timeout.expired():  # a plug-in's own time-out, no limit of the episode
                 raise
             stop = StopReason.TIMEOUT
         if not stop.is_failure:
@@ -226,9 +221,10 @@ async def _drive(
             _check_scores(resources.turns)
             extra.update(_check_tokens(context, episode))
             episode.lifecycle.move(RequestState.SCORING)
+            # Where forks alone have turns, as in a tree, the last one of them all is the final turn.
             await resources.score_last(episode.turns or resources.turns)
-            tool_rewards = await resources.tool_rewards()
-    except BROKEN:
+            tool_rewards = await resources.tools.finish()
+    except BROKEN:  # of the same tree, and the run's end rather than the trajectory's
         raise
     except PolyturnError as problem:
         stop, error = StopReason.ERROR, _told(context, episode.id, problem)
@@ -236,16 +232,18 @@ async def _drive(
         problems = await close_episode(episode, scheduler)
     if problems:
         extra["close_errors"] = float(len(problems))
-    return _Driven(trajectory_of(episode, stop, error=error, extra=extra), tool_rewards)
+    return trajectory_of(episode, stop, error=error, extra=extra), tool_rewards
 
 
-async def _score(context: RolloutContext, episode: Episode, driven: _Driven) -> Trajectory:
+async def _score(
+    context: RolloutContext, episode: Episode, trajectory: Trajectory, tool_rewards: Mapping[str, float | None]
+) -> Trajectory:
     """Return the trajectory with its reward; one whose reward fails has failed."""
-    trajectory, given = driven.trajectory, episode.given_reward
     if not trajectory.stop_reason.is_failure:
         try:
+            given = episode.given_reward
             outcome = None if given is None else (given.score, given.info)
-            reward = await context.rewarder.score(trajectory, driven.tool_rewards, outcome=outcome)
+            reward = await context.rewarder.score(trajectory, tool_rewards, outcome=outcome)
             trajectory = dataclasses.replace(trajectory, reward=reward)
         except BROKEN:
             raise
@@ -345,19 +343,6 @@ def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]
             context.warn_of(one, where=episode.id)
             metrics[f"sanity_{one.kind}"] = metrics.get(f"sanity_{one.kind}", 0.0) + 1.0
     return metrics
-
-
-@contextmanager
-def _watched(context: RolloutContext, episode_id: str) -> Iterator[None]:
-    """Watch the event loop while the episode lives, if the run does: its task has the episode's name."""
-    if context.watchdog is None:
-        yield
-        return
-    task = asyncio.current_task()
-    if task is not None:
-        task.set_name(episode_id)
-    with context.watchdog.watching():
-        yield
 
 
 def _with_blocks(context: RolloutContext, trajectory: Trajectory) -> Trajectory:

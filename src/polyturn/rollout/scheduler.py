@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import NATIVE_AGENTS, Task
-from polyturn.rollout.calls import has_own_deadlines, keeps_deadlines
+from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import GivenReward, OpenTurn, Reply
 
@@ -98,6 +97,7 @@ class MultiTurnScheduler:
         Raises:
             PolyturnError: a plug-in failed.
         """
+        # First, so that no tool is called for a completion that a limit cut, or with which the episode ends.
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
         step = episode.guarded(self, self.step)
@@ -157,8 +157,7 @@ class MultiTurnScheduler:
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         for method, meaning in ((self.on_turn_end, StopReason.ENV_DONE), (self.check_finished, StopReason.STOP)):
-            is_default = has_own_deadlines(method) and not inspect.iscoroutinefunction(method)
-            answer = method(episode, turn) if is_default else await episode.call(self, method, episode, turn)
+            answer = await episode.call(self, method, episode, turn)
             if answer is None:
                 continue
             if isinstance(answer, StopReason):

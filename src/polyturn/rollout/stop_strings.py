@@ -44,6 +44,7 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
     while True:
         held = 0 if whole is None else len(whole.token_ids)
         size = min(PIECE, limit - held)
+        # A seed of its own for each piece: with the same one a piece would draw the numbers of the piece before again.
         sampling = dataclasses.replace(request.sampling, max_tokens=size, seed=None if seed is None else seed + held)
         prompt = request.prompt_ids if whole is None else np.concatenate([request.prompt_ids, whole.token_ids])
         name = f"{request.request_id}+{held}"
@@ -65,6 +66,7 @@ def find_stop(ids: Sequence[int], stops: Sequence[str], codec: Codec) -> tuple[i
     text = codec.decode(ids)
     if not any(stop in text for stop in stops):
         return None
+    # Bisected, because a text only grows with its ids: a string that is complete stays so.
     low, high = 1, len(ids)  # the fewest ids whose text holds a stop string
     while low < high:
         middle = (low + high) // 2
