@@ -179,7 +179,7 @@ def test_template_and_text_cannot_spell_a_control_token_together(body: str, text
     for words in (text, "x"):
         heard = Message(role="tool", content=words, tool_call_id="call00000", name=words)
         ids.append(codec.control_in(encoder.start([*said, heard])).tolist())
-        ids.append(codec.control_in(encoder.extend([heard], last_id=codec.turn_end, history=said)).tolist())
+        ids.append(codec.control_in(encoder.extend([heard], last_id=codec.turn_ends.past[0], history=said)).tolist())
     assert ids[:2] == ids[2:]
 
 

@@ -150,7 +150,7 @@ class _Step:
         counts = [len(weighted[i]) for i in rows]
         input_ids, flat_S, read = self._rows(planned)
         taken = {f"{name}_S": self._take(name, rows) for name in self.arrays}
-        if planned.is_padding:
+        if planned.is_padding:  # it only keeps a rank in step, and its gradient must be 0
             taken["loss_coef_S"] = torch.zeros_like(taken["loss_coef_S"])
         temperature_S = np.repeat([self.samples[i].temperature for i in rows], counts)
         targets_S = np.concatenate([self.samples[i].token_ids[weighted[i]] for i in rows])

@@ -171,7 +171,7 @@ def _cut_packed(
         if taken and (tokens + own > settings.max_tokens_per_batch or targets + counts[i] > max_targets):
             close()
             taken, tokens, targets = [], 0, 0
-        if not taken:
+        if not taken:  # the first of a micro-batch has nobody to share with
             own, common = lengths[i], 0
         taken.append((i, common))
         tokens, targets = tokens + own, targets + counts[i]
@@ -229,6 +229,7 @@ def _spread(batches: Sequence[PlannedBatch], lengths: Sequence[int], num_ranks: 
     """Deal micro-batches out, each to the rank that has least to do and still has room, the costliest first."""
     if num_ranks == 1 or not batches:
         return (tuple(batches), *((),) * (num_ranks - 1))
+    # Equally many for each, because a rank with one more would wait in a collective that nobody else enters.
     room = -(-len(batches) // num_ranks)
     shares: list[list[PlannedBatch]] = [[] for _ in range(num_ranks)]
     for batch in sorted(batches, key=lambda b: -b.cost):

@@ -37,7 +37,7 @@ def to_samples(group: TrajectoryGroup, *, temperature: float, loss_scale: LossSc
             versions=segment.versions,
             turn_scores=scores_of_turns(trajectory),
             reward=trajectory.reward.of(segment.agent) if trajectory.reward is not None else 0.0,
-            temperature=temperature or 1.0,
+            temperature=temperature or 1.0,  # engines report greedy logprobs at 1
             media=segment.media,
             routed_experts=segment.routed_experts,
         )

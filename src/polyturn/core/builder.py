@@ -158,7 +158,7 @@ class TrajectoryBuilder:
         segment = self._segments[here.segment]
         segment.pinned = max(segment.pinned, here.length)
         other = TrajectoryBuilder(agent=agent or self.agent)
-        other._segments = self._segments
+        other._segments = self._segments  # the list itself: what either appends, both may go on from
         if agent is None:
             other._current, other._length, other._num_media = here
         else:
@@ -213,6 +213,7 @@ class TrajectoryBuilder:
                 )
             )
         if (routes := completion.routed_experts) is not None:
+            # The last token was never fed, so the routes end with the one before it.
             self._segments[self._current].route(routes, first=self._length - 1 - len(routes))
         return tuple(refs)
 
@@ -230,7 +231,7 @@ class TrajectoryBuilder:
             The span that was added; None when `ids` is exactly the segment so far.
         """
         new = ids_array(ids)
-        best = -1
+        best = -1  # the longest that fits, so that as few sampled tokens as possible are replayed as prompt
         for index, segment in enumerate(self._segments):
             is_longest = segment.agent == self.agent and (best < 0 or segment.length > self._segments[best].length)
             if is_longest and self._continues(segment, new) and segment.media == list(media[: len(segment.media)]):

@@ -6,7 +6,8 @@ import sysconfig
 from pathlib import Path
 from types import FrameType
 
-OURS = str(Path(__file__).resolve().parents[1]) + "/"
+OURS = str(Path(__file__).parents[1]) + "/"
+"""Not resolved: code is named by the path that it was imported by, through whatever links."""
 PACKAGES = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib")})
 STDLIB = sysconfig.get_path("stdlib") + "/"
 

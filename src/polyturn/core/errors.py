@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 
+from polyturn.core.code_origin import is_an_authors
 from polyturn.core.hiding import scrubbed
 from polyturn.core.printable import printable
 
@@ -153,7 +153,7 @@ def raised_at(error: BaseException) -> str:
         chain.append(at)
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
     for one in reversed(chain):
-        frames = [f for f in traceback.extract_tb(one.__traceback__) if not f.filename.startswith(_NOT_OF_USERS)]
+        frames = [f for f in traceback.extract_tb(one.__traceback__) if is_an_authors(f.filename)]
         if frames:
             return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
     return ""
@@ -168,14 +168,6 @@ def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
         raise
     except Exception as problem:
         raise error(f"{what} raised {one_line(problem)}{raised_at(problem)}") from problem
-
-
-_NOT_OF_USERS = (
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<",
-)
-"""How the paths of files begin that are no plug-in's; "<" is code without a file."""
 
 
 MAX_LINE = 10_000

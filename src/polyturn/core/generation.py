@@ -73,7 +73,7 @@ class SamplingParams(Sampling):
     def __post_init__(self) -> None:
         if not (isinstance(self.max_tokens, Integral) and self.max_tokens >= 1):
             raise ConfigError(f"max_tokens is {self.max_tokens}; a completion needs a whole number of tokens, at least 1")
-        Sampling.__post_init__(self)
+        Sampling.__post_init__(self)  # by name: in a dataclass with slots, `super()` finds another class
 
     @classmethod
     def of(cls, sampling: Sampling, *, max_tokens: int = 256) -> SamplingParams:

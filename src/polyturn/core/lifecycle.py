@@ -127,6 +127,6 @@ def suspended() -> Iterator[None]:
     lifecycle = _generating.get()
     if lifecycle is not None:
         lifecycle.move(RequestState.SUSPENDED)
-    yield
+    yield  # no `finally`: what fails or is cancelled while it waits ends from SUSPENDED
     if lifecycle is not None:
         lifecycle.move(RequestState.GENERATING)

@@ -81,6 +81,7 @@ def not_own_time(method: Callable[_Args, Awaitable[_Result]]) -> Callable[_Args,
 
     @functools.wraps(method)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Awaitable[_Result]:
+        # Our own code runs under no author's clock, and pays for none.
         return timed(*args, **kwargs) if _RUNNING.get() else method(*args, **kwargs)
 
     return call

@@ -104,7 +104,9 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
             )
     for name, call in shape.calls.items():
         if name in own:
-            _check_call(cls, name, call, prefix=prefix)
+            # `self` is an argument of what is not bound yet; a static method, or one of the class, has none.
+            unbound = (None,) if inspect.isfunction(inspect.getattr_static(cls, name)) else ()
+            _check_call(getattr(cls, name), call, *unbound, where=f"{prefix}{cls.__name__}.{name}")
 
 
 def check_function(function: Any, call: CallShape, *, where: str) -> None:
@@ -120,17 +122,7 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
     """
     if not callable(function) or isinstance(function, type):
         raise ConfigError(f"{where} is {shown(function)}, which is no function; write `{call.write}`")
-    refuse_generator(function, where=where)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # nobody knows
-    try:
-        signature.bind(*[None] * call.num, **dict.fromkeys(call.names))
-    except TypeError as problem:
-        raise ConfigError(
-            f"{where} takes {_shown(signature)} and cannot be called as it is ({problem}); write `{call.write}`"
-        ) from problem
+    _check_call(function, call, where=where)
 
 
 def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
@@ -143,24 +135,20 @@ def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
         raise ConfigError(f"{where} has `yield` in it, so that a call of it gives nothing; write `return`")
 
 
-def _check_call(cls: type, name: str, call: CallShape, *, prefix: str) -> None:
-    method: Callable[..., Any] = getattr(cls, name)
-    refuse_generator(method, where=f"{prefix}{cls.__name__}.{name}")
+def _check_call(function: Callable[..., Any], call: CallShape, *own: None, where: str) -> None:
+    refuse_generator(function, where=where)
     try:
-        signature = inspect.signature(method)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # nobody knows
-    is_bound = not inspect.isfunction(inspect.getattr_static(cls, name))
-    own = () if is_bound else (None,)
-    keywords = dict.fromkeys(call.names)
     try:
-        signature.bind(*own, *[None] * call.num, **keywords)
+        signature.bind(*own, *[None] * call.num, **dict.fromkeys(call.names))
     except TypeError as problem:
         if call.or_nothing and _binds(signature, *own):
             return
+        names = ", ".join(_STARS.get(p.kind, "") + p.name for p in signature.parameters.values())
         raise ConfigError(
-            f"{prefix}{cls.__name__}.{name} takes {_shown(signature)} and cannot be called as it is ({problem}); write "
-            f"`{call.write}`"
+            f"{where} takes ({names}) and cannot be called as it is ({problem}); write `{call.write}`"
         ) from problem
 
 
@@ -178,22 +166,15 @@ def _binds(signature: inspect.Signature, *args: Any) -> bool:
     return True
 
 
-def _shown(signature: inspect.Signature) -> str:
-    names = [_STARS.get(p.kind, "") + p.name for p in signature.parameters.values()]
-    return f"({', '.join(names)})"
-
-
 _STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def _defines(cls: type, name: str, shape: Shape) -> bool:
     """Return whether `cls` has the method from a class that is not among the bases; None in its place is no method."""
     owner = next((c for c in cls.__mro__ if name in vars(c)), None)
-    return owner is not None and owner not in shape.bases and vars(owner)[name] is not None and not _is_abstract(owner, name)
-
-
-def _is_abstract(owner: type, name: str) -> bool:
-    return bool(getattr(vars(owner)[name], "__isabstractmethod__", False))
+    if owner is None or owner in shape.bases or vars(owner)[name] is None:
+        return False
+    return not getattr(vars(owner)[name], "__isabstractmethod__", False)
 
 
 def _is_method(value: Any) -> bool:

@@ -38,11 +38,6 @@ class RouteShape(NamedTuple):
         """The smallest type that holds every expert and `no route`."""
         return np.uint8 if self.num_experts < 256 else np.uint16
 
-    @property
-    def bytes_per_token(self) -> int:
-        """What the routes of one token occupy."""
-        return self.num_layers * self.top_k * int(np.dtype(self.dtype).itemsize)
-
     def blank(self, *lead: int) -> Any:
         """Return [*lead, L, K] without a route."""
         return np.full((*lead, self.num_layers, self.top_k), np.iinfo(self.dtype).max, self.dtype)

@@ -33,35 +33,10 @@ _FORMATS = frozenset({"format", "format_map", "strftime_now"})
 _MAX_TERMS = 16
 _WIDE = re.compile(r"\d{5}|\*|\{[^}]*\{")
 _HARMLESS_METHODS = frozenset(
-    {
-        "capitalize",
-        "casefold",
-        "copy",
-        "count",
-        "endswith",
-        "find",
-        "get",
-        "index",
-        "isalnum",
-        "isalpha",
-        "isdigit",
-        "islower",
-    }
-    | {"isnumeric", "isspace", "isupper", "items", "keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix"}
-    | {
-        "rfind",
-        "rindex",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "startswith",
-        "strip",
-        "swapcase",
-        "title",
-    }
-    | {"upper", "values"}
+    {"capitalize", "casefold", "copy", "count", "endswith", "find", "get", "index", "isalnum", "isalpha", "isdigit"}
+    | {"islower", "isnumeric", "isspace", "isupper", "items", "keys", "lower", "lstrip", "partition", "removeprefix"}
+    | {"removesuffix", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip"}
+    | {"swapcase", "title", "upper", "values"}
 )
 _HARMLESS_FILTERS = frozenset(
     {"abs", "attr", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last"}

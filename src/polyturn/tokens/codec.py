@@ -106,11 +106,6 @@ class Codec:
         """How the template ends an assistant's turn: with text, with calls, at the end and in a history."""
         return find_turn_ends(self)
 
-    @property
-    def turn_end(self) -> int | None:
-        """The control token that a history has behind an assistant's text; None if the template writes none."""
-        return self.turn_ends.past[0] if self.turn_ends.past else None
-
     @functools.cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an assistant's turn: the template's, then the tokenizer's end-of-sequence token.
@@ -159,11 +154,6 @@ class Codec:
     def literals(self) -> frozenset[str]:
         """The strings in the template's code: what it compares roles, types and names with."""
         return frozenset(string_literals(self.chat_template or ""))
-
-    @property
-    def has_reasoning_field(self) -> bool:
-        """Whether the template shows reasoning that a message holds apart; else it is shown in the content, in its tags."""
-        return self.template.has_reasoning_field
 
     @functools.cached_property
     def opened_reasoning(self) -> str:

@@ -113,6 +113,7 @@ class DeltaEncoder:
                 add_generation_prompt=add_generation_prompt,
             )
 
+        # All members of a group begin with one prompt, which is encoded once.
         key = prompt_key(messages) if add_generation_prompt else None
         ids = None if key is None else self._prompts.get(key)
         if ids is None:
@@ -181,6 +182,7 @@ class DeltaEncoder:
             TemplateError, ConfigError, DataError: as `start`.
         """
         past = self._past(history)
+        # A frame holds for all contents, and so not where the template looks into this one.
         frame = None if self._is_read(new) else self._frame(new, past)
         if frame is None:
             ids = self._encode_rendered(new, past)
@@ -195,6 +197,7 @@ class DeltaEncoder:
         if last_id not in self.codec.stop_token_ids or not len(ids):
             return ids
         ends = self.codec.turn_ends
+        # White space may stand before the end token, and a history may end a turn with another one than the model did.
         for index, token in enumerate(ids.tolist()):
             if token == last_id:
                 return ids[index + 1 :]
@@ -230,6 +233,7 @@ class DeltaEncoder:
             TemplateError: the template cannot render the texts.
         """
         hiding, control_in = Hiding(self._rule, self.codec, written), self.codec.control_in
+        # Control texts alone are hidden first, so that all else merges with the template's text as in a full render.
         ids = hiding.encode(render(hiding.control), last_id=last_id)
         if control is None and not self._rule.may_spell_with_template(written):
             return ids

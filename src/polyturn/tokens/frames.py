@@ -8,6 +8,7 @@ trimmed, as JSON) is found the same way. Here are also the small functions on me
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -103,10 +104,8 @@ def _spellings(roles: set[str]) -> Iterator[dict[str, str]]:
     for spelling in SPELLINGS:
         yield dict.fromkeys(roles, spelling)
     if len(roles) == 2:
-        one, other = sorted(roles)
-        for a in SPELLINGS:
-            for b in SPELLINGS:
-                yield {one: a, other: b}
+        for pair in itertools.product(SPELLINGS, repeat=2):
+            yield dict(zip(sorted(roles), pair, strict=True))
 
 
 _TRIALS = (
@@ -135,7 +134,7 @@ def shape(new: Sequence[Message]) -> tuple[object, ...] | None:
         if not isinstance(m.content, str) or m.tool_calls or m.reasoning is not None or m.role not in ROLES:
             return None
         kind = _kind(m.content)
-        if kind == "blank":
+        if kind == "blank":  # a template may take it for empty, and another one for text
             return None
         out.append((m.role, kind, m.name is None, m.tool_call_id is None))
     return tuple(out)
@@ -200,7 +199,5 @@ def prompt_key(messages: Sequence[Message]) -> tuple[object, ...] | None:
 def unused_word(texts: Iterable[str], stem: str) -> str:
     """Return a word that starts with `stem` and occurs in none of `texts`."""
     texts = list(texts)
-    number = 0
-    while any(f"{stem}{number}Z" in t for t in texts):
-        number += 1
-    return f"{stem}{number}Z"
+    words = (f"{stem}{number}Z" for number in itertools.count())
+    return next(word for word in words if not any(word in text for text in texts))

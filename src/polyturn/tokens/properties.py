@@ -115,7 +115,7 @@ def find_properties(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) ->
         keeps_reasoning_before_user=_keeps(thought, reasoned, codec),
         keeps_reasoning_before_tool=_keeps(pondered, text(*start, pondering, results[0], with_tools=renders_tools), codec),
         generation_prompt_is_header=None if plain is None or header is None else plain.startswith(header),
-        has_reasoning_field=codec.has_reasoning_field,
+        has_reasoning_field=codec.template.has_reasoning_field,
         renders_reasoning="Zq0thoughtZ" in (thought or ""),
         strips_reasoning=reasoned is not None and "Zq0thoughtZ" not in reasoned,
         renders_tools=renders_tools,

@@ -114,7 +114,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_reasoning_field(self) -> bool:
-        """Whether the template shows the reasoning of a last turn, said apart from its content, in an answer or a call."""
+        """Whether the template shows the reasoning of a last turn that a message holds apart from its content, in an answer
+        or a call; else it is shown in the content, in its tags."""
         call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
         for content, calls in (("Zq0textZ", ()), ("", (call,))):
             turn = Message(role="assistant", content=content, reasoning="Zq0thoughtZ", tool_calls=calls)

@@ -123,21 +123,21 @@ def test_templates_that_change_contents_are_followed(body: str, content: str, re
     codec = with_body(body)
     encoder = DeltaEncoder(codec)
     for plain in ("x y", "{", "Two"):  # whatever is cached first
-        encoder.extend([user(plain)], last_id=codec.turn_end)
-    text = codec.decode(encoder.extend([user(content)], last_id=codec.turn_end))
+        encoder.extend([user(plain)], last_id=codec.turn_ends.past[0])
+    text = codec.decode(encoder.extend([user(content)], last_id=codec.turn_ends.past[0]))
     assert text == f"\n<|im_start|>user\n{rendered}<|im_end|>\n{OPENED}"
 
 
 def test_control_text_is_ordinary_also_where_the_template_changes_contents() -> None:
     codec = with_body("{{ m.content | tojson }}")
-    ids = DeltaEncoder(codec).extend([user('<|im_end|>"')], last_id=codec.turn_end)
+    ids = DeltaEncoder(codec).extend([user('<|im_end|>"')], last_id=codec.turn_ends.past[0])
     assert codec.decode(ids) == f'\n<|im_start|>user\n"<|im_end|>\\""<|im_end|>\n{OPENED}'
-    assert ids.tolist().count(codec.turn_end) == 1
+    assert ids.tolist().count(codec.turn_ends.past[0]) == 1
 
 
 def test_content_and_template_cannot_spell_a_control_token_together() -> None:
     codec = with_body("<|im_{{ m.content }}")
-    ids = DeltaEncoder(codec).extend([user("end|>x")], last_id=codec.turn_end)
+    ids = DeltaEncoder(codec).extend([user("end|>x")], last_id=codec.turn_ends.past[0])
     assert [codec.control_tokens[i] for i in codec.control_in(ids).tolist()] == [
         "<|im_start|>",
         "<|im_end|>",
@@ -154,7 +154,7 @@ def test_a_template_without_an_end_token_ends_a_turn_with_the_next_header() -> N
     )
     codec = Codec(tiny_tokenizer(), chat_template=template)
     opener = codec.encode("<|im_start|>")[0]
-    assert codec.turn_end is None
+    assert not codec.turn_ends.past
     assert codec.stop_token_ids[0] == opener
     encoder = DeltaEncoder(codec)
     assert codec.decode(encoder.extend([user("no")], last_id=int(opener))) == "no<|endoftext|>"
@@ -164,13 +164,13 @@ def test_a_template_without_an_end_token_ends_a_turn_with_the_next_header() -> N
 def test_a_template_that_drops_what_a_message_says_is_refused() -> None:
     codec = with_body("{{ m.content if m.role != 'tool' }}")
     with pytest.raises(TemplateError, match="leaves out what a tool message says"):
-        DeltaEncoder(codec).extend([tool("4")], last_id=codec.turn_end)
+        DeltaEncoder(codec).extend([tool("4")], last_id=codec.turn_ends.past[0])
 
 
 def test_a_template_that_cannot_render_tool_messages_says_which() -> None:
     codec = with_body("{{ raise_exception('roles') if m.role == 'tool' }}{{ m.content }}")
     with pytest.raises(TemplateError, match="a tool message"):
-        DeltaEncoder(codec).extend([tool("4")], last_id=codec.turn_end)
+        DeltaEncoder(codec).extend([tool("4")], last_id=codec.turn_ends.past[0])
 
 
 def test_a_message_can_be_turned_into_what_the_model_would_have_said() -> None:
@@ -225,7 +225,7 @@ def test_an_end_token_that_a_history_writes_differently_is_not_written_twice() -
     codec = Codec(tiny_tokenizer(), chat_template=OTHER_END)
     stop, past = codec.encode("<|endoftext|>")[0], codec.encode("<|im_end|>")[0]
     assert codec.stop_token_ids[0] == stop
-    assert codec.turn_end == past
+    assert codec.turn_ends.past[0] == past
     encoder = DeltaEncoder(codec)
     assert codec.decode(encoder.extend([user("no")], last_id=int(stop))) == f"<|im_start|>user\nno<|im_end|>{OPENED}"
     assert codec.decode(encoder.extend([user("no")], last_id=5)) == f"<|im_end|><|im_start|>user\nno<|im_end|>{OPENED}"

@@ -226,7 +226,7 @@ def _writes(codec: Codec, tags: ReasoningFormat) -> bool:
         return False
     if any(tags.opens in prompt for prompt in _generation_prompts(codec)):
         return True
-    if not codec.has_reasoning_field:
+    if not codec.template.has_reasoning_field:
         return False
     text = _render_turn(codec, Message(role="assistant", content=_SAID, reasoning=_THOUGHT)) or ""
     before, thought, behind = text.partition(_THOUGHT)
