@@ -37,6 +37,21 @@ def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return (real or leaves)[0]
 
 
+class PerLoop(Generic[T]):
+    """One object for each event loop, such as a lock, which belongs to the loop that first waited for it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
+
+    def __call__(self) -> T:
+        """Return it, made when a loop first asks."""
+        loop = asyncio.get_running_loop()
+        if self._made is None or self._made[0] is not loop:
+            self._made = loop, self._make()
+        return self._made[1]
+
+
 class OneThread:
     """One daemon thread that runs one function after another, for work that must not hold the event loop up.
 
@@ -49,7 +64,7 @@ class OneThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `function` in the thread; the future is of the running event loop."""
+        """Run `function` in the thread; return a future of the running event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 

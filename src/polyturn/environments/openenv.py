@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.answers import whole
 from polyturn.core.errors import ConfigError, EngineError, MissingModuleError, SchedulerError, did_you_mean, one_line
 from polyturn.core.reward import as_flag, as_score, shown
@@ -76,7 +77,7 @@ class OpenEnv(Adapter):
         self._url = id.rstrip("/") if id.startswith(("http://", "https://")) else None
         self._spec = None if self._url is not None else self._launch_spec()
         self._slots: list[_Slot] = []
-        self._freed: tuple[asyncio.AbstractEventLoop, asyncio.Condition] | None = None
+        self._freed = PerLoop(asyncio.Condition)
         self._is_closed = False
         if self._spec is not None:
             atexit.register(self.close)
@@ -102,7 +103,7 @@ class OpenEnv(Adapter):
         """
         if self._url is not None:
             return _Slot(url=self._url)
-        async with (freed := self._condition()):
+        async with (freed := self._freed()):
             while True:
                 if self._is_closed:
                     raise SchedulerError(f"the environment {self.name!r}: the run has ended")
@@ -133,15 +134,9 @@ class OpenEnv(Adapter):
     async def give_back(self, slot: _Slot) -> None:
         """Let another episode use the place."""
         if self._url is None:
-            async with (freed := self._condition()):
+            async with (freed := self._freed()):
                 slot.num_used -= 1
                 freed.notify_all()
-
-    def _condition(self) -> asyncio.Condition:
-        loop = asyncio.get_running_loop()
-        if self._freed is None or self._freed[0] is not loop:
-            self._freed = loop, asyncio.Condition()
-        return self._freed[1]
 
     def _launch_spec(self) -> LaunchSpec:
         folder, app = self.base, self.id

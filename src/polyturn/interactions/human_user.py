@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError, InteractionError
 from polyturn.core.reward import as_score
 from polyturn.engines.chat_partner import check_positive, refuse_unknown, without_thoughts
@@ -80,7 +81,7 @@ class HumanUser(SceneInteraction):
         self._is_own_terminal = terminal is None
         self._terminal = terminal
         self._threads = DaemonThreads(name="terminal", max_threads=1)
-        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._one_at_a_time = PerLoop(asyncio.Lock)
         self.asks_person = True
         # At a terminal, conversations wait for one another, and a person's time runs when it is asked.
         self.reply_timeout_s = math.inf if self._desk is None else self._deadline_s + 30.0
@@ -145,12 +146,6 @@ class HumanUser(SceneInteraction):
             except TerminalClosedError as problem:
                 raise InteractionError(f"{self._who}: the terminal was closed ({problem}); nobody can answer") from problem
         return found
-
-    def _one_at_a_time(self) -> asyncio.Lock:
-        loop = asyncio.get_running_loop()
-        if self._turn is None or self._turn[0] is not loop:
-            self._turn = loop, asyncio.Lock()
-        return self._turn[1]
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
         text = text_of(message) if message.get("role") in ("user", "assistant") else ""

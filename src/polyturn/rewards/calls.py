@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.errors import RewardError
 from polyturn.rewards.options import CallRate
 
@@ -25,15 +26,13 @@ class CallRateLimit:
     """At most so many calls at once, and calls spread evenly over the minute. Shared by the functions of a run."""
 
     def __init__(self, rate: CallRate) -> None:
-        self._max_concurrent = rate.max_concurrent
         self._interval_s = 60.0 / rate.per_minute if rate.per_minute else 0.0
         self._next = 0.0
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        most = rate.max_concurrent
+        self._slots = PerLoop(lambda: contextlib.nullcontext() if most is None else asyncio.Semaphore(most))
 
     async def __aenter__(self) -> None:
-        slots = self._of_this_loop()
-        if slots is not None:
-            await slots.acquire()
+        await self._slots().__aenter__()
         now = asyncio.get_running_loop().time()
         # Reserved before the wait, so that calls which begin side by side are spread as well.
         start = self._next = max(now, self._next)
@@ -42,23 +41,13 @@ class CallRateLimit:
             if start > now:
                 await asyncio.sleep(start - now)
         except BaseException:
-            if slots is not None:
-                slots.release()
+            await self._slots().__aexit__(None, None, None)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if (slots := self._of_this_loop()) is not None:
-            slots.release()
-
-    def _of_this_loop(self) -> asyncio.Semaphore | None:
-        if self._max_concurrent is None:
-            return None
-        loop = asyncio.get_running_loop()  # a semaphore belongs to the loop that first waited for it
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self._max_concurrent)
-        return self._slots[1]
+        await self._slots().__aexit__(None, None, None)
 
 
 class RunningEpisodes:

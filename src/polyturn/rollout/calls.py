@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.errors import PolyturnError, SchedulerError, one_line
 from polyturn.core.own_time import OwnTime
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
@@ -37,7 +38,7 @@ class AuthorCalls:
         """
         self.timeout_s = timeout_s
         self.bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S, max_threads=MAX_THREADS)
-        self._turn_taking: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._turn_taking = PerLoop(asyncio.Lock)
 
     def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Return what to call in place of an async or author's `method`: itself where it is our own, else a guard.
@@ -84,7 +85,7 @@ class AuthorCalls:
                 if inspect.iscoroutinefunction(method):
                     return await self._in_task(name, method, *args)
                 is_bounded = has_deadline and not is_driver
-                async with self._lock() if is_shared else contextlib.nullcontext():
+                async with self._turn_taking() if is_shared else contextlib.nullcontext():
                     answer = await self._in_thread(name, method, *args, has_deadline=is_bounded)
                 if not inspect.isawaitable(answer):
                     return answer
@@ -112,13 +113,6 @@ class AuthorCalls:
             raise SchedulerError(
                 f"{name} took longer than {self.timeout_s:g} s; raise rollout.scheduler_timeout_s or make it quicker"
             ) from problem
-
-    def _lock(self) -> asyncio.Lock:
-        # A lock belongs to one loop, and a run may have several, one after another.
-        loop = asyncio.get_running_loop()
-        if self._turn_taking is None or self._turn_taking[0] is not loop:
-            self._turn_taking = loop, asyncio.Lock()
-        return self._turn_taking[1]
 
 
 @contextlib.contextmanager

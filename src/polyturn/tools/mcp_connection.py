@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError, ToolError, ToolTimeoutError, one_line
 from polyturn.tools.failures import TooLargeError
 from polyturn.tools.mcp_stdio import StderrTail
@@ -318,7 +319,7 @@ class McpServer:
         self._sessions: dict[str, McpConnection] = {}
         self._leaving: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._turn = PerLoop(lambda: asyncio.Semaphore(MAX_STARTS))
 
     @property
     def host(self) -> str | None:
@@ -377,12 +378,6 @@ class McpServer:
         task = asyncio.ensure_future(self._sessions.pop(key).close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    def _turn(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:
-            self._turns = loop, asyncio.Semaphore(MAX_STARTS)
-        return self._turns[1]
 
     def _key(self, instance_id: str) -> str:
         return instance_id if self._mode == "episode" else ""
