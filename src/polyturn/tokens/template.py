@@ -90,13 +90,18 @@ class ChatTemplate:
             ) from problem
 
     def try_render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+        form: _Form | None = None,
     ) -> str | None:
-        """Return `messages` as the template writes them; None where it fails."""
+        """Return `messages` as the template writes them, in this form or its own; None where it fails."""
         if self.source is None:
             return None
         try:
-            return self._apply(messages, tools, add_generation_prompt, self._form_of(messages))
+            return self._apply(messages, tools, add_generation_prompt, form or self._form_of(messages))
         except Exception:
             return None
 
@@ -104,13 +109,9 @@ class ChatTemplate:
     def _takes_only_parts(self) -> bool:
         """Whether the template shows a text that is a part, and none that is a content."""
 
-        def shows(form: _Form) -> bool:
-            try:
-                return "Zq0textZ" in self._apply([Message(role="user", content="Zq0textZ")], (), False, form)
-            except Exception:
-                return False
-
-        return not shows(_Form()) and shows(_Form(only_parts=True))
+        said = [Message(role="user", content="Zq0textZ")]
+        plain, parts = (self.try_render(said, form=_Form(only_parts=only)) or "" for only in (False, True))
+        return "Zq0textZ" not in plain and "Zq0textZ" in parts
 
     @functools.cached_property
     def has_reasoning_field(self) -> bool:
@@ -119,12 +120,8 @@ class ChatTemplate:
         call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
         for content, calls in (("Zq0textZ", ()), ("", (call,))):
             turn = Message(role="assistant", content=content, reasoning="Zq0thoughtZ", tool_calls=calls)
-            try:
-                form = (self._form if calls else _Form())._replace(only_parts=self._takes_only_parts)
-                text = self._apply([_USER, turn], (), False, form)
-            except Exception:
-                continue
-            if "Zq0thoughtZ" in text:
+            form = (self._form if calls else _Form())._replace(only_parts=self._takes_only_parts)
+            if "Zq0thoughtZ" in (self.try_render([_USER, turn], form=form) or ""):
                 return True
         return False
 
@@ -136,12 +133,10 @@ class ChatTemplate:
 
         def text(form: _Form, content: str, reasoning: str | None, *after: Message) -> str | None:
             turn = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=(call,))
-            try:
-                return self._apply([_USER, turn, *after], (), False, form._replace(only_parts=self._takes_only_parts))
-            except Exception:
-                return None
+            return self.try_render([_USER, turn, *after], form=form._replace(only_parts=self._takes_only_parts))
 
         found = _Form()
+        # Behind a result first, as calls stand in a history; a template that renders none is asked without.
         for after, form in itertools.product(((result,), ()), _FORMS):
             written = text(form, "", None, *after)
             if written is not None and "'key'" not in written:  # that is how Python writes a dict, not how a model does

@@ -8,10 +8,10 @@ is right when it reads exactly those. Call ids come in the shapes that some temp
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,18 +171,12 @@ def _probes(codec: Codec, ids: str, is_prompt: bool) -> list[_Probe]:
         Message(role="assistant", content="", tool_calls=(one, other)),
         Message(role="assistant", content=_SAID, tool_calls=(one,), reasoning=_THOUGHT),
     ]
-    probes = [_Probe(turn, text) for turn in turns for text in _turn_texts(codec, turn, is_prompt)]
+    texts = [_render_turn(codec, turn, is_prompt) or "" for turn in turns]
+    probes = [_Probe(turn, text) for turn, text in zip(turns, texts, strict=True) if "zq_probe" in text]
     if not any(p.message is turns[0] for p in probes):
         return []
     # A template that writes only the first of several calls (gpt-oss) says nothing about how it would write two.
     return [p for p in probes if p.message is not turns[2] or p.text.count("zq_probe") > 1]
-
-
-def _turn_texts(codec: Codec, turn: Message, is_prompt: bool) -> Iterator[str]:
-    """Yield what a model would have to write to say `turn`, if the template renders it and the call is in it."""
-    text = _render_turn(codec, turn, is_prompt)
-    if text is not None and "zq_probe" in text:
-        yield text
 
 
 def _render_turn(codec: Codec, turn: Message, is_prompt: bool = True) -> str | None:
@@ -194,9 +188,10 @@ def _render_turn(codec: Codec, turn: Message, is_prompt: bool = True) -> str | N
         is_prompt: Take for the opening what the turn shares with the generation prompt; else what it shares with another
             turn, as some templates open a turn in a history differently.
     """
+    render, other = codec.template.try_render, [_USER] if is_prompt else [_USER, _PLAIN]
     for tools in ((_TOOL,), ()):
-        other = [_USER] if is_prompt else [_USER, _PLAIN]
-        opening, whole = _rendered(codec, other, tools, is_prompt), _rendered(codec, [_USER, turn], tools, False)
+        opening = render(other, tools=tools, add_generation_prompt=is_prompt)
+        whole = render([_USER, turn], tools=tools)
         if opening is None or whole is None:
             continue
         common = common_length(opening, whole)
@@ -204,13 +199,6 @@ def _render_turn(codec: Codec, turn: Message, is_prompt: bool = True) -> str | N
             common = inside.start()
         return _without_end(whole[common:], codec)
     return None
-
-
-def _rendered(codec: Codec, messages: Sequence[Message], tools: Tools, is_generation: bool) -> str | None:
-    try:
-        return codec.template.render(messages, tools=tools, add_generation_prompt=is_generation)
-    except TemplateError:
-        return None
 
 
 def _without_end(text: str, codec: Codec) -> str:
@@ -241,13 +229,13 @@ def _is_open(codec: Codec, tags: ReasoningFormat) -> bool:
 
 def _generation_prompts(codec: Codec) -> list[str]:
     """Return how the template opens a turn behind a user message, and behind a tool's result where it renders one."""
-    prompts = []
+    prompts, render = [], functools.partial(codec.template.try_render, tools=(_TOOL,))
     for ids in _ID_SHAPES:
         call = ToolCall(id=ids.format(0), name="zq_probe", arguments=_OTHER)
         turn = Message(role="assistant", content="", tool_calls=(call,))
         result = Message(role="tool", content="ok", tool_call_id=call.id, name=call.name)
         for messages in ([_USER], [_USER, turn, result]):
-            closed, opened = _rendered(codec, messages, (_TOOL,), False), _rendered(codec, messages, (_TOOL,), True)
+            closed, opened = render(messages), render(messages, add_generation_prompt=True)
             if closed is not None and opened is not None and opened.startswith(closed):
                 prompts.append(opened[len(closed) :])
     return prompts

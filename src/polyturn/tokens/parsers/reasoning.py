@@ -28,19 +28,9 @@ reasoning_formats: Registry[ReasoningFormat] = Registry("reasoning_parsers")
 
 THINK = ReasoningFormat("<think>", "</think>")
 for _name in (
-    "qwen3",
-    "qwen3-thinking",
-    "deepseek-r1",
-    "deepseek-v3",
-    "glm45",
-    "interns1",
-    "kimi_k2",
-    "mimo",
-    "minimax",
-    "minimax-append-think",
-    "nemotron_3",
-    "step3",
-):
+    "qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "glm45", "interns1", "kimi_k2", "mimo", "minimax",
+    "minimax-append-think", "nemotron_3", "step3",
+):  # fmt: skip
     reasoning_formats.register(_name)(THINK)
 reasoning_formats.register("kimi")(ReasoningFormat("◁think▷", "◁/think▷"))
 reasoning_formats.register("mistral")(ReasoningFormat("[THINK]", "[/THINK]"))
