@@ -141,6 +141,7 @@ class LossScale:
             if span.source is SpanSource.SAMPLED and len(span):
                 start = used[span.turn]
                 used[span.turn] += len(span)
+                # What a scheduler weighed itself stays as it is.
                 own = own if span.weights is not None else factors[span.turn][start : used[span.turn]]
             parts.append(own)
         return np.concatenate(parts)

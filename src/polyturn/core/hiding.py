@@ -95,6 +95,7 @@ def _masked_item(value: Any) -> Any:
 
 def hide(text: str, *secrets: str | None) -> str:
     """Return a text without these secrets, and without what an address or an Authorization in it holds."""
+    # The longest first: one secret may be a part of another, which would stay in pieces.
     for secret in sorted({s for s in secrets if s and len(s) >= MIN_SECRET}, key=len, reverse=True):
         text = text.replace(secret, SHOWN)
     if "://" in text:

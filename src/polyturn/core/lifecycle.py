@@ -110,7 +110,7 @@ class Lifecycle:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Be what `suspended` finds, for an engine that may have to hold a completion back."""
+        """Make this the episode that the running task generates for, so that `suspended` finds it where an engine waits."""
         token = _generating.set(self)
         try:
             yield

@@ -39,7 +39,7 @@ class OwnTime:
 
     @contextmanager
     def running(self) -> Iterator[OwnTime]:
-        """Let it be the clock of what is called, and of the tasks that are made, meanwhile."""
+        """Make this the clock of the calls that are made, and of the tasks that are started, inside the block."""
         token = _RUNNING.set((*_RUNNING.get(), self))
         try:
             yield self
@@ -60,7 +60,7 @@ class OwnTime:
     @staticmethod
     @contextmanager
     def asked() -> Iterator[None]:
-        """Let the clocks of whoever called stand still: the library works for them."""
+        """Stop the callers' clocks inside the block, in which the library works for them."""
         clocks = _RUNNING.get()
         for clock in clocks:
             clock._num_asked += 1

@@ -74,7 +74,7 @@ class Leaves(Protocol):
     """A player that holds something until the game is over."""
 
     async def leave(self) -> None:
-        """Give it back."""
+        """Release it."""
         ...
 
 

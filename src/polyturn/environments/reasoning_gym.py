@@ -33,10 +33,12 @@ class ReasoningGym(Adapter):
         known_id(id, require("reasoning_gym.factory", install=INSTALL, needed_by=name).DATASETS, name=name)
         self._create = package.create_dataset
         self._extract = require("reasoning_gym.utils", install=INSTALL, needed_by=name).extract_answer
-        self._tries = self.kwargs.pop("tries", 1)
-        self._retry = self.kwargs.pop("retry", RETRY)
-        if not isinstance(self._tries, int) or self._tries < 1:
-            raise ConfigError(f"env {name!r}: tries is {self._tries!r}; give a number from 1 on")
+        self.tries = self.kwargs.pop("tries", 1)
+        """How many answers an episode has."""
+        self.retry = str(self.kwargs.pop("retry", RETRY))
+        """What answers a wrong answer that is not the last."""
+        if not isinstance(self.tries, int) or self.tries < 1:
+            raise ConfigError(f"env {name!r}: tries is {self.tries!r}; give a number from 1 on")
         check_kwargs(lambda: self._create(id, seed=0, size=1, **self.kwargs)[0], name=name, kwargs=kwargs)
 
     def make(self) -> ReasoningGymEnv:
@@ -46,16 +48,6 @@ class ReasoningGym(Adapter):
     def dataset(self, seed: int) -> Any:
         """Return the data set whose only entry is the question of a seed."""
         return self._create(self.id, seed=seed, size=1, **self.kwargs)
-
-    @property
-    def tries(self) -> int:
-        """How many answers an episode has."""
-        return self._tries
-
-    @property
-    def retry(self) -> str:
-        """What answers a wrong answer that is not the last."""
-        return str(self._retry)
 
     def answer_in(self, text: str) -> str:
         """Return the answer in what a model wrote."""

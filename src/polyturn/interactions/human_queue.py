@@ -137,7 +137,7 @@ class HumanQueue:
         draft = path.with_suffix(f".{secrets.token_hex(8)}")
         draft.write_text(json.dumps(asdict(answer)), encoding="utf-8")
         try:
-            os.link(draft, path)
+            os.link(draft, path)  # fails where the name is taken, so that of two people's answers the first one counts
         except FileExistsError:
             raise DataError("this conversation waits no more: somebody answered it, or its time is over") from None
         finally:
@@ -155,7 +155,7 @@ class HumanQueue:
 def _write(path: Path, data: Mapping[str, Any]) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(data, ensure_ascii=False, default=str), encoding="utf-8", errors="replace")
-    draft.replace(path)
+    draft.replace(path)  # at once: whoever looks for conversations reads none that is half written
 
 
 def _text_in(path: Path) -> bytes | None:

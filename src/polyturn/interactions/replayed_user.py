@@ -150,7 +150,7 @@ def _read_file(path: Path, *, who: str) -> dict[str, tuple[Recorded, ...]]:
         where = f"{who}: {path}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ConfigError(f"{where} is no JSON: {one_line(problem)}") from problem
         if not isinstance(row, Mapping) or "id" not in row or not ({"turns", "messages"} & set(row)):
             raise ConfigError(f"{where} is {line!r:.100}; give an `id` and its `turns`, or its `messages`")

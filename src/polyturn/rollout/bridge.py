@@ -60,7 +60,7 @@ class LoopBridge:
             refuse_late()
             return await awaitable
 
-        refuse_late()
+        refuse_late()  # and once more on the loop: the episode may end while the call waits for its turn
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         self._waiting.add(future)
         if self.is_closed:  # it ended before it knew of this future
@@ -71,7 +71,7 @@ class LoopBridge:
             self._waiting.discard(future)
 
     def close(self) -> None:
-        """Let no thread wait any longer: the episode has ended."""
+        """Release every thread that waits, because the episode has ended."""
         self.is_closed = True
         for future in list(self._waiting):
             future.cancel()

@@ -45,7 +45,7 @@ def shorten(
     starts = [i for i, m in enumerate(rest) if m.role == "assistant"]
     if policy is ContextPolicy.STOP or not starts:
         return None
-    for newest in range(1, len(starts)):
+    for newest in range(1, len(starts)):  # as little as possible is left out
         if policy is ContextPolicy.DROP_OLDEST:
             candidate = prompt + rest[starts[newest] :]
         else:

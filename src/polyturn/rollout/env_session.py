@@ -187,6 +187,7 @@ class EnvSession:
 
     async def _ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         of = f"the environment {self.name!r}:"
+        # `make` counts itself as busy, and behind the end only `close` is called, which nothing has to close behind.
         if inspect.iscoroutinefunction(method) or method == self.make or self._is_over:
             return await self._call(method, *args, of=of, **kwargs)
 

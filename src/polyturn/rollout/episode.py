@@ -98,7 +98,7 @@ class Episode(EpisodeState):
         return reason
 
     async def process_media(self, messages: Sequence[Message]) -> None:
-        """Let the model's processor look at the media of messages, which no event loop then waits for.
+        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded.
 
         Raises:
             DataError: it cannot.
@@ -108,7 +108,7 @@ class Episode(EpisodeState):
 
     @not_own_time
     async def generate(self) -> OpenTurn:
-        """Let the model speak: one completion, kept as it was sampled, and the message that it reads as.
+        """Sample one completion, keep it as it was sampled, and read it as a message.
 
         Raises:
             LifecycleError: the episode has ended.
@@ -145,7 +145,7 @@ class Episode(EpisodeState):
         return turn
 
     def play_as(self, agent: str) -> None:
-        """Give its agent a name, before the prompt is shown; segments and their rewards go by it.
+        """Name the agent before the prompt is shown; its segments and rewards carry the name.
 
         Raises:
             LifecycleError: the prompt is shown.
@@ -155,7 +155,7 @@ class Episode(EpisodeState):
         self.history.play_as(agent)
 
     def sample_as(self, sampling: SamplingParams, *, stops: Sequence[str] = ()) -> None:
-        """Sample the next turns like this, within the limits.
+        """Set how the next turns are sampled, within the limits.
 
         Args:
             sampling: Where the temperature is not the run's, the trainer's logprobs are not those of what was sampled.
@@ -357,6 +357,7 @@ class Episode(EpisodeState):
             if agent is None:
                 other.history.builder.rename(aside.label)
         if is_unanswered:
+            # As behind a completion, which is where tools and interaction may be called from.
             other.turns[-1] = other.turns[-1].unanswered()
             other.lifecycle.move(RequestState.GENERATING)
         shared.forks.append(Fork(other.id, other.history, other.lifecycle))

@@ -1,4 +1,4 @@
-"""The story of one episode in the debug log, a line for each thing that happens, each with the episode's id.
+"""The events of an episode in the debug log, a line for each, with the episode's id.
 
     g5/2 starts: task gsm8k-17 (openai/gsm8k), 212 prompt tokens, 2 tools, interaction gsm8k
     g5/2 turn 0: 341 tokens, stop, 1.82 s: "Let me add. <tool_call>{…"
@@ -8,7 +8,7 @@
     g5/2 ends: max_turns after 3 turns
     g5/2 reward 1: outcome 1, interaction 0
 
-Separate so that the loop has one line for each event. Whoever calls these asks `is_on()` first: off, an event costs one look
+Separate so that the loop has one line for each event. A caller asks `is_on()` first: off, an event costs one look
 at the logger's level, and no text is made. Text of the model and of the environment is cut and quoted, so a line is a line.
 """
 
@@ -30,12 +30,12 @@ MAX_TEXT = 160
 
 
 def is_on() -> bool:
-    """Return whether anybody reads the story."""
+    """Return whether debug lines are written at all."""
     return logger.isEnabledFor(logging.DEBUG)
 
 
 def started(id: str, *, task: Task, num_tokens: int, num_tools: int) -> None:
-    """The episode has its prompt."""
+    """Log the prompt that an episode begins with."""
     partner = "" if task.interaction is None else f", interaction {task.interaction.name}"
     source = task.data_source or "no data source"
     logger.debug(
@@ -44,7 +44,7 @@ def started(id: str, *, task: Task, num_tokens: int, num_tools: int) -> None:
 
 
 def sampled(id: str, turn: OpenTurn) -> None:
-    """The model spoke; with the calls that were read in it."""
+    """Log a completion, and the calls that were read in it."""
     took = turn.timings.get("generate", 0.0)
     reason = turn.finish_reason.value
     logger.debug("%s turn %d: %d tokens, %s, %.2f s: %s", id, turn.index, turn.num_tokens, reason, took, short(turn.text))
@@ -54,7 +54,7 @@ def sampled(id: str, turn: OpenTurn) -> None:
 
 
 def tools_answered(id: str, turn: OpenTurn) -> None:
-    """The turn's calls were run."""
+    """Log the results of a turn's calls."""
     for result in turn.tool_results:
         how = "failed" if result.error is not None else "answered"
         reward = "" if result.reward is None else f" (reward {result.reward:g})"
@@ -67,7 +67,7 @@ def tools_answered(id: str, turn: OpenTurn) -> None:
 
 
 def interaction_answered(id: str, turn: OpenTurn, reply: Reply) -> None:
-    """The interaction replied and perhaps scored."""
+    """Log the interaction's reply, and its score if it gave one."""
     score = turn.scores.get("interaction")
     notes = ["no score" if score is None else f"score {score:g}", *(["ends the episode"] if reply.is_done else [])]
     text = " ".join(m.text for m in reply.messages)
@@ -75,12 +75,12 @@ def interaction_answered(id: str, turn: OpenTurn, reply: Reply) -> None:
 
 
 def limited(id: str, *, turn: int, reason: StopReason) -> None:
-    """A limit forbids another turn."""
+    """Log the limit that forbids another turn."""
     logger.debug("%s limit: %s forbids turn %d", id, reason.value, turn)
 
 
 def ended(trajectory: Trajectory) -> None:
-    """The episode is over and scored."""
+    """Log how an episode ended, and its reward."""
     why = "" if trajectory.error is None else f": {short(trajectory.error, quoted=False)}"
     took = trajectory.metrics.get("duration_s", 0.0)
     logger.debug(

@@ -260,7 +260,7 @@ class History(HistoryState):
     # Its events, once more.
 
     def replay(self, events: Sequence[Event]) -> None:
-        """Let happen once more what `events` of another history of the same prompt say; nothing is encoded or parsed."""
+        """Apply the `events` of another history of the same prompt; nothing is encoded or parsed."""
         kept, self.events = self.events, None
         for name, *values in events:
             _REPLAYED[name](self, *values)

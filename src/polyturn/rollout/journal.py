@@ -53,7 +53,7 @@ class EpisodeJournal:
         self.stop: StopReason | None = None
         """Why the conversation had ended, where it goes on with being scored."""
         self._journal, self._task, self._id = journal, task, id
-        self._book = JournalCodec(task.prompt)
+        self._codec = JournalCodec(task.prompt)
         self._scheduler: Scheduler | None = None
         self._hooks = SnapshotHooks(label="")
         """What the scheduler offers."""
@@ -83,10 +83,10 @@ class EpisodeJournal:
         if held is None or "trajectory" not in held.lines[-1]:
             return None
         for line in held.lines:
-            self._book.read(line["new"])
+            self._codec.read(line["new"])
         self._held = None
         self._journal.count("resumed")
-        return read_trajectory(self._book, held.lines[-1]["trajectory"], self._id, self._task)
+        return read_trajectory(self._codec, held.lines[-1]["trajectory"], self._id, self._task)
 
     def can_resume(self) -> bool:
         """Return whether a complete turn is held; counted, where something is held that cannot be used."""
@@ -106,12 +106,12 @@ class EpisodeJournal:
         assert held is not None
         history, resources, changed = episode.history, episode.resources, dict[str, Any]()
         for line in held.lines:
-            self._book.read(line["new"])
-            history.replay(self._book.decode(line["events"]))
-            changed.update(self._book.decode(line["turns"]))
+            self._codec.read(line["new"])
+            history.replay(self._codec.decode(line["events"]))
+            changed.update(self._codec.decode(line["turns"]))
         for turn in history.turns:
             _change(turn, changed[str(turn.index)])
-        state = self._book.decode(held.lines[-1]["state"])
+        state = self._codec.decode(held.lines[-1]["state"])
         if state["tools"] is not None:
             episode.list_tools(json.loads(state["tools"]))
         episode.sample_as(from_json(SamplingParams, state["sampling"]), stops=state["stops"])
@@ -129,7 +129,7 @@ class EpisodeJournal:
     def restart(self, problem: PolyturnError) -> None:
         """Count an episode that could not be restored; it starts from its task."""
         self._journal.count("restarted", reason=one_line(problem).replace(self._id, "…"))
-        self._book, self._num_kept, self._is_begun, self.stop = JournalCodec(self._task.prompt), 0, False, None
+        self._codec, self._num_kept, self._is_begun, self.stop = JournalCodec(self._task.prompt), 0, False, None
 
     def _usable(self) -> JournaledEpisode | None:
         """Return what is held; None, counted, where nothing of it can be used."""
@@ -200,7 +200,7 @@ class EpisodeJournal:
             return
 
         def line() -> Mapping[str, Any]:
-            return self._with_new({"trajectory": write_trajectory(self._book, trajectory)})
+            return self._with_new({"trajectory": write_trajectory(self._codec, trajectory)})
 
         try:
             await self._journal.write(self._id, line)
@@ -217,8 +217,8 @@ class EpisodeJournal:
     async def _write(self, values: Mapping[str, Any], plugins: str) -> None:
         def line() -> Mapping[str, Any]:
             try:
-                state = {**values["state"], "plugins": self._book.encode_text(plugins)}
-                return self._with_new(self._book.encode({**values, "state": state}))
+                state = {**values["state"], "plugins": self._codec.encode_text(plugins)}
+                return self._with_new(self._codec.encode({**values, "state": state}))
             except BaseException:
                 self._is_broken = True
                 raise
@@ -226,8 +226,8 @@ class EpisodeJournal:
         await self._journal.write(self._id, line)
 
     def _with_new(self, line: dict[str, Any]) -> Mapping[str, Any]:
-        new = self._book.take_new()
-        return {"from": len(self._book) - len(new), "new": new, **line}
+        new = self._codec.take_new()
+        return {"from": len(self._codec) - len(new), "new": new, **line}
 
     def _changed(self, turns: list[OpenTurn]) -> dict[str, dict[str, Any]]:
         """Return what answered and scored those turns that are not as the line before has them."""

@@ -77,7 +77,7 @@ class Journal(Protocol):
         ...
 
     def count(self, name: str, *, reason: str = "") -> None:
-        """Count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
+        """Count an episode that was "resumed" or "restarted", or whose snapshot "failed"."""
         ...
 
 
@@ -231,14 +231,14 @@ def _fields(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
     return tuple((f.name, typing.get_origin(hints[f.name]) is Mapping) for f in dataclasses.fields(kind))
 
 
-def write_trajectory(book: JournalCodec, trajectory: Trajectory) -> dict[str, Any]:
+def write_trajectory(codec: JournalCodec, trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory that is scored, but for its id and its task, of which the prompt alone may be another."""
-    return {**book.fields(trajectory, but=("id", "task")), "shown": book.encode(trajectory.task.prompt)}
+    return {**codec.fields(trajectory, but=("id", "task")), "shown": codec.encode(trajectory.task.prompt)}
 
 
-def read_trajectory(book: JournalCodec, data: Mapping[str, Any], id: str, task: Task) -> Trajectory:
+def read_trajectory(codec: JournalCodec, data: Mapping[str, Any], id: str, task: Task) -> Trajectory:
     """Return the trajectory that `write_trajectory` wrote."""
-    fields = book.decode(data)
+    fields = codec.decode(data)
     shown = fields.pop("shown")
     is_same = len(shown) == len(task.prompt) and all(a is b for a, b in zip(shown, task.prompt, strict=True))
     run_of = task if is_same else dataclasses.replace(task, prompt=tuple(shown))

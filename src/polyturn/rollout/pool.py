@@ -57,7 +57,7 @@ class LiveGroup:
     _lengths_elsewhere: list[int] = field(default_factory=list)
 
     async def abort(self) -> None:
-        """Let the engine end the completions that are being sampled, so that `lengths` counts what they had."""
+        """Abort the completions that are being sampled, so that `lengths` counts their tokens."""
         self.is_cut = True
         for episode in self.episodes:
             await episode.resources.abort()

@@ -88,7 +88,7 @@ class Resources:
     # Start, snapshot and end.
 
     def without_partners(self) -> None:
-        """Start neither tools nor interaction: for a scheduler that brings its own, called before it prepares a turn."""
+        """Start neither tools nor interaction, for a scheduler that brings its own and says so before it prepares a turn."""
         self._has_partners, self.interaction = False, None
 
     async def start(self) -> tuple[Message, ...]:
@@ -184,7 +184,7 @@ class Resources:
 
     @contextmanager
     def asking(self, request: GenerateRequest) -> Iterator[None]:
-        """Know, inside the block, that the engine is asked for `request`, which `abort` then ends."""
+        """Register `request` as running inside the block, so that `abort` can end it."""
         answered = self._answered[request.request_id] = asyncio.Event()
         try:
             yield
@@ -193,14 +193,14 @@ class Resources:
             del self._answered[request.request_id]
 
     async def abort(self) -> None:
-        """Let the engine end what it is sampling, and wait until it has."""
+        """Abort the completions that the engine is sampling, and wait until they have ended."""
         for request_id, answered in list(self._answered.items()):
             try:
                 async with asyncio.timeout(ABORT_S):
                     await self._context.engine.abort(request_id)
             except TimeoutError:
                 logger.warning("%s: the engine did not take an abort within %g s; it samples on", request_id, ABORT_S)
-            await answered.wait()
+            await answered.wait()  # its tokens count in `num_sampled` once the completion is there
 
     @property
     def num_sampled(self) -> int:
@@ -231,7 +231,7 @@ class Resources:
         return time.monotonic() - self.began
 
     def spent(self, *, elapsed_s: float, duration_s: float) -> None:
-        """Go on from where an earlier process left the clock."""
+        """Continue the clock of an earlier process."""
         now = time.monotonic()
         self._before_s, self._since, self.began = elapsed_s, now, now - duration_s
         self._reschedule()
@@ -252,7 +252,7 @@ class Resources:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the clock stand still inside the block; blocks may overlap.
+        """Stop the clock inside the block; blocks may overlap.
 
         A person who is asked has a deadline of their own, so that leaving them their time lets nothing hang.
         """

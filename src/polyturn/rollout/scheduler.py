@@ -92,7 +92,7 @@ class MultiTurnScheduler:
                 return reason
 
     async def settle(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
-        """Let happen what follows a completion: the hooks, the answer, the record; return why the episode ends with it.
+        """Call the hooks behind a completion, answer it and record both; return why the episode ends with it, if it does.
 
         Raises:
             PolyturnError: a plug-in failed.
@@ -142,7 +142,7 @@ class MultiTurnScheduler:
         return turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
 
     def on_trajectory_start(self, episode: Episode) -> Any:
-        """Do what is to be done before the prompt is encoded; `episode.rewrite` replaces the prompt."""
+        """Prepare the trajectory before its prompt is encoded; `episode.rewrite` replaces the prompt."""
 
     def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
         """Look at every completion, the last one included, before `check_finished` and `step`; scores go into `turn.scores`.
@@ -151,7 +151,7 @@ class MultiTurnScheduler:
         """
 
     def on_trajectory_end(self, episode: Episode) -> Any:
-        """Let go of what the trajectory held. Called exactly once on every exit, also on errors and cancellation."""
+        """Release what the trajectory held. Called exactly once on every exit, also on errors and cancellation."""
 
     async def _finished(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
         if turn.finish_reason is FinishReason.ABORT:

@@ -84,6 +84,7 @@ def _joined(first: Completion, second: Completion) -> Completion:
     shift = len(first.token_ids)
     last = first.policy_versions[-1][1]
     versions = [(start + shift, version) for start, version in second.policy_versions]
+    # Pieces of one policy version are one run of it, and one without tokens is no run.
     if versions[0][1] == last or not len(second.token_ids):
         versions = versions[1:]
     logprobs = None

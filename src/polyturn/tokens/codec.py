@@ -82,6 +82,7 @@ class Codec:
         """id -> text of every token that only templates and the model may write."""
         self._is_control: NDArray[np.bool_] = np.zeros(max(self.vocab_size, 1), np.bool_)
         self._is_control[list(added)] = True
+        # A pattern takes the first alternative that fits, and one control text may begin with another.
         longest_first = sorted(added.values(), key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._control_ids = {text: i for i, text in added.items()}

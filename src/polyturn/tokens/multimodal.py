@@ -151,7 +151,7 @@ class MediaProcessor:
                 self._cache.move_to_end(medium)
                 return found
         self.check([medium], where="a message")
-        made = self._process(medium)
+        made = self._process(medium)  # without the lock, for it may take seconds; what two make at once is the same
         with self._lock:
             if medium not in self._cache and made.num_bytes <= self._max_cached_bytes:
                 self._cache[medium] = made

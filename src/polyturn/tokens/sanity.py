@@ -41,7 +41,7 @@ _CONTEXT = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A turn in which the held ids and a full render part."""
+    """A turn whose held ids differ from the full render."""
 
     kind: str
     """One of `KINDS`."""

@@ -113,6 +113,7 @@ class TrustRule:
 
     def written(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **foreign: Any) -> list[Written]:
         """Return all texts of messages and tools."""
+        # Collected by the walk that changes them, so that no text is changed that was not looked at, or the other way round.
         found: list[Written] = []
 
         def note(text: str, origin: Origin) -> str:

@@ -54,7 +54,7 @@ class Compaction(MultiTurnScheduler):
             if episode.count_tokens([*episode.messages, *reply.messages]) <= self.budget:
                 break
             shorter = await self._shorter(policy, episode, reply.messages)
-            if shorter != list(episode.messages):
+            if shorter != list(episode.messages):  # an edit, even of nothing, is rendered anew
                 episode.rewrite(shorter)
         return reply
 

@@ -116,6 +116,7 @@ class Lookahead(MultiTurnScheduler):
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> None:
         """Remember where a turn that speaks to the user stands, and its tools with it."""
+        # Continuations run through this method, too, and are not continued themselves.
         if not self._is_looking and not turn.message.tool_calls:
             self._places.append(BranchPoint(turn, await episode.mark_with_tools()))
 

@@ -74,6 +74,7 @@ class Tree(MultiTurnScheduler):
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._chunk(episode.fork(), share)) for share in shares]
         grown = [task.result() for task in running]
+        # A branch that failed fails the tree, in whose mean it would count as wrong.
         reason = next((g.reason for g in grown if g.reason.is_failure), grown[0].reason)
         return Grown(math.fsum(g.score for g in grown) / count, reason)
 
