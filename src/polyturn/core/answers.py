@@ -1,14 +1,13 @@
 """What a service answers, read up to a bound: nobody knows how much a broken or hostile one would send.
 
     body = await whole(response.content.iter_any())      aiohttp; httpx: response.aiter_bytes()
-    body = whole_now(response.iter_bytes())              plain code
 
 What is counted is what comes out of the decompression, so that a small answer cannot unfold into a large one.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable
 
 from polyturn.core.errors import PolyturnError
 
@@ -25,22 +24,9 @@ async def whole(chunks: AsyncIterable[bytes], *, limit: int | None = None) -> by
     Raises:
         LargeAnswerError: they are more than `limit` bytes, `MAX_ANSWER_BYTES` where none is given; no more is read.
     """
-    body = bytearray()
+    body, limit = bytearray(), MAX_ANSWER_BYTES if limit is None else limit
     async for chunk in chunks:
-        _add(body, chunk, limit)
+        if len(body) + len(chunk) > limit:
+            raise LargeAnswerError(f"the answer is larger than {limit} bytes")
+        body += chunk
     return bytes(body)
-
-
-def whole_now(chunks: Iterable[bytes], *, limit: int | None = None) -> bytes:
-    """Return all of `chunks`, as `whole` does."""
-    body = bytearray()
-    for chunk in chunks:
-        _add(body, chunk, limit)
-    return bytes(body)
-
-
-def _add(body: bytearray, chunk: bytes, limit: int | None) -> None:
-    limit = MAX_ANSWER_BYTES if limit is None else limit
-    if len(body) + len(chunk) > limit:
-        raise LargeAnswerError(f"the answer is larger than {limit} bytes")
-    body += chunk

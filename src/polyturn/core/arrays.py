@@ -57,6 +57,12 @@ class Record:
         """Return whether `other` has the same type and equal fields; NaN equals NaN, -inf equals -inf."""
         return same(self, other)
 
+    def _freeze(self, **read: Callable[[Any], Any]) -> None:
+        """Replace fields by what `read` makes of them, where they are not None; for `__post_init__`."""
+        for name, make in read.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, make(value))
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         return _rebuild, (type(self), values)

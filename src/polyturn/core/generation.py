@@ -17,12 +17,11 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.media import Media
-from polyturn.core.routing import routes_array
+from polyturn.core.routing import Routes, routes_array
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 """Between these, logits over the temperature are finite in single precision; one row that is not ends its whole batch."""
@@ -98,7 +97,7 @@ class GenerateRequest(Record):
     """The caller knows which experts the tokens before this one went to, and wants to know it of those from here on."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_ids", ids_array(self.prompt_ids))
+        self._freeze(prompt_ids=ids_array)
 
     def check_heeded(self, completion: Completion) -> None:
         """Check that an engine sampled nothing that it was told not to.
@@ -124,24 +123,19 @@ class Completion(Record):
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     """Runs of (index of the first token, policy version), the first at 0: ((0, 4), (17, 5)) changed at token 17."""
-    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    routed_experts: Routes | None = None
     """[R, L, K] the experts of the R tokens that end with the last but one of prompt and completion, those that the request
     asked for (`core/routing.py`); None from a model or an engine without."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Engine figures of this request, for instance {"prefilled_tokens": 12}."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", ids_array(self.token_ids))
-        object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
-        if self.logprobs is not None:
-            object.__setattr__(self, "logprobs", float_array(self.logprobs))
-            if len(self.logprobs) != len(self.token_ids):
-                raise AlignmentError(
-                    f"a completion of {len(self.token_ids)} tokens came with {len(self.logprobs)} logprobs; "
-                    "an engine must return one per token, the stop token included"
-                )
-        if self.routed_experts is not None:
-            object.__setattr__(self, "routed_experts", routes_array(self.routed_experts))
+        self._freeze(token_ids=ids_array, finish_reason=FinishReason, logprobs=float_array, routed_experts=routes_array)
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise AlignmentError(
+                f"a completion of {len(self.token_ids)} tokens came with {len(self.logprobs)} logprobs; "
+                "an engine must return one per token, the stop token included"
+            )
         starts = [start for start, _ in self.policy_versions]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise AlignmentError(f"policy_versions must be rising runs that start at token 0, not {self.policy_versions}")

@@ -1,8 +1,8 @@
 """The protocols between parts: small, and free of any implementation.
 
 `rollout` reaches engines only through `Engine`; the training loop reaches the model only through `Policy`. A plug-in may
-inherit the base class that its folder offers, or just have these methods. `Snapshots` (`core/snapshots.py`) is what a tool
-or an interaction may offer beside them, so that its conversations go on after a restart.
+inherit the base class that its folder offers, or just have these methods. What a tool or an
+interaction may offer beside them, so that its conversations go on after a restart, is in `core/snapshots.py`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from polyturn.core.arrays import Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError
 from polyturn.core.media import Media
-from polyturn.core.routing import routes_array
+from polyturn.core.routing import Routes, routes_array
 
 
 class SampleId(NamedTuple):
@@ -71,20 +71,12 @@ class TrainSample(Record):
     temperature: float = 1.0
     """The temperature that the tokens were sampled at; logprobs are log_softmax(logits / temperature)."""
     media: tuple[Media, ...] = ()
-    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    routed_experts: Routes | None = None
     """[T, L, K] the experts that each token went to (`core/routing.py`); None where none is known."""
 
     def __post_init__(self) -> None:
-        for name in ("token_ids", "turn_ids", "versions"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, ids_array(getattr(self, name)))
-        for name in _FLOATS:
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, float_array(getattr(self, name)))
-        if self.turn_scores is not None:
-            object.__setattr__(self, "turn_scores", float_array(self.turn_scores))
-        if self.routed_experts is not None:
-            object.__setattr__(self, "routed_experts", routes_array(self.routed_experts))
+        self._freeze(**dict.fromkeys(("token_ids", "turn_ids", "versions"), ids_array), routed_experts=routes_array)
+        self._freeze(**dict.fromkeys((*_FLOATS, "turn_scores"), float_array))
         for name in ("turn_ids", "versions", "routed_experts", *_FLOATS):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.token_ids):

@@ -8,7 +8,9 @@
 
 A run that is resumed calls `create` (or `start_interaction`) again, then `restore` with what `snapshot` returned behind the
 last complete turn; no call of that turn or of one before it is made again. A plug-in that offers neither is taken to keep
-something, and its conversations restart from their tasks. The state is what JSON can write.
+something, and its conversations restart from their tasks. The state is what JSON can write. Both methods may be plain or
+async; `snapshot` changes nothing. A scheduler's two take the episode in place of the id; an environment's, which serves one
+episode, take none.
 """
 
 from __future__ import annotations
@@ -16,23 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
-
-
-@runtime_checkable
-class Snapshots(Protocol):
-    """What tools and interactions may offer beside their methods. Each may be plain or async.
-
-    A scheduler's two methods take the episode in place of the id; an environment's, which serves one episode, take none.
-    """
-
-    async def snapshot(self, instance_id: str) -> Any:
-        """Return what is kept of an episode, as JSON can write it. Called behind each complete turn; it changes nothing."""
-        ...
-
-    async def restore(self, instance_id: str, state: Any) -> None:
-        """Take up an episode that was begun again, where `state` left it."""
-        ...
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

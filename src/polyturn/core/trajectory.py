@@ -27,7 +27,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
-from polyturn.core.routing import blank_like, routes_array
+from polyturn.core.routing import Routes, blank_like, routes_array
 from polyturn.core.task import Task
 
 
@@ -53,37 +53,28 @@ class Span(Record):
     """The weights that sampled the tokens; None unless sampled."""
     weights: NDArray[np.float32] | None = None
     """[len(ids)] weight in the loss; None means 1 where sampled and 0 elsewhere."""
-    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    routed_experts: Routes | None = None
     """[len(ids), L, K] the experts that each token went to, whoever wrote it (`core/routing.py`); None: not known."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", ids_array(self.ids))
+        self._freeze(ids=ids_array, logprobs=float_array, weights=float_array, routed_experts=routes_array)
         if self.policy_version is not None and self.source is not SpanSource.SAMPLED:
             raise AlignmentError(
                 f"this {self.source.value} span has policy version {self.policy_version}; only sampled tokens have one"
             )
-        if self.logprobs is not None:
-            object.__setattr__(self, "logprobs", float_array(self.logprobs))
-            self._check("logprobs", self.logprobs)
-        if self.weights is not None:
-            object.__setattr__(self, "weights", float_array(self.weights))
-            self._check("weights", self.weights)
-            if self.source is not SpanSource.SAMPLED and np.any(self.weights):
-                raise AlignmentError(
-                    f"this {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
-                )
-        if self.routed_experts is not None:
-            object.__setattr__(self, "routed_experts", routes_array(self.routed_experts))
-            self._check("routed experts", self.routed_experts)
+        if self.source is not SpanSource.SAMPLED and self.logprobs is not None:
+            raise AlignmentError(f"this {self.source.value} span has logprobs; only sampled tokens have them")
+        for name in ("logprobs", "weights", "routed_experts"):
+            if (array := getattr(self, name)) is not None and len(array) != len(self.ids):
+                kind = name.replace("_", " ")
+                raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {kind}; they must be as many")
+        if self.source is not SpanSource.SAMPLED and self.weights is not None and np.any(self.weights):
+            raise AlignmentError(
+                f"this {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def _check(self, name: str, array: NDArray[Any]) -> None:
-        if self.source is not SpanSource.SAMPLED and name == "logprobs":
-            raise AlignmentError(f"this {self.source.value} span has logprobs; only sampled tokens have them")
-        if len(array) != len(self.ids):
-            raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {name}; they must be as many")
 
     @property
     def loss_weights(self) -> Floats:
