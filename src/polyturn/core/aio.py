@@ -33,6 +33,7 @@ def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
             stack.extend(reversed(error.exceptions))
         else:
             leaves.append(error)
+    # Tasks that were cancelled because another failed say nothing of the reason.
     real = [e for e in leaves if not isinstance(e, asyncio.CancelledError)]
     return (real or leaves)[0]
 

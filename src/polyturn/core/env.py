@@ -113,6 +113,7 @@ class EnvStep(NamedTuple):
                 "or (observation, reward, terminated, truncated, info)"
             )
         observation, reward, is_done, *truncated, info = returned
+        # Where both fall on one step it was an end, which has a value of its own, and no truncation.
         is_over = _flag(is_done, name=name)
         is_truncated = not is_over and any(_flag(flag, name=name) for flag in truncated)
         return cls(

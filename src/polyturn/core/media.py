@@ -88,6 +88,7 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
     if isinstance(value, str):
         return _checked(kind, value, base)
     if isinstance(value, Mapping):
+        # Data sets write all of these, and most of them null.
         found = next((value[k] for k in ("bytes", "path", "url", kind, f"{kind}_url") if value.get(k) is not None), None)
         if found is None:
             raise DataError(

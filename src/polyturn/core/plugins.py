@@ -60,7 +60,7 @@ def _load(path: Path) -> ModuleType:
     if str(path.parent) in sys.path:
         sys.path.remove(str(path.parent))
     sys.path.insert(0, str(path.parent))
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # a finder may remember the folder from before the file was written
     try:
         module = import_aliased(name)
     except PolyturnError:

@@ -315,4 +315,4 @@ def _opened(prompt: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Me
     """Return a seat's first prompt: the task's, and what the environment shows this player."""
     if len(shown) == 1 and shown[0].role == "user" and isinstance(shown[0].content, str):
         return with_text(prompt, shown[0].content)
-    return (*(m for m in prompt if m.text.strip()), *shown)
+    return (*(m for m in prompt if m.text.strip()), *shown)  # tasks that are seeds may have a prompt that says nothing

@@ -39,7 +39,7 @@ def flipped(messages: Sequence[Mapping[str, Any]], *, instructions: str) -> list
         if is_models and not text:
             continue  # it thought, or called a tool
         role = "user" if is_models else "assistant"
-        if out[-1]["role"] == role and len(out) > 2:
+        if out[-1]["role"] == role and len(out) > 2:  # the opening is an instruction, to which nothing is joined
             out[-1]["content"] += f"\n\n{text}"
         else:
             out.append({"role": role, "content": text})

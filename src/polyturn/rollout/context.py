@@ -159,6 +159,7 @@ class RolloutContext:
 
     def scheduler_for_episode(self) -> Scheduler:
         """Return the scheduler that runs one episode."""
+        # Shallow: what it was made with is common to all episodes, and what one of them assigns is its own.
         return self.scheduler if self.scheduler.shared else copy.copy(self.scheduler)
 
     def is_sanity_due(self) -> bool:

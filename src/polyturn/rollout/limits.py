@@ -61,6 +61,7 @@ class Limits:
     """When the context is full: end, replace old observations by a note, or leave out the oldest messages."""
 
     def __post_init__(self) -> None:
+        # The annotations bind configurations; a scheduler makes limits directly.
         for name in ("max_turns", "max_user_turns", "max_tokens_per_turn", "max_tokens", "max_context", "timeout_s"):
             value = getattr(self, name)
             if value is not None and value < (0 if name == "max_user_turns" else 1e-9):

@@ -84,7 +84,7 @@ class EnvironmentLoop(MultiTurnScheduler):
         turn.info.update(self._answer.info)
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Show what the environment answered."""
+        """Show what the environment answered; where it says nothing, the model acts again all the same."""
         return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
 
     async def snapshot(self, episode: Episode) -> Any:
