@@ -11,7 +11,7 @@ import yaml
 
 from polyturn import build
 from polyturn.cli.console import Output
-from polyturn.cli.plan import expert_row, num_frozen, num_trained
+from polyturn.cli.plan import load_of
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.model import SELF
@@ -21,7 +21,7 @@ from polyturn.core.task import Task
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes
+from polyturn.training.memory import ModelSize, rank_bytes, server_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -115,15 +115,7 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     longest = min(parts.max_context, num_prompt_tokens + turns * per_turn)
     episodes = config.train.groups_per_step * config.train.group_size
     tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
-    load = RankLoad(
-        ranks=ranks,
-        expert_parallel=expert_row(config),
-        num_trained=num_trained(parts.place),
-        num_frozen=num_frozen(config),
-        tokens=tokens,
-        recomputes=config.model.gradient_checkpointing,
-        on_gpu=torch.cuda.is_available(),
-    )
+    load = load_of(parts.place, tokens=tokens, on_gpu=torch.cuda.is_available())
     size = ModelSize.of(parts.model)
     held = rank_bytes(size, load)
     held["KV cache of the engine"] = _kv_bytes(parts, size) if parts.engine.capabilities.shares_weights else 0

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from polyturn import build
 from polyturn.api.folders import open_place
+from polyturn.build.backend import degrees_of
 from polyturn.build.credit import build_estimator
 from polyturn.build.model import build_outline
 from polyturn.build.parts import max_context_of
@@ -96,33 +97,29 @@ def demand_of(place: build.ConfigSource) -> Demand:
     model = build_outline(place, build.build_codec(place).tokenizer)
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
-    load = RankLoad(
-        expert_parallel=expert_row(config),
-        num_trained=num_trained(place),
-        num_frozen=num_frozen(config),
-        tokens=config.train.max_tokens_per_batch,
-        recomputes=config.model.gradient_checkpointing,
-    )
+    load = load_of(place, tokens=config.train.max_tokens_per_batch)
     return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits, model))
 
 
-def num_trained(place: build.ConfigSource) -> int:
-    """Return how many models a rank trains: the policy, and a critic where the estimator needs values."""
+def load_of(place: build.ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:
+    """Return what a run asks of each rank, with so many `tokens` in a micro-batch."""
     from polyturn.algorithms.advantages import traits_of
 
-    return 1 + traits_of(build_estimator(place)).needs_values
-
-
-def num_frozen(config: RunConfig) -> int:
-    """Return how many models a rank holds beside the one that is trained: an adapter's reference is that model itself."""
+    config = place.config
+    split, is_torch = degrees_of(config), config.train.backend == BACKEND
+    # An adapter's reference is the model itself.
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
-    return has_copy + (config.algorithm.loss.distill is not None)
-
-
-def expert_row(config: RunConfig) -> int:
-    """Return how many ranks share experts and nothing else; where they split matrices too, a plan takes all as split."""
-    split = config.train.distributed
-    return split.expert_parallel if config.train.backend == BACKEND and split.tensor_parallel == 1 else 1
+    return RankLoad(
+        ranks=max(1, config.train.distributed.ranks),
+        # Where ranks split matrices too, a plan takes all as split.
+        expert_parallel=split.expert_parallel if is_torch and split.tensor_parallel == 1 else 1,
+        megatron=None if is_torch else split,
+        num_trained=1 + traits_of(build_estimator(place)).needs_values,
+        num_frozen=has_copy + (config.algorithm.loss.distill is not None),
+        tokens=tokens,
+        recomputes=config.model.gradient_checkpointing,
+        on_gpu=on_gpu,
+    )
 
 
 def layout_of(config: RunConfig) -> GpuLayout:
@@ -156,10 +153,11 @@ def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> 
     if not wrong:
         return
     found = nearest(demand, layout, gpus=gpus, limit=limit)
+    add = "add GPUs" if demand.load.megatron is None else "raise tensor_parallel or pipeline_parallel (train.distributed)"
     advice = (
         f"{found} would fit (train.distributed.ranks, cluster.engines.count and resources)"
         if found is not None
-        else f"no layout on {gpus} GPUs fits; lower train.max_tokens_per_batch, set gradient_checkpointing, or add GPUs"
+        else f"no layout on {gpus} GPUs fits; lower train.max_tokens_per_batch, set gradient_checkpointing, or {add}"
     )
     raise ConfigError(f"{layout} do not fit: {'; '.join(wrong)}, of which {limit / GB:.1f} GB can be used. {advice}")
 

@@ -4,7 +4,8 @@
     server    b P / t + KV cache                                                                         t: tensor parallel
     sync      b P / B, once for all servers of a broadcast                                               B: bytes/s of a link
 
-Where a row of ranks shares experts, it has one such part of everything else: N counts rows, and for experts ranks.
+Where a row of ranks shares experts, it has one such part of everything else: N counts rows, and for experts ranks. Each row
+of Megatron's has a copy: N counts the ranks of a row, nothing is gathered, and they share activations and logits too.
 
 P numbers of b bytes each. In float32 b is 4, there are no masters (m = 0), and g is 4. In bfloat16 b is 2, m is 4, and g is
 4 + 2: gradients are summed in float32, while those of one backward pass are still there in bfloat16.
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from polyturn.training.backend import Degrees
 from polyturn.training.modality_encoders import layers_of, towers_of
 from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
 
@@ -94,7 +96,9 @@ class RankLoad:
 
     ranks: int = 1
     expert_parallel: int = 1
-    """Ranks of a row that shares experts."""
+    """Ranks of a row that shares experts, under FSDP2."""
+    megatron: Degrees | None = None
+    """How a row of ranks splits the copy that it has; None shards one copy over all ranks (FSDP2)."""
     num_trained: int = 1
     """Models of this size that are trained: the policy, and a critic where the estimator needs one."""
     num_frozen: int = 0
@@ -113,34 +117,45 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     There the gradient of the embedding is summed over chunks before it is added to that of the micro-batches before: it is
     there once as a sum and once as the chunk's. Where layers are computed again, the input of each is kept, and one whole.
     """
-    low, copies = size.element < 4, load.num_trained
-    at_once = max(MIN_CHUNK, (MAX_LOGITS if load.on_gpu else MAX_LOGITS_CPU) // size.vocab)
+    low, copies, split = size.element < 4, load.num_trained, load.megatron or Degrees()
+    wide, stages = split.tensor_parallel, split.pipeline_parallel
+    at_once = wide * max(MIN_CHUNK, (MAX_LOGITS if load.on_gpu else MAX_LOGITS_CPU) // size.vocab)
     # A layer is gathered while the one before it is still there, and its gradient is whole before it is cut.
     layer = size.layer - size.layer_experts + size.layer_experts // load.expert_parallel
-    gathered = (2 * size.outside + 3 * layer) * size.element if load.ranks > 1 else 0
+    is_sharded, is_gathered = load.megatron is None, load.megatron is None and load.ranks > 1
+    gathered = (2 * size.outside + 3 * layer) * size.element if is_gathered else 0
     rows = max(1, load.ranks // load.expert_parallel)
+    # Of stages the first and the last each hold an embedding, tied or not.
+    ends = min(size.outside, size.vocab * size.hidden) * stages - size.outside if stages > 1 else 0
 
     def held(count: int, *, bytes_of_each: int) -> int:
-        experts = size.experts if count == size.parameters else 0  # an adapter has none
-        return (count - experts) * bytes_of_each // rows + experts * bytes_of_each // load.ranks
+        if count < size.parameters:  # an adapter has no experts, and half of each pair is on every rank of a stage
+            return count * bytes_of_each // (rows if is_sharded else stages)
+        parts, of_experts = (rows, load.ranks) if is_sharded else (wide * stages, split.expert_parallel * stages)
+        return ((count - size.experts + ends) // parts + size.experts // of_experts) * bytes_of_each
 
-    inputs = size.num_layers * size.hidden * size.element
-    activations = load.tokens * (inputs + size.kept if load.recomputes else size.num_layers * size.kept)
+    frozen = size.parameters * size.element // rows if is_sharded else held(size.parameters, bytes_of_each=size.element)
+    num_layers = size.num_layers // stages
+    inputs = num_layers * size.hidden * size.element
+    # megatron-core's layers keep a fifth more than those of transformers: half of the feed-forward layer's input once more,
+    # and what rotary positions are multiplied with.
+    kept = size.kept if is_sharded else size.kept * 6 // 5
+    activations = load.tokens * (inputs + kept if load.recomputes else num_layers * kept) // wide
     # glibc frees what is large, but not very large, within its heap, where gradients, which stay, settle between: the
     # activations of a micro-batch, and of ranks each layer as it is gathered, and its whole gradient.
-    gaps = activations + (2 * size.parameters * size.element if load.ranks > 1 else 0)
+    gaps = activations + (2 * size.parameters * size.element if is_gathered else 0)
     return {
         "parameters": held(size.parameters, bytes_of_each=copies * size.element),
         "float32 masters": held(size.trained, bytes_of_each=copies * 4) if low else 0,
         "gradients": held(size.trained, bytes_of_each=copies * (4 + (size.element if low else 0))),
         "moments of AdamW": held(size.trained, bytes_of_each=copies * 8),
-        "frozen models": load.num_frozen * size.parameters * size.element // rows,
+        "frozen models": load.num_frozen * frozen,
         "gathered blocks": gathered,
         # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
-        "gradient of the largest tensor on its way": (1 if low or gathered else 2) * size.widest * size.element,
+        "gradient of the largest tensor on its way": (1 if low or gathered else 2) * size.widest * size.element // wide,
         f"activations of a micro-batch of {load.tokens} tokens": activations,
         "gaps in the heap": 0 if load.on_gpu else gaps,
-        "logits": 3 * 4 * min(load.tokens, at_once) * size.vocab,
+        "logits": 3 * 4 * min(load.tokens, at_once) * size.vocab // wide,
     }
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from polyturn.api.folders import open_place
 from polyturn.cli.main import main
-from polyturn.cli.plan import Demand, GpuLayout, layout_of, nearest
+from polyturn.cli.plan import Demand, GpuLayout, layout_of, load_of, nearest
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
+from polyturn.training.backend import Degrees
 from polyturn.training.memory import ModelSize, RankLoad
 from support.runs import Called, call_command, write_tiny_run
 
@@ -52,6 +54,17 @@ def test_more_gpus_than_there_are_is_refused_with_the_layout_that_fits(tmp_path:
 def test_gpus_too_small_for_any_layout_say_so(tmp_path: Path) -> None:
     called = plan(tmp_path, *SERVERS, "--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000")
     assert called.code != 0 and "no layout on 8 GPUs fits" in called.err
+
+
+def test_ranks_of_megatron_are_planned_by_how_a_row_splits_its_copy(tmp_path: Path) -> None:
+    backend = ["train.backend=megatron", "train.distributed={ranks: 4, tensor_parallel: 2, expert_parallel: 2}"]
+    config = write_tiny_run(tmp_path)
+    of_backend, of_torch = (load_of(open_place(config, given)[0], tokens=10) for given in (backend, ["train.epochs=1"]))
+    assert of_backend.megatron == Degrees(tensor_parallel=2, expert_parallel=2) and of_backend.ranks == 4
+    assert of_torch.megatron is None and of_torch.expert_parallel == of_backend.expert_parallel == 1
+    small = ["--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000"]
+    called = call_command(main, "plan", config, *small, *backend)
+    assert called.code != 0 and "raise tensor_parallel or pipeline_parallel" in called.err
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e308", "80GB"])

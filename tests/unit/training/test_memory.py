@@ -7,6 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from polyturn.training.backend import Degrees
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, sync_seconds
 from support.models import tiny_model
 from support.ranks import results_of_ranks
@@ -52,6 +53,24 @@ def test_ranks_that_share_experts_hold_the_rest_as_often():
     assert rows["moments of AdamW"] == row["moments of AdamW"] // 2 and rows["frozen models"] == of_one // 2
     layer = size.layer - size.layer_experts // 2
     assert alone["gathered blocks"] == 0 and row["gathered blocks"] == (2 * size.outside + 3 * layer) * size.element
+
+
+def test_a_row_of_megatron_splits_one_copy_and_gathers_nothing():
+    size = ModelSize.of(tiny_model(64, "qwen3_moe"))
+    dense, embedding = size.parameters - size.experts, 64 * size.hidden
+    splits = [Degrees(), Degrees(tensor_parallel=2, expert_parallel=2), Degrees(pipeline_parallel=2)]
+    alone, row, stages = (rank_bytes(size, RankLoad(ranks=8, tokens=10, num_frozen=1, megatron=split)) for split in splits)
+    assert alone["parameters"] == alone["frozen models"] == size.parameters * size.element
+    assert row["parameters"] == row["frozen models"] == (dense // 2 + size.experts // 2) * size.element
+    layers = dense - size.outside
+    assert stages["parameters"] == (layers // 2 + embedding + size.experts // 2) * size.element
+    named = "activations of a micro-batch of 10 tokens"
+    assert (
+        alone[named] == 2 * row[named] == 2 * stages[named] == 10 * 2 * (size.kept * 6 // 5)
+        and alone["logits"] == 2 * row["logits"]
+    )
+    assert alone["gathered blocks"] == row["gathered blocks"] == stages["gathered blocks"] == 0
+    assert rank_bytes(size, RankLoad(ranks=2, megatron=splits[1])) == rank_bytes(size, RankLoad(ranks=8, megatron=splits[1]))
 
 
 def test_one_rank_gathers_nothing_and_float32_has_no_masters():
