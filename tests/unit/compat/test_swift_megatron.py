@@ -67,6 +67,10 @@ def test_a_run_is_as_long_as_it_is_there() -> None:
         translate("")
 
 
+def test_that_a_fused_layer_has_more_than_one_pair_of_matrices_is_said() -> None:
+    assert any("have a pair of matrices each" in line for line in translate("--train_iters 1 --tuner_type lora").notices())
+
+
 def test_that_the_last_turn_alone_is_trained_is_said() -> None:
     said = "the last turn of a conversation alone is trained"
     assert any(said in line for line in translate("--train_iters 1 --multi_turn_scheduler mine").notices())

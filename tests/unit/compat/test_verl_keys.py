@@ -286,7 +286,8 @@ REJECTED = [
     (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
     (f"{ACTOR}.ppo_mini_batch_size=2000", "from 1 to data.train_batch_size, which is 1024"),
     (f"{ACTOR}.policy_loss.loss_mode=gspoo", "Did you mean 'gspo'"),
-    ("actor_rollout_ref.model.lora.merge=True", "Megatron"),
+    ("+actor_rollout_ref.model.lora.rank=8", "read where actor.strategy is megatron"),
+    ("+actor_rollout_ref.model.lora.adapter_path=there", "write lora_adapter_path"),
     ("actor_rollout_ref.model.lora_adapter_path=somewhere", "lora_rank"),
     ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
     ("algorithm.adv_estimator=grop", "Did you mean"),
@@ -484,6 +485,17 @@ def test_the_learning_rate_of_megatrons_trees_falls_as_they_say(asked: list[str]
     assert len(made.notices()) == (asked == ["min_lr=1e-7"])  # a constant rate never comes to its least
 
 
+def test_an_adapter_of_megatrons_fused_layers_is_one_of_those_that_they_are_made_of():
+    of = "+actor_rollout_ref.model.lora"
+    made = of_megatron(f"{of}.rank=8", f"{of}.type=canonical_lora", f"{of}.target_modules=[linear_qkv,linear_fc1_up]")
+    modules = ["q_proj", "k_proj", "v_proj", "up_proj"]
+    assert made.native["model"]["lora"] == {"rank": 8, "alpha": 32, "dropout": 0.0, "target_modules": modules}
+    assert any("lora.rank" in line and "as canonical_lora has" in line for line in made.notices())
+    every = of_megatron(f"{of}.rank=8", f"{of}.alpha=16", f"{of}.dropout=0.1").native["model"]["lora"]
+    assert len(every.pop("target_modules")) == 7 and every == {"rank": 8, "alpha": 16, "dropout": 0.1}
+    assert "lora" not in of_megatron(f"{of}.rank=0").native["model"]
+
+
 def test_gae_has_its_critic_where_megatron_trains():
     made = of_megatron("algorithm.adv_estimator=gae", "critic.optim.lr=3e-6").native
     assert made["algorithm"]["advantage"]["name"] == "gae" and made["algorithm"]["critic"]["optim"]["lr"] == 3e-6
@@ -503,6 +515,8 @@ def test_no_steps_of_warm_up_are_megatrons_share_and_fsdps_none():
         ("+reward_model.enable=True", "no reward models"),
         (f"+{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=3", "option of Megatron's"),
         (f"+{ACTOR}.megatron.router_replay.mode=R2", "which is R3"),
+        ("+actor_rollout_ref.model.lora={rank: 8, target_modules: [linear_qvk]}", "no layer 'linear_qvk'.*'linear_qkv'"),
+        ("+actor_rollout_ref.model.lora={rank: 8, type: dora}", "lora.type"),
     ],
 )
 def test_what_only_megatron_has_is_refused_by_name(override: str, says: str):

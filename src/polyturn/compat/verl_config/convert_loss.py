@@ -19,6 +19,18 @@ CORRECTION = "algorithm.rollout_correction"
 _LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Rejection as earlier releases name it."""
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
+_LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's layers, and those that each is made of."""
 _NOTHING = (None, False, "none", "null", "")
 
 
@@ -38,20 +50,39 @@ def kl(s: Source) -> None:
 
 
 def lora(s: Source) -> None:
-    """Set the adapter."""
-    rank = s.whole(f"{MODEL}.lora_rank", 0, least=0)
+    """Set the adapter, as trees of FSDP describe it, or those of Megatron."""
+    rank, fused = (s.whole(f"{MODEL}.{name}", 0, least=0) for name in ("lora_rank", "lora.rank"))
     adapter = s.text(f"{MODEL}.lora_adapter_path", "")
-    if not rank:
-        if adapter:
-            s.refuse(f"{MODEL}.lora_adapter_path", "an adapter is read into one of lora_rank; set it too")
-        return
-    s.put("model.lora.rank", rank, by=f"{MODEL}.lora_rank")
-    s.put("model.lora.alpha", s.number(f"{MODEL}.lora_alpha", 16), by=f"{MODEL}.lora_alpha")
-    for name in ("target_modules", "exclude_modules"):
-        if (value := s.get(f"{MODEL}.{name}")) is not None:
-            s.put(f"model.lora.{name}", value if isinstance(value, str) else list(value), by=f"{MODEL}.{name}")
-    if adapter:
+    if fused:
+        _lora_of_megatron(s, fused)
+    elif rank:
+        s.put("model.lora.rank", rank, by=f"{MODEL}.lora_rank")
+        s.put("model.lora.alpha", s.number(f"{MODEL}.lora_alpha", 16), by=f"{MODEL}.lora_alpha")
+        for name in ("target_modules", "exclude_modules"):
+            if (value := s.get(f"{MODEL}.{name}")) is not None:
+                s.put(f"model.lora.{name}", value if isinstance(value, str) else list(value), by=f"{MODEL}.{name}")
+    elif adapter:
+        s.refuse(f"{MODEL}.lora_adapter_path", "an adapter is read into one of lora_rank; set it too")
+    if adapter and (fused or rank):
         s.put_path("model.lora.adapter", str(Path(adapter).expanduser()), by=f"{MODEL}.lora_adapter_path")
+
+
+def _lora_of_megatron(s: Source, rank: int) -> None:
+    """Set the adapter of Megatron's layers, by those that they are made of."""
+    if s.get(f"{ACTOR}.strategy") != "megatron" or s.get(f"{MODEL}.lora_rank"):
+        why = "it is read where actor.strategy is megatron and lora_rank is 0; else write lora_rank and lora_alpha"
+        s.refuse(f"{MODEL}.lora.rank", why)
+    names = s.get(f"{MODEL}.lora.target_modules", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+    for name in (name for name in names if name not in _LAYERS):
+        s.refuse(f"{MODEL}.lora.target_modules", f"there is no layer {name!r}.{did_you_mean(str(name), _LAYERS)}")
+    found = {
+        "rank": rank,
+        "alpha": s.number(f"{MODEL}.lora.alpha", 32),
+        "dropout": s.number(f"{MODEL}.lora.dropout", 0.0),
+        "target_modules": [layer for name in names for layer in _LAYERS.get(name, ())],
+    }
+    for name, value in found.items():
+        s.put(f"model.lora.{name}", value, by=f"{MODEL}.lora.{name}")
 
 
 def correction(s: Source) -> None:

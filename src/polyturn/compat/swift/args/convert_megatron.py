@@ -18,6 +18,8 @@ def megatron(s: Source) -> None:
             s.put(f"train.distributed.{what}_parallel", size, by=key)
             ranks *= 1 if what == "expert" else size
     s.put("train.distributed.ranks", ranks, by="tensor_model_parallel_size")
+    for key in (key for key in ("tuner_type", "train_type", "sft_type") if s.get(key) == "lora"):
+        s.notes[key] = "queries, keys, values, gate and up have a pair of matrices each, where there a fused layer has one"
     if s.get("multi_turn_scheduler") and "loss_scale" not in s.written:
         s.notes["multi_turn_scheduler"] = (
             "the last turn of a conversation alone is trained, as there; --loss_scale default trains all of them"
