@@ -9,7 +9,11 @@ from cluster_run import metrics_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from polyturn.build.ranks import check_ranks
 from polyturn.cli.main import main
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError
 from support.forked import run_forked
 from support.runs import call_command, write_tiny_run
 
@@ -53,16 +57,29 @@ def test_a_run_learns_and_goes_on_with_the_other_backend(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_a_critic_goes_on_with_the_other_backend(tmp_path):
+@pytest.mark.parametrize("more", [[], ["model.lora={rank: 4, dropout: 0.1}"]])
+def test_a_critic_and_an_adapter_go_on_with_the_other_backend(tmp_path, more):
     config = write_tiny_run(tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    critic = [*WITHOUT_MORE, "train.backend=megatron", "warm_start.steps=0", "algorithm.advantage=gae"]
-    for steps, more in ((2, ()), (3, ("--resume", "train.backend=torch"))):
-        done = run_forked("train", config, *critic, f"train.steps={steps}", *more, env=environment)
+    critic = [*WITHOUT_MORE, *more, "train.backend=megatron", "warm_start.steps=0", "algorithm.advantage=gae"]
+    for steps, resumed in ((2, ()), (3, ("--resume", "train.backend=torch"))):
+        done = run_forked("train", config, *critic, f"train.steps={steps}", *resumed, env=environment)
         assert done.returncode == 0, done.err
     steps = metrics_of(tmp_path / "runs" / "tiny")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["critic/grad_norm"] > 0 and step["critic/skipped_steps"] == 0 for step in steps)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_ranks_of_a_row_may_drop_of_an_adapters_input_and_those_of_fsdp_may_not(tmp_path):
+    """As a script of ms-swift asks, whose adapters have a dropout of 0.05 unless it says otherwise."""
+    adapter = ["model.lora={rank: 4, dropout: 0.05}", "train.distributed={ranks: 1}", "train.backend=megatron"]
+    called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", *adapter)
+    assert called.code == 0, called.err
+    row = ["model.path=none", *adapter, "train.distributed={tensor_parallel: 2}"]
+    check_ranks(load_config(RunConfig, None, row).config, 2)
+    with pytest.raises(ConfigError, match=r"model.lora.dropout is 0.05 .* set dropout to 0"):
+        check_ranks(load_config(RunConfig, None, [*row, "train.backend=torch"]).config, 2)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.backend import Degrees
 from polyturn.training.critic import Critic, CriticSettings, critic_backend, local_critic, value_coefs
+from polyturn.training.lora import adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
-from polyturn.training.optim import OptimSettings
+from polyturn.training.options import LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from support.megatron_cpu import pretend
 from support.models import tiny_model
@@ -88,8 +89,15 @@ def whole_of(backend):
     return backend.gathered(list(backend.kinds(is_merged=True)), is_merged=True)
 
 
+def own_weights(backend):
+    """Return what one process gives to an engine: an adapter merged, of tied weights the first."""
+    weights = backend.weights()
+    return {name: weights[name] for name in backend.network.own_tensors()}
+
+
 def moved(many, model, samples, share):
-    """Return how far scores are from those of one process with the same weights, when every group was moved, and back.
+    """Return how far scores are from those of one process with the same weights, when every group was moved, and back;
+    `model` has no adapter, which is merged there.
 
     Ranks that hold the same move it alike, which is what this shows.
     """
@@ -112,6 +120,15 @@ def moved(many, model, samples, share):
     return found
 
 
+def adapted(model, targets):
+    """Return the model with an adapter that is not 0."""
+    add_lora(model, LoraSettings(rank=3, alpha=6.0, target_modules=targets), seed=1)
+    with torch.no_grad():
+        for number, tensor in enumerate(adapter_tensors(model).values()):
+            tensor.normal_(0, 0.2, generator=torch.Generator().manual_seed(number))
+    return model
+
+
 def model_of(kind, *, tied=True):
     model = tiny_model(VOCAB, kind=kind, hidden=16, layers=LAYERS, heads=4, kv_heads=2, spread=0.1, seed=0)
     if tied:
@@ -124,10 +141,11 @@ def gradient_difference(one, many):
     """Return how far the gradients of one process and of the ranks differ, and the largest number; the latter is cleared."""
     backend, found = many.backend, {}
     backend.optimizer._total_norm([p for _, p in backend.optimizer._named])
-    grads, names = {n: p.grad for n, p in backend.network.saved.named_parameters()}, backend.network.names
+    names = backend.network.names
+    grads = {n: p.grad for n, p in backend.network.saved.named_parameters() if p.requires_grad}
     gradient = {name: names.whole(grads, name) for name in names.kinds(grads)}
     if dist.get_rank() == 0:
-        own = {n: p.grad for n, p in one.backend.model.named_parameters()}
+        own = {n: p.grad for n, p in one.backend.model.named_parameters() if p.requires_grad}
         found["gradient"] = difference(own, gradient)
         found["largest"] = max(float(g.abs().max()) for g in own.values())
     for p in backend.network.saved.parameters():
@@ -190,11 +208,11 @@ def compare_values(kind, *, device, tied=True, **degrees):
     return found
 
 
-def compare(kind, *, device, is_long, tied=True, **degrees):
+def compare(kind, *, device, is_long, tied=True, lora=None, **degrees):
     """Return how far the ranks and one process differ in scores, loss, gradient, a step and a state that travels.
 
-    It travels behind the first step, so that the second shows whether training goes on from it; in the long form it is also
-    read again behind each.
+    It travels behind the first step, so that the second shows whether training goes on from it; in the long form, and with
+    an adapter of the modules `lora`, it is also read again behind each.
     """
     from polyturn.training.megatron import Megatron
 
@@ -215,15 +233,17 @@ def compare(kind, *, device, is_long, tied=True, **degrees):
         "layout": LayoutSettings(max_tokens_per_batch=40),
         "reference": True,
     }
-    model = model_of(kind, tied=tied).to(device)
+    plain = model_of(kind, tied=tied).to(device)
+    model = plain if lora is None else adapted(copy.deepcopy(plain), lora)
+    is_long = is_long or lora is not None
     one = local_policy(copy.deepcopy(model), **options)
     backend = policy_backend(copy.deepcopy(model), placement=Megatron(split, device), **options)
     many = ModelPolicy(backend, loss=options["loss"])
     found = {}
-    first, whole = one.backend.network.own_tensors(), whole_of(backend)
+    first, whole = own_weights(one.backend), whole_of(backend)
     if dist.get_rank() == 0:
         found["round_trip"] = difference(first, whole)
-    found |= moved(many, model, samples_of(5, 4), list(range(row, 4, rows)))
+    found |= moved(many, plain, samples_of(5, 4), list(range(row, 4, rows)))
     for name, seed, size in (("first", 3, 5), ("second", 4, 4)):
         samples = samples_of(seed, size, routed=kind == "qwen3_moe" and name == "second")
         coefs = loss_coefs(samples, mode="token-mean")
@@ -246,7 +266,7 @@ def compare(kind, *, device, is_long, tied=True, **degrees):
         many.forward_backward(share, coefs=[coefs[i] for i in mine])
         a, b = one.optim_step(), many.optim_step()
         found[f"{name}/norm"] = abs(a["loss/grad_norm"].value - b["loss/grad_norm"].value)
-        whole, own = whole_of(backend), one.backend.network.own_tensors()
+        whole, own = whole_of(backend), own_weights(one.backend)
         if dist.get_rank() == 0:
             found[f"{name}/weights"] = difference(own, whole)
         if name == "first" or is_long:
@@ -259,7 +279,7 @@ def compare(kind, *, device, is_long, tied=True, **degrees):
             found[f"{name}/back"] = difference(tensors_in(ours), tensors_in(stored_by_all(back)))
             found[f"{name}/resumed"] = difference(tensors_in(theirs), tensors_in(stored_by_all(many)))
     backend.take(model.state_dict())
-    whole, first = whole_of(backend), dict(model.named_parameters())
+    whole, first = whole_of(backend), own_weights(local_policy(model, optim=options["optim"]).backend)
     if dist.get_rank() == 0:
         found["taken"] = difference(first, whole)
     return found
@@ -280,10 +300,13 @@ TASKS = {
         "tensor_moe": {"kind": "qwen3_moe", "tensor_parallel": 2, "expert_parallel": 2},
         "tensor_qwen2": {"kind": "qwen2", "tensor_parallel": 2, "tied": False},
         "pipeline_moe": {"kind": "qwen3_moe", "pipeline_parallel": 2, "tied": False},
+        "lora_tensor": {"kind": "qwen2", "tensor_parallel": 2, "lora": "all-linear"},
+        "lora_pipeline": {"kind": "qwen3", "pipeline_parallel": 2, "lora": ["q_proj", "v_proj", "up_proj"], "tied": False},
+        "lora_moe": {"kind": "qwen3_moe", "tensor_parallel": 2, "expert_parallel": 2, "lora": ["q_proj", "o_proj"]},
     },
 }
 """World size -> name -> what `compare` is given; those of two ranks have every kind of model."""
-SHORT = ("data", "tensor_moe", "pipeline_moe")
+SHORT = ("data", "tensor_moe", "pipeline_moe", "lora_tensor", "lora_pipeline")
 """Those of two ranks that `make test` compares; they split whatever the others split."""
 VALUES = {
     1: {},

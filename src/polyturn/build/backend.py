@@ -42,19 +42,21 @@ def check_backend(place: ConfigSource) -> None:
         ConfigError: there is no such backend, it is not installed, or does not split this model so.
     """
     from polyturn.training.backend import backends
+    from polyturn.training.lora import add_lora
 
     config = place.config
     split = config.train.distributed
     if config.train.backend == BACKEND and split.pipeline_parallel == split.expert_parallel == 1:
         return
     found = backends.resolve(config.train.backend, base=place.base, key="train.backend")
-    if config.train.backend != BACKEND:
-        is_recomputed = config.algorithm.routing.balance_coef and config.model.gradient_checkpointing
-        for what, value in (
-            ("model.lora asks for an adapter", config.model.lora),
-            ("algorithm.routing.balance_coef asks for a loss of layers that are computed again", is_recomputed),
-        ):
-            if value:
-                raise ConfigError(f"{what}, and train.backend {config.train.backend} has none; drop it, or take {BACKEND}")
+    is_recomputed = config.algorithm.routing.balance_coef and config.model.gradient_checkpointing
+    if config.train.backend != BACKEND and is_recomputed:
+        raise ConfigError(
+            "algorithm.routing.balance_coef asks for a loss of layers that are computed again, and train.backend "
+            f"{config.train.backend} has none; drop it, or take {BACKEND}"
+        )
     load_plugins(config.plugins, base=place.base)
-    found.check(build_outline(place, build_codec(place).tokenizer).config, degrees_of(config))
+    outline = build_outline(place, build_codec(place).tokenizer)
+    if config.model.lora is not None:
+        add_lora(outline, config.model.lora, seed=config.seed)
+    found.check(outline, degrees_of(config))

@@ -22,7 +22,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label
 from polyturn.core.plugins import load_plugins
 from polyturn.engines.options import ServerOptions
-from polyturn.training.options import OptimSettings
+from polyturn.training.options import BACKEND, OptimSettings
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,8 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
             f"{train.group_size}, minibatches {train.minibatches}) is smaller than the {rows} ranks that share it; raise "
             "groups_per_step, or take fewer ranks"
         )
-    if wide > 1 and config.model.lora is not None and config.model.lora.dropout:
+    # Of Megatron's ranks each drops of its own positions, or columns.
+    if wide > 1 and train.backend == BACKEND and config.model.lora is not None and config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout is {config.model.lora.dropout} and by train.distributed {wide} ranks see the same samples: "
             "they would drop different inputs; set dropout to 0, or tensor_parallel and expert_parallel to 1"

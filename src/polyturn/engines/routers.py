@@ -51,6 +51,12 @@ class Routers:
                 count = next(p.shape[0] for p in _own(stacks[0]) if p.dim() == 3)
                 others = [part for part in layer.children() if part is not stacks[0]]
                 own = [part for part in others if any(p.dim() == 2 and p.shape[0] == count for p in _own(part))]
+                if any("lora_" in part for part, _ in layer.named_parameters()) and not own:
+                    raise ConfigError(
+                        f"model.lora adapts the {count} experts of a layer, and tokens go to experts as the engine chose "
+                        "only where those have no adapter; let model.lora.target_modules name layers of attention (q_proj, "
+                        "k_proj, v_proj, o_proj), or set algorithm.routing.replay to off"
+                    )
                 if len(own) != 1:
                     raise ConfigError(
                         f"{type(layer).__name__} has {count} experts and {len(own)} modules that may be their router; set "

@@ -48,7 +48,7 @@ OWN, REFERENCE = "own", "reference"
 
 backends: Registry[Any] = Registry("backends")
 """Name -> a `Placement` of ranks (`model_backend.py`) that is made by `of(degrees, device, start=…)`, and whose
-`check(config, degrees)` refuses a model's config that it cannot split."""
+`check(model, degrees)` refuses a model, of which the weights are not read yet, that it cannot split."""
 
 
 class Backend(Stored, Protocol):

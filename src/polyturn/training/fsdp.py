@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
@@ -135,7 +135,7 @@ class Sharded(OverRanks):
         return cls(make_mesh(device, tensor_parallel=wide), device, start=start, degrees=degrees)
 
     @staticmethod
-    def check(config: PreTrainedConfig, degrees: Degrees) -> None:
+    def check(model: PreTrainedModel, degrees: Degrees) -> None:
         """Refuse degrees of parallelism that FSDP2 does not offer.
 
         Raises:
@@ -149,7 +149,7 @@ class Sharded(OverRanks):
                 "train.backend: megatron, or leave it at 1"
             )
         if experts > 1:
-            require_experts(config, parts=experts)
+            require_experts(model.config, parts=experts)
         if 1 < wide != experts > 1:
             raise ConfigError(
                 f"{where} has tensor_parallel {wide} and expert_parallel {experts}: under train.backend torch one row "

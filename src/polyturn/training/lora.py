@@ -71,7 +71,7 @@ def _draw_again(model: nn.Module) -> None:
     Raises:
         ConfigError: it lies around something else than linear layers.
     """
-    for name, layer in _layers(model).items():
+    for name, layer in adapted_layers(model).items():
         pairs = [part[ADAPTER] for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
         if not all(isinstance(part, nn.Linear) for part in pairs) or not pairs:
             raise ConfigError(
@@ -113,13 +113,14 @@ def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
             parameter.data = saved[name]
 
 
+def plain_name(name: str) -> str:
+    """Return the name that a weight has in a model without an adapter."""
+    return name.replace(".base_layer.", ".")
+
+
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's own weights without the adapter, as live tensors under the model's own names."""
-    return {
-        name.replace(".base_layer.", "."): value.detach()
-        for name, value in model.state_dict().items()
-        if ".lora_" not in name
-    }
+    return {plain_name(name): value.detach() for name, value in model.state_dict().items() if ".lora_" not in name}
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -129,7 +130,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     """
     weights = base_weights(model)
     with torch.no_grad():
-        for name, layer in _layers(model).items():
+        for name, layer in adapted_layers(model).items():
             weight = weights[f"{name}.weight"]
             weights[f"{name}.weight"] = weight + layer.get_delta_weight(ADAPTER).to(weight)
     return weights
@@ -141,7 +142,7 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     Raises:
         ConfigError: the adapter lies around something else than a linear layer.
     """
-    layer = _layers(model).get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    layer = adapted_layers(model).get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if layer is None:
         return weight
     pair = [part[ADAPTER].weight for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
@@ -204,8 +205,10 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     names.take(own, found)
 
 
-def _layers(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the model's own name of each adapted module -> the module around it."""
+    if not has_lora(model):
+        return {}
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

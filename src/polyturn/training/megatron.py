@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from polyturn.core.errors import ConfigError
 from polyturn.engines.routers import Routers
 from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import OverRanks
 from polyturn.training.hf import load_model
+from polyturn.training.lora import base_weights
+from polyturn.training.megatron_lora import adapter_entries
 from polyturn.training.megatron_network import MegatronNetwork, MegatronPolicy, MegatronValues
-from polyturn.training.megatron_weights import HEAD, require_split
+from polyturn.training.megatron_weights import HEAD, entries, require_split
 from polyturn.training.network import Network, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread
@@ -46,13 +47,15 @@ class Megatron(OverRanks):
         return cls(degrees, device, start=start)
 
     @staticmethod
-    def check(config: PreTrainedConfig, degrees: Degrees) -> None:
+    def check(model: PreTrainedModel, degrees: Degrees) -> None:
         """Refuse what megatron-core does not split so.
 
         Raises:
-            ConfigError: the model's family has no mapping, or a size does not divide what it splits.
+            ConfigError: the model's family has no mapping, a size does not divide what it splits, or its adapter lies around
+                something else than linear layers.
         """
-        require_split(config, degrees)
+        require_split(model.config, degrees)
+        adapter_entries(model, entries(model.config), model.config, degrees)
 
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
@@ -64,7 +67,7 @@ class Megatron(OverRanks):
         """
         self._prepare(model)
         network = MegatronPolicy(model, self._degrees, self._device, replays=replays)
-        return self._filled(network, whole=lambda: _read(model).state_dict(), is_copy=is_copy)
+        return self._filled(network, whole=lambda: base_weights(_read(model)), is_copy=is_copy)
 
     def values(self, backbone: PreTrainedModel) -> Network:
         """Return megatron-core's form of a value function over `backbone`, with its weights.
@@ -75,7 +78,7 @@ class Megatron(OverRanks):
         self._prepare(backbone)
         form = ValueNetwork(backbone)
         network = MegatronValues(form, self._degrees, self._device)
-        return self._filled(network, whole=lambda: ValueNetwork(_read(backbone)).state_dict(), is_copy=True)
+        return self._filled(network, whole=lambda: base_weights(ValueNetwork(_read(backbone))), is_copy=True)
 
     def _prepare(self, model: PreTrainedModel) -> None:
         """Make sure that a model can be split, and megatron-core's groups.
@@ -98,6 +101,7 @@ class Megatron(OverRanks):
         any, else with those of its model, which the first rank has `whole`."""
         own = network.own_tensors()
         if is_copy and self._start is not None:
+            own |= network.tensors()
             for name in own.keys() & self._start.keys():  # a value function has a head of its own, and no output embedding
                 own[name].copy_(self._start[name])
             return network
@@ -116,10 +120,6 @@ class Megatron(OverRanks):
         assert isinstance(network, MegatronNetwork)
         self._start = None
         return MegatronOptimizer(network, settings)
-
-    def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Adapters are refused before."""
-        raise NotImplementedError
 
 
 def _read(model: PreTrainedModel) -> PreTrainedModel:

@@ -25,8 +25,10 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.engines.routers import LIVE
 from polyturn.training.backend import Degrees
+from polyturn.training.lora import ADAPTER, adapted_layers, adapter_tensors
 from polyturn.training.megatron_layers import make_gpt
-from polyturn.training.megatron_weights import ShardedNames, is_sparse
+from polyturn.training.megatron_lora import adapter_entries, add_adapter
+from polyturn.training.megatron_weights import ShardedNames, entries, is_sparse, value_entries
 from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, Network, TargetScores, ValueNetwork
 from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences
 
@@ -49,24 +51,39 @@ class MegatronNetwork(Network):
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._hidden = config.hidden_size
         self._tp = parallel_state.get_tensor_model_parallel_group()
-        recomputes = bool(model.is_activation_checkpointing)
+        recomputes, whole = bool(model.is_activation_checkpointing), form or model
+        weights = list((entries if form is None else value_entries)(config))
+        adapter = adapter_entries(whole, weights, config, degrees)
         gpt = make_gpt(config, degrees, dtype=model.dtype, recomputes=recomputes, has_values=form is not None)
         self.backbone = gpt.to(device)  # type: ignore[assignment]
         self._first_layer = gpt.decoder.layers[0].layer_number - 1
+        add_adapter(gpt, whole, weights, first_layer=self._first_layer)
+        self._scaling = next((layer.scaling[ADAPTER] for layer in adapted_layers(whole).values()), 0.0)
         num_experts = config.num_experts // degrees.expert_parallel if config.model_type == "qwen3_moe" else 0
         self.names = ShardedNames(
-            form or model,
+            whole,
             config,
             dict(gpt.named_parameters()),
+            [*weights, *adapter],
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             first_layer=self._first_layer,
             first_expert=parallel_state.get_expert_model_parallel_rank() * num_experts,
         )
+        self.names.take(self.tensors(), adapter_tensors(whole))
 
     @property
     def saved(self) -> nn.Module:
         """megatron-core's model, under its own names."""
         return self.backbone
+
+    def merged(self, name: str, whole: Tensor | None) -> Tensor | None:
+        """Return a whole weight, on the first rank, with the adapter added."""
+        pair = [f"{name.removesuffix('.weight')}.lora_{one}.{ADAPTER}.weight" for one in "AB"]
+        adapter = self.tensors()
+        if pair[0] not in self.names.kinds(adapter):
+            return whole
+        down, up = (self.names.whole(adapter, one) for one in pair)
+        return None if whole is None or down is None or up is None else whole + (up @ down * self._scaling).to(whole)
 
     def _run(self, batch: MicroBatch, read: Callable[[Tensor], Tensor], *, count: int = 1) -> Tensor:
         """Return [count, S] what `read` makes of the hidden states [S, H] of targets; collective over the ranks of a row."""

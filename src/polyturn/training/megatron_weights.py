@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 from polyturn.core.errors import ConfigError
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.backend import Degrees
+from polyturn.training.lora import plain_name
 from polyturn.training.network import ValueNetwork
 from polyturn.training.shards import Names, stored_tensors
 
@@ -195,6 +196,7 @@ class ShardedNames(Names):
         model: nn.Module,
         config: PreTrainedConfig,
         own: Iterable[str],
+        known: Iterable[Entry],
         *,
         tensor_rank: int,
         first_layer: int,
@@ -206,25 +208,26 @@ class ShardedNames(Names):
             model: The Hugging Face model or the value function over it, for names and shapes.
             config: Its config.
             own: The names of this rank's part of megatron-core's, layers and experts counted from 0 on every rank.
+            known: The weights of the whole of it, and the matrices of its adapter.
             tensor_rank: This rank's place among those that share layers.
             first_layer: The layer that it counts as 0.
             first_expert: The expert that it counts as 0.
         """
         self._groups = config.num_key_value_heads
         self._head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-        has_values = isinstance(model, ValueNetwork)
         self._tied: tuple[str, ...] = ()
-        if config.tie_word_embeddings and not has_values:
+        if config.tie_word_embeddings and not isinstance(model, ValueNetwork):
             self._tied = ("embedding.word_embeddings.weight", "output_layer.weight")
-        self._local = {_counted(name, first_layer, first_expert): name for name in own}
-        known = {entry.name: entry for entry in (value_entries if has_values else entries)(config)}
-        self._entry_of = {local: known[name] for name, local in self._local.items()}
+        self._local = {counted(name, first_layer, first_expert): name for name in own}
+        every = {entry.name: entry for entry in known}
+        self._entry_of = {local: every[name] for name, local in self._local.items()}
         self._places: dict[str, list[tuple[Entry, int]]] = {}
         """Hugging Face's name -> the weights that the tensor is part of, and which of their sources it is."""
-        for entry in known.values():
+        for entry in every.values():
             for number, source in enumerate(entry.sources):
                 self._places.setdefault(source, []).append((entry, number))
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters() if name in self._places}
+        named = ((plain_name(name), tensor) for name, tensor in model.named_parameters())
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in named if name in self._places}
         self._held: list[dict[str, int]] = [{}] * dist.get_world_size()
         """For each rank: weight -> the part of it that this rank holds."""
         self._own = {entry.name: 0 if entry.layout == "whole" else tensor_rank for entry in self._entry_of.values()}
@@ -291,8 +294,8 @@ class ShardedNames(Names):
     def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         """Write this rank's parts of whole `weights` into live tensors; of tied ones one name is enough."""
         for name in weights:
-            for entry, number in self._places.get(name, ()):
-                if entry.name in self._own:
+            for entry, number in self._places.get(plain_name(name), ()):
+                if self._local.get(entry.name) in tensors:
                     there = self._region(entry, weights[name], self._own[entry.name])
                     self._piece(entry, number, tensors).copy_(there)
 
@@ -301,16 +304,15 @@ class ShardedNames(Names):
         found: dict[str, dict[Hashable, Tensor]] = {}
         for name, places in self._places.items():
             for entry, number in places:
-                if entry.name in self._own:
+                if self._local.get(entry.name) in tensors:
                     place = (entry.expert, self._own[entry.name])
                     found.setdefault(name, {})[place] = self._piece(entry, number, tensors)
         return found
 
     def _like(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return a tensor of this rank that has the dtype of the one of that name, and is one number where that is."""
-        if name in HEAD:
-            return tensors.get(name)
-        return next((tensor for own, tensor in tensors.items() if own not in HEAD), None)
+        """Return a tensor of this rank that has the dtype of the one of that name, and is one number where that is: of the
+        model, of a head or of an adapter, as that is; None where there is none."""
+        return next((tensor for own, tensor in tensors.items() if _kind(own) == _kind(name)), None)
 
     def _region(self, entry: Entry, whole: Tensor, part: int) -> Tensor:
         """Return of a whole tensor what a part of a weight holds."""
@@ -323,7 +325,12 @@ class ShardedNames(Names):
         return pieces(entry, tensors[self._local[entry.name]], num_groups=groups, head_dim=self._head_dim)[number]
 
 
-def _counted(name: str, first_layer: int, first_expert: int) -> str:
+def _kind(name: str) -> tuple[bool, bool]:
+    """Return whether a tensor is of a head, and whether of an adapter."""
+    return name in HEAD, ".lora_" in name
+
+
+def counted(name: str, first_layer: int, first_expert: int) -> str:
     """Return a name with its layer and expert counted over the whole model."""
     for pattern, first in ((r"(decoder\.layers\.)(\d+)", first_layer), (r"(local_experts\.)(\d+)", first_expert)):
         name = re.sub(pattern, lambda found, first=first: f"{found[1]}{int(found[2]) + first}", name)  # type: ignore[misc]

@@ -37,7 +37,7 @@ from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.backend import OWN
-from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights, whole_merged
+from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
 from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
@@ -294,8 +294,8 @@ class ModelBackend:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         for name in names:
             whole = self.network.names.whole(tensors, name)
-            if whole is not None and is_adapted:
-                whole = whole_merged(self.network.saved, name, whole)
+            if is_adapted:
+                whole = self.network.merged(name, whole)
             if whole is not None and is_first:
                 found[name] = whole.cpu()
         return found if is_first else None

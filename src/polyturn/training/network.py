@@ -27,7 +27,7 @@ from polyturn.algorithms.kl import entropy
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Metric
 from polyturn.engines.routers import Routers, RoutingPass
-from polyturn.training.lora import adapter_tensors, base_weights, has_lora
+from polyturn.training.lora import base_weights, has_lora, plain_name, whole_merged
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import PackedView, attending, why_not_packed
 from polyturn.training.router_figures import router_figures
@@ -93,14 +93,21 @@ class Network(nn.Module):
         return nullcontext()
 
     def tensors(self) -> dict[str, Any]:
-        """Return name -> live tensor of what training changes: with LoRA the adapter alone; of tied ones the first."""
-        return adapter_tensors(self.saved) if has_lora(self.saved) else self.own_tensors()
+        """Return name -> live tensor of what training changes: with LoRA the adapter, and a value function's head, alone; of
+        tied ones the first."""
+        if not has_lora(self.saved):
+            return self.own_tensors()
+        return {name: p.detach() for name, p in self.saved.named_parameters() if p.requires_grad}
 
     def own_tensors(self) -> dict[str, Any]:
         """Return name -> live tensor of the model without an adapter; of tied ones the first."""
         names = dict(self.saved.named_parameters(remove_duplicate=False)).keys()
-        again = {name.replace(".base_layer.", ".") for name in names - dict(self.saved.named_parameters()).keys()}
+        again = {plain_name(name) for name in names - dict(self.saved.named_parameters()).keys()}
         return {name: tensor for name, tensor in base_weights(self.saved).items() if name not in again}
+
+    def merged(self, name: str, whole: Any) -> Any:
+        """Return a whole weight, where it is, with the adapter added; the call is collective."""
+        return whole_merged(self.saved, name, whole)
 
 
 class TargetForward:

@@ -14,7 +14,8 @@ from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.critic import Critic, CriticSettings, local_critic, value_metrics
-from polyturn.training.optim import OptimSettings
+from polyturn.training.lora import add_lora
+from polyturn.training.options import LoraSettings, OptimSettings
 from polyturn.training.reward_kl import RewardKl
 from support.models import tiny_model
 from support.states import hand_over
@@ -131,6 +132,20 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
     other = local_critic(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
     with pytest.raises(CheckpointError, match="checkpoint's critic is of another model"):
         hand_over(one, other)
+
+
+def test_with_an_adapter_its_head_is_in_the_checkpoint_too() -> None:
+    def adapted() -> Critic:
+        model = tiny_model(VOCAB, hidden=16)
+        add_lora(model, LoraSettings(rank=2))
+        return local_critic(model, optim=OptimSettings(lr=1e-2))
+
+    one, two = adapted(), adapted()
+    train(one, samples())
+    hand_over(one, two)
+    found = one.score(samples())
+    assert any(v.any() for v in found)
+    assert all(np.array_equal(a, b) for a, b in zip(found, two.score(samples()), strict=True))
 
 
 def test_bad_input_is_said() -> None:

@@ -166,7 +166,7 @@ def judge_experts(name, found):
 )
 def test_what_a_row_cannot_split_is_refused_in_a_sentence(kind, degrees, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        Sharded.check(tiny_model(32, kind=kind, hidden=16).config, degrees)
+        Sharded.check(tiny_model(32, kind=kind, hidden=16), degrees)
 
 
 def test_a_model_whose_layers_cannot_be_split_is_refused_in_a_sentence(results):

@@ -11,7 +11,9 @@ import torch
 
 from polyturn.core.errors import ConfigError
 from polyturn.training.backend import Degrees
+from polyturn.training.lora import add_lora
 from polyturn.training.megatron_weights import entries, pieces, region, require_split
+from polyturn.training.options import LoraSettings
 from support.megatron_ranks import SHORT
 from support.models import tiny_model
 from support.ranks import results_of_ranks
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)  # processes on a busy machine
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (the extra megatron)"
 )
-TWO = ["tensor", "expert", "pipeline", "tensor_qwen2", *SHORT]
+TWO = ["tensor", "expert", "pipeline", "tensor_qwen2", "lora_moe", *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,24 @@ def test_every_weight_has_one_place_and_comes_back_from_it(kind, num_parts):
 def test_what_cannot_be_split_is_refused_in_a_sentence(kind, degrees, sentence):
     with pytest.raises(ConfigError, match=sentence):
         require_split(tiny_model(32, kind=kind, hidden=16, heads=4, kv_heads=2).config, degrees)
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("kind", "targets", "sentence"),
+    [
+        ("llama", ["lm_head"], "model.lora adapts lm_head and train.backend is megatron"),
+        ("qwen3_moe", "all-linear", r"model.lora adapts model.layers.0.mlp.experts.* and train.backend is megatron"),
+        ("qwen3", r".*layers\.0\..*q_proj", "model.lora adapts no layer of 1 of 2 stages"),
+    ],
+)
+def test_an_adapter_that_has_no_place_there_is_refused(kind, targets, sentence):
+    from polyturn.training.megatron import Megatron
+
+    model = tiny_model(32, kind=kind)
+    add_lora(model, LoraSettings(target_modules=targets))
+    with pytest.raises(ConfigError, match=sentence):
+        Megatron.check(model, Degrees(pipeline_parallel=2))
 
 
 def test_a_config_that_the_mapping_does_not_know_is_refused():

@@ -17,8 +17,9 @@ from polyturn.core.routing import RouteShape
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.training.hf import checkpoint_activations
+from polyturn.training.lora import add_lora
 from polyturn.training.loss_terms import LossSettings
-from polyturn.training.optim import OptimSettings
+from polyturn.training.options import LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.models import tiny_model
 
@@ -219,6 +220,10 @@ def test_the_reference_chooses_for_itself() -> None:
 def test_what_cannot_be_replayed_is_refused_in_a_sentence() -> None:
     with pytest.raises(ConfigError, match="has no experts"):
         policy(tiny_model(VOCAB), balance=0.1)
+    adapted = make()
+    add_lora(adapted, LoraSettings())
+    with pytest.raises(ConfigError, match=r"model.lora adapts the 8 experts .* name layers of attention"):
+        policy(adapted)
     batch = samples(num=1)
     assert batch[0].routed_experts is not None
     three = dataclasses.replace(batch[0], routed_experts=np.repeat(batch[0].routed_experts, 2, axis=1)[:, :3])

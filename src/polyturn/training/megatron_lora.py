@@ -1,0 +1,128 @@
+"""LoRA on megatron-core's linear layers: of each layer of Hugging Face's model that is part of one, its own two matrices.
+
+    linear_qkv, linear_fc1      [T / n, H] -> A whole -> [T, r] -> B by rows -> this rank's share of the output of each part
+    linear_proj, linear_fc2     [T, H / n] -> A by columns, added up -> [T / n, r] -> B whole -> [T / n, H]
+
+So that nothing but low-rank numbers travels between the n ranks that share a layer. They have the names and values that
+peft's have, in checkpoints too: an adapter goes on with any backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from polyturn.core.errors import ConfigError
+from polyturn.training.backend import Degrees
+from polyturn.training.lora import ADAPTER, adapted_layers
+from polyturn.training.megatron_weights import HEAD, Entry, counted, pieces
+
+
+def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrainedConfig, degrees: Degrees) -> list[Entry]:
+    """Return the matrices of the adapter of a model, if it has one, which lie around `weights`.
+
+    Raises:
+        ConfigError: it lies around something else than linear layers of attention and of dense feed-forward layers, or
+            around no layer of a stage.
+    """
+    targets, num_stages = set(adapted_layers(model)), degrees.pipeline_parallel
+    found, stages = list[Entry](), set[int]()
+    for entry in weights:
+        for module in (source.removesuffix(".weight") for source in entry.sources):
+            if entry.layout in ("qkv", "gate_up", "columns") and module in targets:
+                targets.remove(module)
+                stages.add(int(entry.name.split(".")[2]) * num_stages // config.num_hidden_layers)
+                inside, part = entry.name.removesuffix(".weight"), module.rpartition(".")[2]
+                down, up = ("columns", "whole") if entry.layout == "columns" else ("whole", "rows")
+                found.append(Entry(f"{inside}.lora_A.{part}", (f"{module}.lora_A.{ADAPTER}.weight",), down))
+                found.append(Entry(f"{inside}.lora_B.{part}", (f"{module}.lora_B.{ADAPTER}.weight",), up))
+    if targets:
+        raise ConfigError(
+            f"model.lora adapts {min(targets)} and train.backend is megatron, which adapts linear layers of attention and "
+            "of dense feed-forward layers; leave it out of model.lora.target_modules, or take train.backend torch"
+        )
+    if stages and len(stages) < num_stages:
+        raise ConfigError(
+            f"model.lora adapts no layer of {num_stages - len(stages)} of {num_stages} stages, which would have nothing to "
+            "train; widen model.lora.target_modules, or lower train.distributed.pipeline_parallel"
+        )
+    return found
+
+
+def add_adapter(gpt: GPTModel, model: nn.Module, weights: Iterable[Entry], *, first_layer: int) -> None:
+    """Put this rank's part of the adapter of `model`, if it has one, into megatron-core's form of it, without its values;
+    then only the adapter, and the head of a value function, want gradients."""
+    layers, own, inside = adapted_layers(model), gpt.config, dict(gpt.named_modules())
+    if not layers:
+        return
+    for name, parameter in gpt.named_parameters():
+        parameter.requires_grad_(name in HEAD)
+    if gpt.pre_process:  # stages, and layers that are computed again, ask whether what goes in wants a gradient
+        gpt.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    for entry in weights:
+        linear = inside.get(counted(entry.name.removesuffix(".weight"), -first_layer, 0))
+        modules = [source.removesuffix(".weight") for source in entry.sources]
+        if linear is not None and any(module in layers for module in modules):
+            num_groups = own.num_query_groups // own.tensor_model_parallel_size if entry.layout == "qkv" else 1
+            held = pieces(entry, linear.weight, num_groups=num_groups, head_dim=own.kv_channels)
+            _add_pairs(linear, dict(zip(modules, held, strict=True)), layers, num_groups=num_groups)
+
+
+def _add_pairs(linear: nn.Module, parts: Mapping[str, Tensor], layers: Mapping[str, Any], *, num_groups: int) -> None:
+    """Give a linear layer the pairs of its parts.
+
+    Args:
+        linear: megatron-core's.
+        parts: Module -> what this rank holds of its weight, [rows, columns] or [groups, rows of each, columns].
+        layers: Module -> what peft has around it, of those that are adapted.
+        num_groups: In how many groups the rows of the parts lie between each other.
+    """
+    linear.lora_A, linear.lora_B, linear.lora_dropout = nn.ParameterDict(), nn.ParameterDict(), nn.ModuleDict()
+    widths, scaling = {}, 0.0
+    for module, held in parts.items():
+        part = module.rpartition(".")[2]
+        widths[part] = held.shape[-2]
+        if (layer := layers.get(module)) is not None:
+            rank, like = layer.r[ADAPTER], {"dtype": layer.lora_A[ADAPTER].weight.dtype, "device": held.device}
+            down = nn.Parameter(torch.empty(rank, held.shape[-1], **like))
+            up = nn.Parameter(torch.empty(held.shape[:-1].numel(), rank, **like))
+            whole: Any = up if isinstance(linear, RowParallelLinear) else down
+            whole.sequence_parallel = linear.sequence_parallel  # each rank sees some positions, so its gradient is summed
+            linear.lora_A[part], linear.lora_B[part], linear.lora_dropout[part] = down, up, layer.lora_dropout[ADAPTER]
+            scaling = layer.scaling[ADAPTER]
+    linear.register_forward_hook(functools.partial(_adapted, widths=widths, num_groups=num_groups, scaling=scaling))
+
+
+def _adapted(
+    linear: Any,
+    inputs: tuple[Tensor, ...],
+    output: tuple[Tensor, Tensor | None],
+    *,
+    widths: Mapping[str, int],
+    num_groups: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a linear layer gives, with its adapter: `widths` are those of its parts in each of the groups."""
+    (hidden_TBH, *_), (out_TBO, bias) = inputs, output
+    is_summed = isinstance(linear, RowParallelLinear)
+    share = reduce_scatter_to_sequence_parallel_region if is_summed else gather_from_sequence_parallel_region
+    added = []
+    for part, width in widths.items():
+        if part in linear.lora_A:
+            down, up = linear.lora_A[part], linear.lora_B[part]
+            low_TBR = share(nn.functional.linear(linear.lora_dropout[part](hidden_TBH).to(down.dtype), down))
+            added.append(nn.functional.linear(low_TBR, up).unflatten(-1, (num_groups, -1)))
+        else:
+            added.append(out_TBO.new_zeros(*out_TBO.shape[:-1], num_groups, width))
+    return (out_TBO + torch.cat(added, dim=-1).flatten(-2) * scaling).to(out_TBO.dtype), bias
