@@ -49,7 +49,7 @@ def talk() -> Iterator[Verifiers]:
     found.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def guess() -> Iterator[OpenEnv]:
     found = find_adapter("openenv:./openenv_guess", {**PYTHON, "sessions": 2, "servers": 1}, base=HERE)
     assert isinstance(found, OpenEnv)
@@ -140,23 +140,6 @@ def test_a_verifiers_environment_that_cannot_be_loaded_is_a_sentence(id: str, kw
 # OpenEnv
 
 
-def test_episodes_share_a_server_that_is_stopped_with_the_run(guess: OpenEnv):
-    async def use() -> list[Trajectory]:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(run(guess, [*"19234"], id=f"e{i}", max_turns=5)) for i in range(4)]
-        return [task.result() for task in running]
-
-    for found in asyncio.run(use()):
-        assert found.stop_reason is StopReason.ENV_DONE and total(found) == pytest.approx(0.6)
-        assert found.turns[0].observation[0].text == "higher"
-    assert len(guess._slots) == 1 and guess._slots[0].num_used == 0, "four episodes, two at a time"
-    pid = guess._slots[0].server.pid  # type: ignore[union-attr]
-    assert session_of(pid)
-    guess.close()
-    guess.close()
-    assert not session_of(pid)
-
-
 @pytest.mark.slow
 def test_what_is_no_action_is_told_to_the_model_and_what_breaks_the_environment_fails_the_episode(guess: OpenEnv):
     async def use() -> list[Trajectory]:
@@ -223,3 +206,22 @@ async def test_an_openenv_server_that_is_not_there_is_named_to_a_scheduler_of_ms
     row = task("<placeholder>", extra={"env_config": {"base_url": "http://127.0.0.1:1"}})
     trajectory = await run_episode(context, row, id="e")
     assert "the environment 'openenv:http://127.0.0.1:1' cannot be reached" in (trajectory.error or "")
+
+
+def test_episodes_share_a_server_that_is_stopped_with_the_run(guess: OpenEnv):
+    """The last one, for an adapter that was closed starts no other server."""
+
+    async def use() -> list[Trajectory]:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(run(guess, [*"19234"], id=f"e{i}", max_turns=5)) for i in range(4)]
+        return [task.result() for task in running]
+
+    for found in asyncio.run(use()):
+        assert found.stop_reason is StopReason.ENV_DONE and total(found) == pytest.approx(0.6)
+        assert found.turns[0].observation[0].text == "higher"
+    assert len(guess._slots) == 1 and guess._slots[0].num_used == 0, "four episodes, two at a time"
+    pid = guess._slots[0].server.pid  # type: ignore[union-attr]
+    assert session_of(pid)
+    guess.close()
+    guess.close()
+    assert not session_of(pid)
