@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -135,6 +136,11 @@ def run_forked(*arguments: object, cwd: Path | None = None, env: Mapping[str, st
     finally:
         run.kill()
     return run
+
+
+def run_file() -> None:
+    """Run the program in the file `sys.argv[1]`: what a `Forked` may call in place of a command."""
+    runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 @functools.cache

@@ -10,8 +10,6 @@ import dataclasses
 import os
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.process import ProcessEngine
 from polyturn.engines.weight_memory import WeightMemory, tensors_of
+from support.forked import Forked
 from support.models import tiny_model
 
 VOCAB = 64
@@ -171,26 +170,29 @@ async def test_weights_that_the_model_does_not_have_and_requests_that_cannot_wor
     assert len((await engine.generate(ask("fine", max_tokens=2))).token_ids) == 2
 
 
-def test_it_dies_with_the_process_that_started_it():
-    code = """
-import asyncio, torch
-from test_process_engine import MODEL, ask
+STARTS = """
+import asyncio
+from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.process import ProcessEngine
+from support.models import tiny_model
 async def main():
-    engine = ProcessEngine(MODEL, num_slots=8)
-    await engine.generate(ask("first", max_tokens=1))
-    print(engine.pid, flush=True)
-    await engine.generate(ask("long", max_tokens=2000, prompt=range(1, 9)))
+    engine = ProcessEngine(tiny_model(64, max_positions=2048), num_slots=8)
+    for number in (1, 2000):
+        sampling = SamplingParams(max_tokens=number)
+        await engine.generate(GenerateRequest(request_id=f"r{number}", session_id="s", prompt_ids=[1, 2], sampling=sampling))
+        print(engine.pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
 """
-    here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}  # this module, and `support`
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
-        assert parent.stdout is not None
-        end = os.pidfd_open(int(parent.stdout.readline()))
-        parent.kill()
-        parent.wait()
+
+
+def test_it_dies_with_the_process_that_started_it(tmp_path: Path):
+    (tmp_path / "starts.py").write_text(STARTS)
+    parent = Forked(tmp_path / "starts.py", call="support.forked:run_file")
+    parent.wait_until(lambda: "\n" in parent.out)
+    end = os.pidfd_open(int(parent.out.split()[0]))
+    parent.kill()
+    parent.wait()
     ended, _, _ = select.select([end], [], [], 120)
     os.close(end)
     assert ended
