@@ -16,6 +16,7 @@ import torch
 from polyturn.cli.main import main
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
+from support.cases import each
 from support.crash_injection import kill_until_done, ledger_problems
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from support.states import tensors_in
@@ -43,7 +44,7 @@ def write_slow_run(folder: Path, *, max_s: float, sources: int = 1) -> Path:
     return config
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(2, 8), pytest.param(5, 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "steps"), [(1, 8), pytest.param(5, 16, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_skip_and_repeat_no_task(tmp_path: Path, kills: int, steps: int):
     config, run = write_slow_run(tmp_path, max_s=0.02), tmp_path / "runs" / "tiny"
     settings = [*BARE, *SEVERAL_TURNS, f"train.steps={steps}", "train.checkpoint_every=2", "train.max_staleness=1"]
@@ -72,7 +73,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", each(2, KINDS))
 def test_a_deterministic_run_that_goes_on_equals_one_that_never_stopped(tmp_path: Path, kind: str):
     settings = [*BARE, *KINDS[kind], "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=9"]
     settings += ["engine.deterministic=true"]
