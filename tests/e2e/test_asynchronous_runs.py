@@ -26,7 +26,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        ["train.max_staleness=1", "train.replay=0.5", "engine.update=abort_resume"],
+        pytest.param(["train.max_staleness=1", "train.replay=0.5", "engine.update=abort_resume"], marks=pytest.mark.slow),
         ["train.max_staleness=2", "train.oversample=1", "train.leftover=carry", "train.dynamic_sampling=2"],
     ],
 )
