@@ -44,13 +44,14 @@ class Leaky:
     def __init__(self, policy: ModelPolicy, *, keeps: str = "") -> None:
         model = copy.deepcopy(policy.backend.model).eval()
         self._engine = EmbeddedEngine(model, num_slots=4)
-        self._keeps = keeps
+        self._keeps = keeps.split()
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     async def update_weights(self, version, *, weights=None):
-        kept = {weights[name].data_ptr() for name in groups_of(weights).get(self._keeps, [])}
+        groups = groups_of(weights)
+        kept = {weights[name].data_ptr() for group in self._keeps for name in groups.get(group, [])}
         await self._engine.update_weights(
             version, weights={name: value for name, value in weights.items() if value.data_ptr() not in kept}
         )
@@ -76,6 +77,12 @@ async def test_each_group_that_does_not_arrive_is_named(tied):
             await WeightSync(Leaky(policy, keeps=name), policy, **SMALL).start(0)
 
 
+async def test_where_no_group_alone_explains_it_none_is_blamed():
+    policy = make_policy(tied=False)
+    with pytest.raises(EngineError, match="several groups of parameters did not arrive"):
+        await WeightSync(Leaky(policy, keeps="model.embed_tokens.weight lm_head.weight"), policy, **SMALL).start(0)
+
+
 async def test_the_trainers_weights_are_put_back_when_the_canary_fails():
     policy = make_policy(tied=True)
     before = {name: value.clone() for name, value in policy.weights().items()}
@@ -89,7 +96,7 @@ async def test_a_later_sync_that_does_not_arrive_ends_the_run():
     engine = Leaky(policy)
     sync = WeightSync(engine, policy, **SMALL)
     await sync.start(0)
-    engine._keeps = "model.embed_tokens.weight"
+    engine._keeps = ["model.embed_tokens.weight"]
     with torch.no_grad():
         policy.weights()["model.embed_tokens.weight"].mul_(1.5)
     with pytest.raises(EngineError, match="does not serve the weights"):
@@ -119,7 +126,7 @@ async def test_one_server_that_goes_wrong_later_is_left_out_and_the_run_goes_on(
     pool = EnginePool(engines)
     sync = WeightSync(pool, policy, **SMALL)
     await sync.start(0)
-    engines[1]._keeps = "model.embed_tokens.weight"
+    engines[1]._keeps = ["model.embed_tokens.weight"]
     with torch.no_grad():
         policy.weights()["model.embed_tokens.weight"].mul_(1.5)
     assert await sync.publish(1) <= 3 * sync.noise
