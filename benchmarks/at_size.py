@@ -4,10 +4,10 @@
 
 The model has the sizes of Qwen2.5-0.5B and random weights in float32. Each part is timed in turns with what it cannot do
 without: `load` with reading the files' bytes, `score` and `update` with a bare loop over the same rows, `checkpoint` with
-writing as many bytes to one file and to the disk, and both halves of a weight sync (ours, which writes them where the
-server reads them, and the server's own loading) with a copy of the weights in memory. Seconds are medians on the clock,
-because disks and servers are waited for; so a machine that does other work says little. `peak_mb` is what each part took
-above what was there when it began, of which `mb` must move.
+writing as many bytes to one file and to the disk (`held` is how long training waits for it), and both halves of a weight
+sync (ours, which writes them where the server reads them, and the server's own loading) with a copy of the weights in
+memory. Seconds are medians on the clock, because disks and servers are waited for; so a machine that does other work says
+little. `peak_mb` is what each part took above what was there when it began, of which `mb` must move.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def write_all(path: Path, weights: list[torch.Tensor], num_bytes: int) -> None:
         while left > 0:
             for tensor in weights:
                 view = tensor.view(torch.uint8).numpy().reshape(-1)[:left]
-                file.write(memoryview(view))
+                file.write(view.data)
                 left -= len(view)
         os.fsync(file.fileno())  # a checkpoint is on the disk when it is said to be
     path.unlink()
@@ -166,21 +166,25 @@ def of_trainer(folder: Path, scratch: Path, *, tokens: int, repeats: int) -> tup
 
     score = in_turns(Part(size), repeats, lambda: policy.score(rows), plain_score)
     updated = in_turns(Part(size), repeats, update, plain_update)
-    state = sum(t.nbytes for t in policy.backend.state_dict().values() if isinstance(t, torch.Tensor))  # type: ignore[attr-defined]
+    state = sum(t.nbytes for t in policy.backend.state_dict().values() if isinstance(t, torch.Tensor))  # type: ignore[attr-defined,misc]
 
     def checkpoint() -> None:
+        began = time.perf_counter()
         policy.backend.save(scratch / "state")
+        held.ours.append(time.perf_counter() - began)
         while not policy.backend.is_saved():
             time.sleep(0.01)
         save_model(model, scratch / "model")
 
+    held = Part(state)
     saved = in_turns(
         Part(state + size),
         repeats,
         checkpoint,
         lambda: write_all(scratch / "plain", [p.data for p in model.parameters()], state + size),
     )
-    return {"load": load, "score": score, "update": updated, "checkpoint": saved}, policy
+    held.ours, held.plain = held.ours[1:], saved.plain
+    return {"load": load, "score": score, "update": updated, "checkpoint": saved, "checkpoint: held": held}, policy
 
 
 async def of_server(kind: str, folder: Path, policy: ModelPolicy, repeats: int) -> tuple[Part, Part]:
