@@ -89,16 +89,6 @@ class _RowReader:
             return self.conversation(row, index, split)
         extra = self.mapping(row, "extra_info") or {}
         truth = (self.mapping(row, "reward_model") or {}).get("ground_truth", row.get("ground_truth"))
-        is_single = _first(extra, row, "agent_name") == NATIVE_AGENTS[0]
-        kwargs = self.tools_kwargs(_first(extra, row, "tools_kwargs", "tool_kwargs"))
-        native = self.names(_first(extra, row, "tools"), "tools")
-        chosen = self.names(_first(extra, row, "tool_selection"), "tool_selection")
-        chosen = native if chosen is None else chosen
-        needs = _first(extra, row, "need_tools_kwargs") or False
-        if not isinstance(needs, bool):
-            self.fail(f"'need_tools_kwargs' must be true or false, not {_show(needs)}")
-        if chosen is None and kwargs is not None:
-            chosen = tuple(kwargs)
         identity = row.get("id", f"{split}-{index}")
         if not isinstance(identity, str | int):
             self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
@@ -109,12 +99,8 @@ class _RowReader:
             prompt=self.prompt(row),
             data_source=self.text(row, "data_source"),
             ground_truth=truth,
-            tools=() if is_single else chosen,
-            skips_unknown_tools=chosen is not native,
-            needs_tools=needs and not is_single,
-            tools_kwargs=kwargs or {},
-            interaction=None if is_single else self.interaction(row, extra, truth),
             extra=rest,
+            **self.partners(row, extra, truth, self.names(_first(extra, row, "tools"), "tools")),
         )
 
     def conversation(self, row: Mapping[str, Any], index: int, split: str) -> Task:
@@ -128,6 +114,7 @@ class _RowReader:
         if not shown:
             self.fail("'messages' holds no message that the model could answer")
         rest = {k: v for k, v in row.items() if k not in ("messages", "tools", *COLUMNS)}
+        extra = row.get("extra_info")
         truth = rest.get("solution", rest.get("ground_truth"))
         if truth is None and isinstance(rest.get("reward_model"), Mapping):
             truth = rest["reward_model"].get("ground_truth")
@@ -139,10 +126,30 @@ class _RowReader:
             prompt=self.prompt({**{k: row[k] for k in COLUMNS if k in row}, "prompt": shown}),
             data_source=self.text(row, "data_source"),
             ground_truth=truth,
-            tools=self.schema_names(row.get("tools")),
-            interaction=self.native_interaction(row["interaction"], truth) if "interaction" in row else None,
             extra=rest,
+            **self.partners(row, extra if isinstance(extra, Mapping) else {}, truth, self.schema_names(row.get("tools"))),
         )
+
+    def partners(
+        self, row: Mapping[str, Any], extra: Mapping[str, Any], truth: Any, native: tuple[str, ...] | None
+    ) -> dict[str, Any]:
+        """Return the task's fields of tools, of which `native` are those in `tools`, and of its interaction."""
+        is_single = _first(extra, row, "agent_name") == NATIVE_AGENTS[0]
+        kwargs = self.tools_kwargs(_first(extra, row, "tools_kwargs", "tool_kwargs"))
+        chosen = self.names(_first(extra, row, "tool_selection"), "tool_selection")
+        chosen = native if chosen is None else chosen
+        needs = _first(extra, row, "need_tools_kwargs") or False
+        if not isinstance(needs, bool):
+            self.fail(f"'need_tools_kwargs' must be true or false, not {_show(needs)}")
+        if chosen is None and kwargs is not None:
+            chosen = tuple(kwargs)
+        return {
+            "tools": () if is_single else chosen,
+            "skips_unknown_tools": chosen is not native,
+            "needs_tools": needs and not is_single,
+            "tools_kwargs": kwargs or {},
+            "interaction": None if is_single else self.interaction(row, extra, truth),
+        }
 
     def schema_names(self, value: Any) -> tuple[str, ...] | None:
         """Return the names of tools that a row gives as schemas, as JSON, or as names; they must be configured."""

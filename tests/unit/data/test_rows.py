@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,22 @@ def test_tools_of_a_row_of_messages_are_configured_ones_by_name() -> None:
         assert task_from_row(row, index=0, split="train", source="f").tools == ("calc",)
     with pytest.raises(DataError, match="'tools' must be a list of tools, or that as JSON"):
         task_from_row({"messages": [{"role": "user", "content": "Hi"}], "tools": "calc"}, index=0, split="train", source="f")
+
+
+@pytest.mark.parametrize("place", ["extra_info", "row"])
+def test_a_row_of_messages_meets_the_partners_that_a_row_with_a_prompt_meets(place: str) -> None:
+    given = {
+        "tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": "4"}}},
+        "interaction_kwargs": {"name": "gsm8k", "query": "2+2?"},
+        "need_tools_kwargs": True,
+    }
+    said = [{"role": "user", "content": "2+2?"}]
+    rest = {"extra_info": given} if place == "extra_info" else given
+    of_messages, of_prompt = (
+        task_from_row({key: said, **rest}, index=0, split="train", source="f") for key in ("messages", "prompt")
+    )
+    assert of_messages.interaction is not None and set(of_messages.tools_kwargs) == {"calc"} and of_messages.needs_tools
+    assert replace(of_messages, extra={}) == replace(of_prompt, extra={})
 
 
 def test_all_else_in_extra_info_is_kept_whatever_its_name() -> None:
