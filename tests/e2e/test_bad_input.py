@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from polyturn.api import training
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
 from polyturn.training.checkpoint import Checkpoints
@@ -183,7 +182,7 @@ def test_bad_input_is_one_sentence_before_any_training(case: Case, tmp_path: Pat
     def too_late(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("training time was spent before the problem was found")
 
-    monkeypatch.setattr(training, "run_sft", too_late)
+    monkeypatch.setattr("polyturn.api.warm_starting.run_sft", too_late)
     monkeypatch.setattr("polyturn.training.loop.Trainer.run", too_late)
     config = write_tiny_run(tmp_path)
     case.change(tmp_path)
@@ -219,12 +218,12 @@ def test_a_loss_that_is_not_finite_says_where_and_leaves_a_checkpoint_that_resum
     config = write_tiny_run(tmp_path)
     with (tmp_path / "plugins.py").open("a") as plugins:
         plugins.write(
-            "\n\nCALLS = []\n\n\ndef broken(rewards_G, samples_G):\n    import numpy as np\n\n    CALLS.append(1)\n"
-            "    value = float('nan') if len(CALLS) > 4 else 1.0\n"
-            "    return [[np.where(s.loss_weights > 0, value, 0).astype(np.float32) for s in t] for t in samples_G]\n"
+            "\n\nCALLS = []\n\n\ndef broken(logprobs_T, old_logprobs_T, advantages_T):\n"
+            "    from polyturn.algorithms.losses import TokenLoss\n\n    CALLS.append(1)\n"
+            "    return TokenLoss(logprobs_T * (float('nan') if len(CALLS) > 2 else -1.0), {})\n"
         )
     skips = "train.optim.max_skipped=1"
-    called = call("train", config, "train.steps=6", skips, "algorithm.advantage=plugins.py:broken")
+    called = call("train", config, "train.steps=6", skips, "algorithm.loss=plugins.py:broken")
     assert called.code == 2
     sentence = called.err.splitlines()[-1]
     assert sentence.startswith("polyturn: ") and "nan" in sentence and "Traceback" not in called.err

@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from polyturn.api import console as console_module
-from polyturn.api import training
 from polyturn.api.folders import keep_tokenizer, new_run_folder
 from polyturn.build import model_folder
 from polyturn.cli import train as train_command
@@ -264,7 +263,7 @@ def test_ctrl_c_outside_training_ends_quietly_with_130(tmp_path: Path, monkeypat
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "run_sft", interrupted)
+    monkeypatch.setattr("polyturn.api.warm_starting.run_sft", interrupted)
     called = call("train", write_tiny_run(tmp_path), "warm_start.steps=5")
     assert called.code == 130 and "Traceback" not in called.err
 
