@@ -138,7 +138,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
 _WHERE = {name: module for names in BY_TASK.values() for name, module in names.items()}
 __doc__ += "\n" + "\n".join(f"{task}:\n    {', '.join(names)}" for task, names in BY_TASK.items()) + "\n"
 __all__ = ["evaluate", "rollout", "steps", "tiny", "tool", "train"]
-"""What `from polyturn import *` brings and help(polyturn) shows whole: functions. All of `BY_TASK` is public."""
+"""The functions that `from polyturn import *` brings and help(polyturn) shows whole. All of `BY_TASK` is public."""
 
 if TYPE_CHECKING:  # each with an alias of its own name, which says to type checkers that it is public
     from polyturn.algorithms.advantages import (

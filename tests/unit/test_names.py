@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import defaultdict
 from pathlib import Path
 
@@ -45,3 +46,33 @@ def test_no_two_classes_have_one_name() -> None:
 def test_retired_names_stay_retired() -> None:
     assert not RETIRED & classes().keys()
     assert not RETIRED_MODULES & {path.stem for path in SRC.rglob("*.py")}
+
+
+def test_a_docstring_begins_with_what_it_describes() -> None:
+    """With a noun or a verb: "The result of a tool call.", and not "What a tool call came to."."""
+    found = []
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for said in (*_docstring(node), *_field_strings(node)):
+                if said.split(" ", 1)[0] in {"What", "Who", "How", "Where"}:
+                    found.append(f"{path.relative_to(SRC)}: {said.splitlines()[0]}")
+    assert found == []
+
+
+def _docstring(node: ast.AST) -> list[str]:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    return [ast.get_docstring(node) or ""]
+
+
+def _field_strings(node: ast.AST) -> list[str]:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    return [
+        string.value.value
+        for field, string in itertools.pairwise(node.body)
+        if isinstance(field, ast.Assign | ast.AnnAssign)
+        and isinstance(string, ast.Expr)
+        and isinstance(string.value, ast.Constant)
+        and isinstance(string.value.value, str)
+    ]

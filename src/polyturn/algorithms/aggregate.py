@@ -1,4 +1,4 @@
-"""How much each token counts: the coefficient of every token's loss, over the whole batch of one optimizer step.
+"""The weight of each token: the coefficient of every token's loss, over the whole batch of one optimizer step.
 
     loss of a micro-batch = sum over its tokens of coef_t * loss_t
 

@@ -1,4 +1,4 @@
-"""How evenly a router uses its experts: the loss that evens it out.
+"""The load of a router's experts, and the loss that balances it.
 
     f_e = E / (K T) * tokens of the sequence that went to expert e        P_e = mean over its tokens of softmax(logits)_e
     L   = sum over e of f_e P_e                                           1 where both are even, at most E

@@ -1,4 +1,4 @@
-"""What can be chosen about the advantage estimator: the arguments of each of ours.
+"""Options of the advantage estimators: the arguments of each of ours.
 
     advantage: {name: grpo, norm_by_std: false}                          GroupOptions
     advantage: {name: gae, lam: 0.95}                                    GaeOptions
@@ -22,10 +22,10 @@ Outcome = Literal["rest", "add", "ignore", "end"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorOptions:
-    """How rewards become advantages: an estimator of docs/algorithms.md, or one of your own."""
+    """The advantage estimator: one of docs/algorithms.md, or one of your own."""
 
     PART: ClassVar[str] = "any estimator"
-    """What these are the options of."""
+    """The name of the part in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class PassAtKOptions(NormOptions):
 
     name: Literal["grpo_passk"]
     k: Annotated[int, Field(ge=1)] | None = None
-    """How many tries; null is the whole group."""
+    """Number of tries; null is the whole group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class ReinforceOptions(DividedOptions):
     gamma: Share | None = None
     """Discount of later rewards, per token."""
     outcome: Outcome | None = None
-    """How the reward and the scores of turns combine."""
+    """The combination of the reward and the scores of turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class GpgOptions(EstimatorOptions):
 
     name: Literal["gpg"]
     f_norm: Positive | None = None
-    """What the differences are divided by."""
+    """The divisor of the differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class ValueOptions(EstimatorOptions):
     lam: Share | None = None
     """Weight of later steps, counted alike."""
     outcome: Outcome | None = None
-    """How the reward and the scores of turns combine."""
+    """The combination of the reward and the scores of turns."""
     whiten_batch: bool | None = None
     """Normalise over the step's trained tokens."""
 
@@ -143,7 +143,7 @@ class TurnOptions(NormOptions):
     """An estimator that reads scores of turns."""
 
     outcome: Outcome | None = None
-    """How the reward and the scores of turns combine."""
+    """The combination of the reward and the scores of turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

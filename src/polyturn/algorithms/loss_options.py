@@ -1,4 +1,4 @@
-"""What can be chosen about the policy loss: the arguments of each of ours, and what any loss takes.
+"""Options of the policy losses: the arguments of each of ours, and those of any loss.
 
     loss: {name: ppo_clip, clip_high: 0.28, correction: {cap: 2.0}}      PpoOptions
     loss: {name: sapo, tau_neg: 1.1}                                     SapoOptions
@@ -20,10 +20,10 @@ from polyturn.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """What a token contributes: the policy loss, by its name."""
+    """The policy loss of a token, by its name."""
 
     PART: ClassVar[str] = "any loss"
-    """What these are the options of."""
+    """The name of the part in messages."""
 
     correction: CorrectionSettings | None = None
     """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
@@ -93,7 +93,7 @@ class SapoOptions(LossOptions):
 
     name: Literal["sapo"]
     tau_pos: Annotated[float, Field(gt=0)] | None = None
-    """How fast the gate closes for tokens to be made likelier."""
+    """The slope of the gate for tokens to be made likelier."""
     tau_neg: Annotated[float, Field(gt=0)] | None = None
     """The same for tokens to be made less likely; above tau_pos for stability."""
 

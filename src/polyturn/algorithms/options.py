@@ -1,4 +1,4 @@
-"""What can be chosen about the mathematics of training: averages, KL terms, routers, off-policy correction, distillation.
+"""Options of the mathematics of training: averages, KL terms, routers, off-policy correction, distillation.
 
     algorithm: {loss: {correction: {cap: 2.0, reject: {seq_mean_k1: [0.99, 1.01]}}}, aggregate: seq-mean-token-sum}
 
@@ -24,7 +24,7 @@ REJECTIONS = (
     "seq_max_k2",
     "seq_max_k3",
 )
-"""What is held to bounds: an estimate of the divergence of pi from mu, for a token or summed, averaged or maximal over a
+"""Estimates that are held to bounds: the divergence of pi from mu, of a token or summed, averaged or maximal over a
 sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho."""
 
 
@@ -34,7 +34,7 @@ def by_name(value: Any) -> Any:
 
 
 class Bounds(NamedTuple):
-    """What is kept lies within."""
+    """An interval; samples and tokens within it are kept."""
 
     low: float
     high: float
@@ -51,7 +51,7 @@ class CorrectionSettings:
     cap: Annotated[Bound, Field(gt=0)] = 2.0
     """Weights above it are cut to it: min(rho, cap), Ionides 2008."""
     beyond: Literal["truncate", "drop"] = "truncate"
-    """What becomes of a weight above the cap: the cap, or 0."""
+    """The value of a weight above the cap: the cap, or 0."""
     normalize: bool = False
     """Divide the weights by their mean over the step."""
     reject: Mapping[str, Bound | tuple[Bound, Bound]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class CorrectionSettings:
 
     @property
     def bounds(self) -> dict[str, Bounds]:
-        """What `reject` holds each estimate to."""
+        """The interval of each estimate that `reject` names."""
         return {name: _bounds(name, value) for name, value in self.reject.items()}
 
 
@@ -94,12 +94,12 @@ def _bounds(name: str, value: float | tuple[float, float]) -> Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageOptions:
-    """How the losses of tokens become one number."""
+    """The reduction of token losses to one number."""
 
     PART: ClassVar[str] = "seq-mean-token-sum-norm"
 
     name: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """What each token weighs (docs/algorithms.md)."""
+    """The weight of each token (docs/algorithms.md)."""
     norm_length: Annotated[float, Field(gt=0)] | None = None
     """The constant of seq-mean-token-sum-norm; null takes the longest trajectory of the step."""
 
@@ -111,7 +111,7 @@ class KlOptions:
     coef: Annotated[float, Field(ge=0)] = 0.0
     """Its weight; 0 is none, and keeps no reference for it."""
     place: Literal["loss", "reward"] = "loss"
-    """Where it counts: in the loss, or in the rewards, before advantages are computed."""
+    """The place of the term: in the loss, or in the rewards, before advantages are computed."""
     estimator: str | None = None
     """k1, k2, k3 or abs; in the loss also k1+, k3+ and abs+, which have the value of that and the gradient of k2, which is
     that of the KL. Null is k3 in the loss and k1 in the reward."""
@@ -164,7 +164,7 @@ class AlgorithmOptions:
 
     aggregate: Annotated[AverageOptions, BeforeValidator(by_name)] = AverageOptions()
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
-    """How much a trajectory's segments weigh together: as its tokens do (per_token), or as much as any other trajectory
+    """The weight of a trajectory's segments together: that of their tokens (per_token), or that of any other trajectory
     (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
     loss_scale: str = "default"
     """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),

@@ -1,4 +1,4 @@
-"""Where a run shows itself: log lines and progress bars on one console of stderr, as the command line does.
+"""The display of a run: log lines and progress bars on one console of stderr, as the command line does.
 
 Separate because lines and bars must share a console: rich then prints a line above the bar instead of through it. Much of
 what is printed was written by models, environments and files of others: no console here reads markup in it, and none hands
@@ -22,7 +22,7 @@ from polyturn.core.secret import HideSecrets
 
 
 class _Printable:
-    """What is printed, with nothing in its text that a terminal would obey."""
+    """A renderable without any character that a terminal would obey."""
 
     def __init__(self, inner: ConsoleRenderable) -> None:
         self._inner = inner

@@ -33,7 +33,7 @@ from polyturn.training.observer import RunObserver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedSet:
-    """What one evaluation set showed."""
+    """The result of one evaluation set."""
 
     report: EvalReport
     statistics: Mapping[str, Statistics]
@@ -44,7 +44,7 @@ class EvaluatedSet:
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation left."""
+    """The result of an evaluation."""
 
     folder: Path
     sets: dict[str, EvaluatedSet]

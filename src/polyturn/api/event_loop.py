@@ -1,4 +1,4 @@
-"""Where work with an event loop of its own runs: here, or beside the loop that is running here already.
+"""Running coroutines from synchronous code: in this thread, or beside the event loop that this thread already runs.
 
     a script      this thread                  SIGINT cancels the work, which leaves a checkpoint
     a notebook    a thread of its own          the same, told by the thread that waits for it

@@ -1,4 +1,4 @@
-"""What several commands need: opening a config, the folder of a run."""
+"""Shared by several commands: opening a config, the folder of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyturn.config.models import RunConfig
 from polyturn.infra.writable import cannot_be_made
 
 ANOTHER_FOLDER = "set out=FOLDER to one that can be, or another name=NAME"
-"""What to do where a run's folder cannot be made."""
+"""The advice where a run's folder cannot be made."""
 
 
 def open_place(path: Path, overrides: Sequence[str]) -> tuple[ConfigSource, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a program gives, as the configuration that YAML would hold: objects under labels, short names as whole keys.
+"""A program's arguments as the configuration that YAML would hold: objects under labels, short names as whole keys.
 
     read(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], overrides={"steps": 100, "lr": 1e-5})
       ->  {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"generator": "<live list:8 rows>"}},
@@ -41,7 +41,7 @@ _EMPTY: Mapping[str, Any] = {"streaming": False, "columns": {}, "kwargs": {}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenArguments:
-    """What a program gives of a run; None leaves it to the configuration."""
+    """Arguments of a run that a program gives; None leaves one to the configuration."""
 
     model: Any = None
     tokenizer: Any = None
@@ -139,7 +139,7 @@ class _Reader:
     def __init__(self) -> None:
         self.held: list[LiveObject] = []
         self.partner: str | None = None
-        """Who answers the tasks that name nobody."""
+        """The interaction of tasks that name none."""
 
     def label(self, of: Any, *, name: str | None = None) -> str:
         """Hold an object, and return what stands for it."""

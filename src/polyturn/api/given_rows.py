@@ -1,4 +1,4 @@
-"""Rows that a program gives: what they may come in, and the sentence for each thing that they cannot.
+"""Rows that a program gives: the forms that are accepted, and the error for each that is not.
 
     rows_of(frame, "tasks")  ->  a sequence of dicts that can be read again
 

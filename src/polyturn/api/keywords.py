@@ -58,7 +58,7 @@ ELSEWHERE: Mapping[str, str] = {
     "resume_from_checkpoint": "resume=True",
     "lr_scheduler_type": "schedule='cosine'",
 }
-"""What other trainers call a keyword -> what to write here."""
+"""Other trainers' names of a keyword -> ours."""
 
 
 @functools.cache

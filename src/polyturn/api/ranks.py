@@ -31,7 +31,7 @@ from polyturn.infra.process import free_port
 logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
-"""What is left of a run gets so long to end by itself."""
+"""Seconds for the rest of a run to end by itself."""
 _NUM_LINES = 20
 _LAUNCHER = "POLYTURN_LAUNCHER"
 """The launcher's process id, for its ranks."""

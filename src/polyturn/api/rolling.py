@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolledOut(NamedTuple):
-    """What episodes left."""
+    """The result of a rollout without training."""
 
     folder: Path
     groups: list[TrajectoryGroup]

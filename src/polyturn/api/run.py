@@ -1,4 +1,4 @@
-"""Run: what `polyturn.train`, `polyturn.evaluate` and `polyturn.rollout` return, and what a run's folder opens as.
+"""Run: the result of `polyturn.train`, `polyturn.evaluate` and `polyturn.rollout`, and a view of any run's folder.
 
 run = polyturn.train(…)  or  polyturn.Run("runs/mine")
 run.metrics                     a table, one row a step          run.config      what YAML would say
@@ -56,7 +56,7 @@ class Run(StoredRun):
         self._model = model
         self._again = again
         self.reports = dict(reports or {})
-        """What an evaluation showed, by evaluation set: `run.reports["greedy"].report.success`."""
+        """The results of an evaluation, by evaluation set: `run.reports["greedy"].report.success`."""
         self._resources = resources
 
     def __await__(self) -> Generator[Any, None, Run]:

@@ -65,7 +65,7 @@ class TrainingStep:
 
     @property
     def samples(self) -> Sequence[TrainSample]:
-        """What is trained: ids, weights and advantages of each segment of a group that has something to learn from."""
+        """The training samples: ids, weights and advantages of each segment of a group that has something to learn from."""
         return tuple(self._samples)
 
     @samples.setter
@@ -170,7 +170,7 @@ class Steps:
 
 
 class StepHooks:
-    """Where the training thread hands steps over."""
+    """Hooks by which the training thread hands steps over."""
 
     def __init__(self) -> None:
         self.steps: queue.SimpleQueue[TrainingStep | None] = queue.SimpleQueue()

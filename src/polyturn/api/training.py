@@ -57,7 +57,7 @@ DryRun = Callable[[build.Parts, build.RunTasks], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRun:
-    """What a run came to."""
+    """The result of a training run."""
 
     folder: Path
     state: LoopState
@@ -77,7 +77,7 @@ class TrainedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What whoever starts a run decides beside its configuration."""
+    """Options of a run that its configuration does not hold."""
 
     again: Callable[[str], str]
     """Returns what to write to go on with the run of a name."""
@@ -149,7 +149,7 @@ class _Attempt:
     name: str = ""
     """The run's folder, once it is chosen."""
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """What is given back at its end: the folder, for others to train into."""
+    """Resources released at its end: the folder, for others to train into."""
 
 
 class _Prepared(NamedTuple):

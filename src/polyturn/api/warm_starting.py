@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Spent(NamedTuple):
-    """What a warm start took."""
+    """The cost of a warm start."""
 
     steps: int = 0
     train_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What is left out of the loss, each with its reason in the metrics (I3): nothing disappears uncounted.
+"""Filters of samples before the loss, each with its reason in the metrics (I3): nothing disappears uncounted.
 
 failed trajectories       out of the loss and of their group's statistics
 groups with one left      of several trajectories: a group baseline has nothing to compare it with

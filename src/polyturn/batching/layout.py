@@ -43,7 +43,7 @@ class MicroBatch:
     position_ids: Tensor
     """[1, T] int64, the same for every row; [3, B, T] where a row shows media to a model with three positions a token."""
     num_tokens: int
-    """How many entries of `input_ids_BT` are real."""
+    """Number of entries of `input_ids_BT` that are real."""
     flat_S: Tensor
     """[S] int64: b * T + t of the position whose next token is the target."""
     targets_S: Tensor
@@ -63,14 +63,14 @@ class MicroBatch:
     token_S: NDArray[np.int64]
     """[S] the target's index t within its sample."""
     media_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the model reads beside ids and positions: the rows' images, videos and sounds, in the order of the rows."""
+    """The model's inputs beside ids and positions: the rows' images, videos and sounds, in the order of the rows."""
     routes_NLK: Tensor | None = None
     """[N, L, K] int32, over the flat axis of all rows: the experts that each token went to, -1 where that is not known; None
     where it is of no token."""
     places: tuple[NDArray[np.int64], ...] = ()
     """For each row where its tokens stand on the flat axis."""
     packing: Packing | None = None
-    """Who sees whom where rows stand end to end ([1, N] ids); None for padded rows."""
+    """The attention mask where rows stand end to end ([1, N] ids); None for padded rows."""
     is_padding: bool = False
     """Coefficients are 0 and nothing is counted: it keeps this rank in step with others."""
 
@@ -81,7 +81,7 @@ class MicroBatch:
 
     @property
     def num_shared(self) -> int:
-        """How many tokens are not computed, because another row holds them."""
+        """Number of tokens that are not computed, because another row holds them."""
         return 0 if self.packing is None else sum(map(len, self.packing.places)) - self.num_tokens
 
 
@@ -133,7 +133,7 @@ def layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What the micro-batches of one step are made of, each list by sample."""
+    """The inputs of one step's micro-batches, each list by sample."""
 
     samples: Sequence[TrainSample]
     inputs: Sequence[Ids]

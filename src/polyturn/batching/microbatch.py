@@ -30,10 +30,10 @@ Kind = Literal["rows", "packed", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSettings:
-    """How large a micro-batch may be, and how samples lie in it."""
+    """The size of a micro-batch, and the layout of samples in it."""
 
     max_tokens_per_batch: int = 4096
-    """What one forward pass computes, padding included. A single longer sample makes a micro-batch of its own."""
+    """The tokens of one forward pass, padding included. A single longer sample makes a micro-batch of its own."""
     max_targets_per_batch: int | None = None
     """Bounds the targets of a micro-batch; None means no bound. Logits need none: they are computed in chunks."""
     max_padding_per_batch: int | None = None
@@ -71,7 +71,7 @@ class PlannedBatch:
     cost: int
     """The tokens that its forward pass computes, padding included."""
     is_padding: bool = False
-    """It only keeps the ranks in step: its targets have no weight, and nothing of it is counted."""
+    """True where it only keeps the ranks in step: its targets have no weight, and nothing of it is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What can be chosen about micro-batches.
+"""Options of micro-batches.
 
 train: {layout: packed}
 train: {layout: {name: rows, shared_prefix: off}}
@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions:
-    """How samples lie in a micro-batch."""
+    """The layout of samples in a micro-batch."""
 
     PART: ClassVar[str] = "any layout"
 

@@ -23,7 +23,7 @@ from polyturn.core.arrays import Ids
 
 
 class PackedRow(NamedTuple):
-    """What one row adds to the flat axis, and what stands before it."""
+    """One row on the flat axis: its own tokens, and the prefix that they attend to."""
 
     own: tuple[int, int]
     """The pieces that it adds, first and behind the last; equal where earlier rows hold all of it."""
@@ -33,7 +33,7 @@ class PackedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """Who sees whom on a flat axis of N tokens, which is cut into pieces so that every row is made of whole ones."""
+    """The attention mask of a flat axis of N tokens, which is cut into pieces so that every row is made of whole ones."""
 
     pieces: tuple[int, ...]
     """The sizes of the pieces; they add up to N."""

@@ -1,4 +1,4 @@
-"""DropStats: what was sampled and is not trained on, by length, to show whether long answers are left out.
+"""DropStats: lengths of samples that are dropped before training, to show whether long answers are left out.
 
     buffer/dropped_decile_0 ... _9    trajectories that were dropped, by where their length lies among all of the step
 

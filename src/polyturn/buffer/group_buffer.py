@@ -32,7 +32,7 @@ class Slot:
     """The live weights when it got the slot; all its tokens are of this version or a newer one."""
     group: TrajectoryGroup | None = None
     finished: int = -1
-    """How many groups finished before it."""
+    """Number of groups that finished before it."""
 
 
 class Taken(NamedTuple):
@@ -88,7 +88,7 @@ class GroupBuffer:
 
     @property
     def tickets_per_step(self) -> int:
-        """How many tickets each step uses up."""
+        """Number of tickets that each step uses up."""
         return self.groups_per_step if self._carries else self.groups_per_step + self._extra
 
     @property

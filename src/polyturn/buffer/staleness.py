@@ -1,4 +1,4 @@
-"""Staleness, token by token: how far the weights that sampled a token are behind those that it trains.
+"""Staleness of each token: the number of weight versions between its sampling and its training.
 
     step 7 trains on   g56 ... g63 (new)   g49 g52 (replayed)      with max_staleness 1: no token of theirs before version 6
 

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster: what each of its actors is built from, and the leader's parts around them."""
+"""A run on a Ray cluster: the specification of each of its actors, and the leader's parts around them."""
 
 from __future__ import annotations
 

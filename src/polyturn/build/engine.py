@@ -1,4 +1,4 @@
-"""From the `engine` section to an engine: what `engine.kind` names, given what the run has."""
+"""From the `engine` section to an engine: the kind that `engine.kind` names, set up with the run's parts."""
 
 from __future__ import annotations
 

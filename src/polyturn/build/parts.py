@@ -1,4 +1,4 @@
-"""Parts: what rollout needs, live. The same for training, evaluation, `polyturn rollout` and serving."""
+"""Parts: the live objects that rollout needs. The same for training, evaluation, `polyturn rollout` and serving."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _NUM_TRIALS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What rollout needs, live: the same for training, evaluation and `polyturn rollout`."""
+    """The live objects that rollout needs: the same for training, evaluation and `polyturn rollout`."""
 
     place: ConfigSource
     model: PreTrainedModel

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from polyturn.training.policy_snapshots import PolicySnapshot
 
 MAX_TOKENS = 512
-"""What a policy says at once where nothing limits it."""
+"""The tokens of one message of a policy where nothing else limits it."""
 
 
 @dataclass(frozen=True, kw_only=True)

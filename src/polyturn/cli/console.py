@@ -1,4 +1,4 @@
-"""Where the commands write: results to stdout, and how a command is written so that it can be pasted into a shell."""
+"""The commands' output: results to stdout, and commands in a form that can be pasted into a shell."""
 
 from __future__ import annotations
 

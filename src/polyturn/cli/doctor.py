@@ -1,4 +1,4 @@
-"""`polyturn doctor`: what is here, what is missing, and which feature misses it.
+"""`polyturn doctor`: the installed features, the missing ones, and the dependencies that those lack.
 
 Reads package metadata only, so that it also runs where an installation is broken; torch is imported in a process of its own,
 because a broken one can take the process with it.

@@ -184,7 +184,7 @@ def cluster_plan(config: RunConfig) -> dict[str, str]:
 
 
 class Probe(NamedTuple):
-    """How long one pass over a few tokens took."""
+    """The duration of one pass over a few tokens."""
 
     tokens: int
     forward_s: float

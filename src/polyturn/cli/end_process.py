@@ -21,7 +21,7 @@ from polyturn.core.code_origin import place_of
 logger = logging.getLogger(__name__)
 
 GRACE_S = 4.0
-"""How long threads and exit handlers may take once a command is done."""
+"""Seconds that threads and exit handlers may take once a command is done."""
 
 
 def end_process(run: Callable[[], object]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""How the commands that serve over HTTP listen: for programs (search, sandbox, tools), for people (the viewer, the desk).
+"""Listening of the commands that serve over HTTP: for programs (search, sandbox, tools), for people (the viewer, the desk).
 
 Separate because what is served differs and this does not: the port that is free, who may ask, what is said at the start. A
 page for people makes its own token where others could reach it, and the link that is printed has it.

@@ -1,4 +1,4 @@
-"""How much a run says: our own environment variable, or the one that scripts for another library set."""
+"""The log level of a run: our own environment variable, or the one that scripts for another library set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polyturn.core.registry import NAMESPACES
 
 OWN = "POLYTURN_LOG_LEVEL"
 _OF_OTHERS = "_LOGGING_LEVEL"
-"""How the variable of a library ends that polyturn stands in for, behind its name."""
+"""The end of the variable of a library that polyturn stands in for, behind its name."""
 _ALIASES = {"WARN": "WARNING", "FATAL": "CRITICAL"}
 
 

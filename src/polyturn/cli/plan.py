@@ -1,4 +1,4 @@
-"""`polyturn plan CONFIG --gpus 64 --gpu-memory 80`: what each process of a run holds on such GPUs, and whether it fits."""
+"""`polyturn plan CONFIG --gpus 64 --gpu-memory 80`: the memory of each process on such GPUs, and whether it fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USABLE = 0.9
 
 
 class GpuLayout(NamedTuple):
-    """Who has how many GPUs; none is shared."""
+    """The division of GPUs among ranks and servers; none is shared."""
 
     ranks: int
     servers: int
@@ -36,7 +36,7 @@ class GpuLayout(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """How many there have to be."""
+        """Number of GPUs that the layout needs."""
         return self.ranks + self.servers * self.width
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class GpuLayout(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a run asks of its GPUs, whatever the layout."""
+    """A run's demands on its GPUs, whatever the layout."""
 
     size: ModelSize
     load: RankLoad

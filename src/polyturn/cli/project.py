@@ -1,4 +1,4 @@
-"""`polyturn doctor PROJECT`: what a project consists of, part by part, and what is wrong with each.
+"""`polyturn doctor PROJECT`: the parts of a project, and the faults of each.
 
 Separate from `doctor.py`, which looks at the machine. Each part is looked at on its own, so that one mistake hides no other;
 no weights are loaded.

@@ -26,7 +26,7 @@ TOKEN_VARIABLE = "POLYTURN_TOKEN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What concerns the server and not the episodes."""
+    """Options of the server itself, not of its episodes."""
 
     host: str = "127.0.0.1"
     port: int | None = None
@@ -39,7 +39,7 @@ class ServeOptions:
     grace_s: float = 30.0
     deadline_s: float | None = None
     rate_limit: str | None = None
-    """How often one client may ask, as `ClientRateLimit.parse` reads it; None is as often as it likes."""
+    """The rate at which one client may ask, as `ClientRateLimit.parse` reads it; None is as often as it likes."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which the server is reached."""
 

@@ -17,12 +17,12 @@ from polyturn.core.trajectory import TrajectoryGroup
 UNTIMED = {"rollout": {"limits": {"timeout_s": None}}}
 """Below what is configured: who asks may be a person, and silence ends an episode (`--idle`), not a time of its own."""
 _OPEN_LIMITS = {"rollout.limits.max_turns": "null", "rollout.limits.max_tokens_per_turn": "null"}
-"""What an agent that owns its loop decides itself, unless a configuration says otherwise."""
+"""Limits that an agent that owns its loop sets itself, unless a configuration says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """What concerns this way of serving alone."""
+    """Options of this way of serving alone."""
 
     model_names: tuple[str, ...] = ()
     record: Path | None = None

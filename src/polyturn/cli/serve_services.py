@@ -1,4 +1,4 @@
-"""`polyturn serve --mcp TOOLS | --sandbox | --search INDEX`: what stands beside a model, for any client of its protocol.
+"""`polyturn serve --mcp TOOLS | --sandbox | --search INDEX`: services beside a model, for any client of their protocols.
 
 polyturn serve --mcp tools.yaml                      the tools of a tool file by MCP, http://127.0.0.1:8000/mcp
 polyturn serve --mcp tools.yaml --stdio              the same as a client's own process

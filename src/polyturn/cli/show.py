@@ -29,7 +29,7 @@ from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why
 
 COLOURS = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green"}
 BAD = (("failed", "error", "error is not null"), ("with a tool call that failed", "num_tool_errors", "num_tool_errors > 0"))
-"""What is counted beneath a list: its name, the column that tells, and how to list these alone."""
+"""The counts beneath a list: the name, the column that tells, and the filter that lists these alone."""
 MAX_TRUTH = 200
 """Characters of a ground truth that are shown; programs and their tests are longer."""
 TRAINED, UNTRAINED = "black on green", "green"

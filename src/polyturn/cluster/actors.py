@@ -1,4 +1,4 @@
-"""What runs on the nodes of a cluster: a rank, an engine replica, or a rollout worker, each a Ray actor.
+"""The processes on the nodes of a cluster: a rank, an engine replica, or a rollout worker, each a Ray actor.
 
     driver (the leader)     RankActor x ranks            parameters, gradients, moments; one process group among themselves
     loop, evaluation,       EngineActor x replicas       weights for sampling: the embedded engine

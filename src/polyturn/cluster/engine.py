@@ -63,7 +63,7 @@ class ClusterEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What each replica can do."""
+        """Capabilities that every replica has."""
         return self._capabilities
 
     @property

@@ -27,12 +27,12 @@ class JournalEntry(NamedTuple):
     episode: str = ""
     line: Line | None = None
     counted: str = ""
-    """What to count, where it is no line."""
+    """The count's name, where it is no line."""
     reason: str = ""
 
 
 class ResumeState(NamedTuple):
-    """What the leader's journal gives along with a group."""
+    """The leader's journal of a group that a pool is to resume."""
 
     held: Mapping[str, JournaledEpisode]
     """Of its episodes, those that were in flight before."""

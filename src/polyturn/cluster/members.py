@@ -1,4 +1,4 @@
-"""What holds for every actor of a run: where it lives, what is left of its log when it died, and what it raised."""
+"""The base of every actor of a run: its place, the tail of its log when it died, and the errors that it raised."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AT_ONCE = 100_000
 carry no conversation to the journal, and those groups wait for that."""
 _NUM_LINES = 20
 _SOON_S = 2.0
-"""What asks how an actor does waits so long."""
+"""Seconds to wait for an actor's state."""
 
 
 class ActorInfo(NamedTuple):
-    """Where an actor lives."""
+    """The place of an actor."""
 
     node: str
     address: str
@@ -34,7 +34,7 @@ class ActorInfo(NamedTuple):
 
 
 class Actor:
-    """What all of them can say."""
+    """The methods that all actors of a run have."""
 
     def home(self) -> ActorInfo:
         """Return where this actor lives."""
@@ -72,7 +72,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRequest:
-    """How many actors of a kind, and what each of them occupies."""
+    """A number of actors of one kind, and the resources that each of them occupies."""
 
     count: int
     resources: Mapping[str, float]

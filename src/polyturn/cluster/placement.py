@@ -1,4 +1,4 @@
-"""Where the actors of a run go: placement groups, one for each kind, and the actors in them.
+"""The placement of a run's actors: placement groups, one for each kind, and the actors in them.
 
     ranks              PACK      they exchange gradients, so as near to each other as there is room
     engines, servers   SPREAD    one does not wait for another
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _QUIET_S = 5.0
-"""How long to wait for room without a word."""
+"""Seconds to wait for room without a word."""
 
 
 def check_travels(name: str, held: object) -> None:

@@ -173,7 +173,7 @@ class ActorEngine(BaseEngine):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What the engine in the actor can do."""
+        """Capabilities of the engine in the actor."""
         return self._capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:

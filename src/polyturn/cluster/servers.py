@@ -27,7 +27,7 @@ from polyturn.engines.launcher import LaunchSpec, Server, StartServer
 from polyturn.engines.weight_files import WeightFolder
 
 _SOON_S = 5.0
-"""What asks how a server's actor does waits so long."""
+"""Seconds to wait for the state of a server's actor."""
 _MODEL = "{model}"
 """Stands in a command for the folder of a model that nodes get through the object store."""
 
@@ -139,11 +139,11 @@ class NodePlaces:
     resources: Mapping[str, float]
     files: ModelFiles
     patience_s: float
-    """How long a server that is started again may wait for room."""
+    """Seconds that a server that is started again may wait for room."""
 
     @property
     def num_gpus(self) -> int:
-        """What each server has of them."""
+        """Number of GPUs of each server."""
         return round(self.resources.get("GPU", 0))
 
     @property

@@ -106,7 +106,7 @@ class NodeWeights(WrittenWeights):
 
 
 class NodeStore:
-    """What a pool keeps of weights whose servers are on nodes: references."""
+    """Weights for servers on other nodes, which a pool keeps as references."""
 
     def write(self, weights: Mapping[str, Any]) -> NodeWeights:
         """Take weights that are in the object store."""

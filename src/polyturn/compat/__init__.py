@@ -1,4 +1,4 @@
-"""What lets projects written for other libraries run here: their import paths, their file formats, their classes.
+"""Support for projects written for other libraries: their import paths, their file formats, their classes.
 
     polyturn.compat.install("verl")      "import verl.interactions.base" now finds polyturn's own module
 

@@ -34,7 +34,7 @@ _OWN = frozenset({"__name__", "__path__", "__spec__", "__loader__", "__package__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """What stands under one root name."""
+    """The modules under one root name."""
 
     root: str
     modules: Mapping[str, str]

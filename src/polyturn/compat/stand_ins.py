@@ -1,4 +1,4 @@
-"""What the entry points of verl and ms-swift name: the stand-ins of both, and their configs.
+"""The entry points of verl and ms-swift: the stand-ins of both, and their configs.
 
 Everything of theirs is imported when it is first needed, so that asking who stands in for what costs nothing.
 """

@@ -30,7 +30,7 @@ class MigrateDialect(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDialect:
-    """How a run is described in the keys of another library."""
+    """A way to describe a run in the keys of another library."""
 
     title: str
     """Whose keys they are, for messages and help."""

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, as sentences that name the key, show the value and say where it came from.
+"""Sentences for pydantic's errors: each names the key, shows the value and says where it came from.
 
     train.steps is 'many' (in run.yaml); it must be a valid integer, unable to parse string as an integer
 
@@ -21,7 +21,7 @@ from polyturn.config.sources import Sources
 MAX_KEYS = 6
 """Keys of a section that a message shows."""
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
-"""What pydantic calls a key that a model, and one that a dataclass, does not have."""
+"""pydantic's names for a key that a model, and one that a dataclass, does not have."""
 
 
 def explain(

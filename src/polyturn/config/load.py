@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _BASE_LINE = "# Relative paths in it start at "
-"""How the second line of a run's own configuration begins, where the run's paths start at a folder that is not the run's."""
+"""The second line of a run's own configuration, where the run's paths start at a folder that is not the run's."""
 MAX_NAME = 1000
 """Characters of a file's path, far below what systems take."""
 

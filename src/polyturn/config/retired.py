@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Successor(NamedTuple):
-    """What stands in the place of a key."""
+    """The successor of a retired key."""
 
     says: str
     """Ends the sentence about the key."""

@@ -25,7 +25,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: ("rewards", 0, "name")."""
+"""The place of a value: ("rewards", 0, "name")."""
 MAX_INT = 2**63 - 1
 """The largest whole number that torch and NumPy hold."""
 
@@ -65,7 +65,7 @@ def is_model(annotation: Any) -> bool:
 
 
 class Key(NamedTuple):
-    """What a section says of one of its keys."""
+    """One key of a section, with its type, default and meaning."""
 
     annotation: Any
     default: Any

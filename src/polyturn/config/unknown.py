@@ -44,7 +44,7 @@ class Unknown(NamedTuple):
     value: Any
     hint: str
     retired: Successor | None = None
-    """What stands in its place, where an earlier version had the key."""
+    """Its successor, where an earlier version had the key."""
 
 
 def as_of_now(model: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class OneThread:
 
 
 class Finished(NamedTuple, Generic[T]):
-    """What came of work that was waited for to its end."""
+    """The result or error of awaited work."""
 
     result: T
     cancelled: asyncio.CancelledError | None

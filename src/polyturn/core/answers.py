@@ -1,4 +1,4 @@
-"""What a service answers, read up to a bound: nobody knows how much a broken or hostile one would send.
+"""Answers of a service, read up to a bound, because a broken or hostile one may send any number of bytes.
 
     body = await whole(response.content.iter_any())      aiohttp; httpx: response.aiter_bytes()
 

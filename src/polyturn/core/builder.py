@@ -42,9 +42,9 @@ class _Open:
     spans: list[Span] = field(default_factory=list)
     media: list[Any] = field(default_factory=list)
     pinned: int = 0
-    """Where the furthest fork stands or stood: tokens before it are in its context and stay."""
+    """The place of the furthest fork: tokens before it are in its context and stay."""
     routed: int = 0
-    """How many tokens there are up to the first whose experts are unknown."""
+    """Number of tokens up to the first whose experts are unknown."""
 
     @property
     def ids(self) -> Ids:
@@ -92,7 +92,7 @@ class _Open:
 
 
 class BuilderState(NamedTuple):
-    """Where a builder stands, to be taken up again by `fork` when it has gone on."""
+    """A place in a builder, from which `fork` goes on after the builder itself has gone on."""
 
     segment: int
     length: int
@@ -107,11 +107,11 @@ class TrajectoryBuilder:
         self._segments: list[_Open] = []
         self._current = -1
         self._length = 0
-        """How many tokens of the current segment stand before this place."""
+        """Number of tokens of the current segment before this place."""
         self._num_media = 0
-        """How many of its media are shown before this place."""
+        """Number of its media that are shown before this place."""
         self._origin: Branch | None = None
-        """Where another agent was called from."""
+        """The place from which another agent was called."""
 
     @property
     def context(self) -> Ids:
@@ -122,12 +122,12 @@ class TrajectoryBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens stand before this place."""
+        """Number of tokens before this place."""
         return self._length
 
     @property
     def num_routed(self) -> int:
-        """How many tokens before this place there are up to the first whose experts are unknown."""
+        """Number of tokens before this place, up to the first whose experts are unknown."""
         return min(self._open_segment().routed, self._length)
 
     @property
@@ -142,7 +142,7 @@ class TrajectoryBuilder:
 
     @property
     def place(self) -> BuilderState:
-        """Where this builder stands."""
+        """The current place of this builder."""
         return BuilderState(self._current, self._length, self._num_media)
 
     def fork(self, *, agent: str | None = None, at: BuilderState | None = None) -> TrajectoryBuilder:

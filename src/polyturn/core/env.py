@@ -61,7 +61,7 @@ ENV = Shape(
         "close": CallShape(num=0, write="def close(self)"),
     },
 )
-"""What the class of an environment defines."""
+"""The methods of an environment's class."""
 
 envs: Registry[Callable[..., Env]] = Registry("envs")
 """Environments by name: classes, or functions that make one."""
@@ -69,21 +69,21 @@ envs: Registry[Callable[..., Env]] = Registry("envs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seated:
-    """What a game of several players answers: from `reset`, and from every `step`."""
+    """The answer of a game of several players: from `reset`, and from every `step`."""
 
     seat: int
-    """Who acts next, from 0."""
+    """The player who acts next, from 0."""
     observation: Any = None
-    """What that player is shown: all that it has not been shown yet."""
+    """The player's observation: all that it has not been shown yet."""
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """What each player earned by this step, by seat; who is not named earned nothing."""
+    """The rewards of this step, by seat; a player who is not named earned nothing."""
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EnvStep(NamedTuple):
-    """What an environment answered, checked."""
+    """The answer of an environment, checked."""
 
     observation: tuple[Message, ...]
     reward: float
@@ -92,7 +92,7 @@ class EnvStep(NamedTuple):
     is_truncated: bool = False
     """Whether a limit of the environment's own ended it, and nothing else did."""
     seat: int = 0
-    """Who acts next."""
+    """The player who acts next."""
     rewards: Mapping[int, float] = {}
     """By seat, what each player earned; empty where there is one player, whose is `reward`."""
 

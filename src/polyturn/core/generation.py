@@ -1,4 +1,4 @@
-"""What an engine is asked and what it answers: token ids in, token ids and logprobs out.
+"""Requests to an engine and its answers: token ids in, token ids and logprobs out.
 
     GenerateRequest(prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=8))
       ->  Completion(token_ids=[9, 2], logprobs=[-0.1, -0.7], finish_reason=STOP, policy_versions=((0, 4),))
@@ -37,7 +37,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How completions are sampled."""
+    """The sampling of completions."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -60,7 +60,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(Sampling):
-    """How the engine samples one completion."""
+    """The sampling of one completion."""
 
     max_tokens: int = 256
     seed: int | None = None
@@ -89,7 +89,7 @@ class GenerateRequest(Record):
     prompt_ids: Ids
     sampling: SamplingParams = SamplingParams()
     media: tuple[Media, ...] = ()
-    """What the prompt shows, in order; its placeholders in `prompt_ids` are expanded."""
+    """The media of the prompt, in order; its placeholders in `prompt_ids` are expanded."""
     deadline: float | None = None
     """`loop.time()` after which nobody waits for the answer any more; None means no deadline."""
     priority: float = 0.0
@@ -115,7 +115,7 @@ class GenerateRequest(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion(Record):
-    """What an engine sampled: the ids as they came, the stop token included."""
+    """A sampled completion: the engine's ids as they came, the stop token included."""
 
     token_ids: Ids
     logprobs: Floats | None = None

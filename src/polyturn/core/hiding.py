@@ -1,4 +1,4 @@
-"""What is a secret, and how nothing that is written or said shows one.
+"""Secrets: how they are recognised, and how they are kept out of everything that is written or logged.
 
     hide("no such key: s3cr3t", "s3cr3t")                           ->  "no such key: ***"
     masked({"api_key": "sk-1", "url": "http://me:pw@host/x"})       ->  {"api_key": "***", "url": "http://***@host/x"}

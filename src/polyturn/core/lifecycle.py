@@ -17,7 +17,7 @@ from polyturn.core.errors import LifecycleError
 
 
 class RequestState(Enum):
-    """Where an episode is."""
+    """The states of an episode."""
 
     PENDING = "pending"
     GENERATING = "generating"

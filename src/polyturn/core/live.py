@@ -1,4 +1,4 @@
-"""Objects of a program in the place of names: what a configuration calls `<live __main__:price>` is the function itself.
+"""Objects of a program in the place of names: a configuration's `<live __main__:price>` stands for the function itself.
 
     held = hold(price)            held.label == "<live __main__:price>"
     target("<live __main__:price>")   ->  price, for as long as somebody keeps `held`

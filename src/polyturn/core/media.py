@@ -25,7 +25,7 @@ import numpy as np
 from polyturn.core.errors import DataError, one_line
 
 KINDS = ("image", "video", "audio")
-"""What a part of a message can show besides text."""
+"""The kinds of a message's parts besides text."""
 
 Source = str | tuple[str, ...]
 

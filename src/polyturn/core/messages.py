@@ -1,4 +1,4 @@
-"""Messages: what is said in a conversation, as typed values. Text is a view of tokens, never their source.
+"""Messages of a conversation, as typed values. Text is a view of tokens, never their source.
 
     Message(role="user", content="What is 2+2?")
     Message(role="assistant", content="", tool_calls=(ToolCall(id="call_0", name="add", arguments={"a": 2, "b": 2}),))
@@ -20,10 +20,10 @@ from polyturn.core.media import Media, kind_of, media_of, normal_part
 
 
 class Origin(Enum):
-    """Who wrote a text. Only the owner's may become control tokens (`tokens/trust.py` decides it, and nothing else does)."""
+    """The author of a text. Only the owner's may become control tokens, which `tokens/trust.py` alone decides."""
 
     OWNER = "owner"
-    """Whoever runs the run: rows of a dataset, tools of their own, messages that say so."""
+    """The person who runs polyturn: rows of a dataset, tools of their own, messages that say so."""
     MODEL = "model"
     """A model: completions, and summaries made of them."""
     ENVIRONMENT = "environment"
@@ -57,7 +57,7 @@ class Message:
     """On a tool message, the name of the tool that answered."""
     reasoning: str | None = None
     origin: Origin | None = field(default=None, compare=False)
-    """Who wrote it. None has not been said: a task's prompt is then its owner's, anything else the environment's. It is no
+    """The author. None is not said: a task's prompt is then its owner's, anything else the environment's. It is no
     part of what a message says, so messages that say the same are equal."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How deep lists and mappings lie inside each other, counted without recursion.
+"""The depth of nested lists and mappings, counted without recursion.
 
 Data of files and networks is checked where it comes in, so that no code behind it can be led into a recursion without end.
 """

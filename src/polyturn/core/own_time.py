@@ -1,4 +1,4 @@
-"""OwnTime: how long an author's code has been working by itself, since it last asked the library for something.
+"""OwnTime: the time that an author's code has been working by itself, since it last asked the library for something.
 
     async def step(self, episode, turn):       0 s
         more = await search(turn.text)         its own time
@@ -34,7 +34,7 @@ class OwnTime:
 
     @property
     def seconds(self) -> float:
-        """How long it has been working by itself; 0 while the library works for it."""
+        """Seconds that the code has been working by itself; 0 while the library works for it."""
         return 0.0 if self._num_asked else time.monotonic() - self._since
 
     @contextmanager

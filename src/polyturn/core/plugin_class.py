@@ -1,4 +1,4 @@
-"""What a class of a plug-in must define, checked when it is loaded: a misspelt method leaves the base class's in its place.
+"""The methods of a plug-in's class, checked when it is loaded: a misspelt one leaves the base class's in its place.
 
     class Customer(BaseInteraction):
         async def respond(self, instance_id, messages, **kwargs): ...
@@ -20,28 +20,28 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.reward import shown
 
 _NEAR = 0.85
-"""How like the name of a method another one must be to be taken for a misspelling of it."""
+"""The similarity above which a name is taken for a misspelling of a method's."""
 _FAR = 0.6
-"""How like it must be to be named in place of the first of several methods, where none of them is there."""
+"""The similarity above which it is named in place of the first of several methods, where none of them is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """How a method is called."""
+    """The ways in which a method is called."""
 
     num: int
-    """How many positional arguments it is given."""
+    """Number of positional arguments it is given."""
     names: tuple[str, ...] = ()
     """Keyword arguments that it is always given."""
     write: str
-    """How to write it."""
+    """Its signature, as a user writes it."""
     or_nothing: bool = False
     """Whether it may also take nothing at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a kind of plug-in is made of."""
+    """The methods of one kind of plug-in."""
 
     what: str
     """The kind with its article: "an interaction"."""

@@ -22,7 +22,7 @@ from polyturn.core.task import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can do."""
+    """The capabilities of an engine."""
 
     seeded: bool = False
     """The same seed and prompt give the same tokens."""
@@ -35,11 +35,11 @@ class EngineCapabilities:
     priorities: bool = False
     """Of requests that wait, the one with the highest `priority` goes first."""
     shares_weights: bool = False
-    """It samples from the tensors that are trained, so that of a new policy version only the number is news."""
+    """True where it samples from the tensors that are trained, so that of a new policy version only the number is news."""
     routes: bool = False
     """Completions say which experts each token went to (`core/routing.py`)."""
     shares_loop: bool = False
-    """It computes on the trainer's event loop, in turns with training, which must then not run in a thread beside it."""
+    """True where it computes on the trainer's event loop, in turns with training, which must then not run beside it."""
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What this engine can do."""
+        """The capabilities of this engine."""
         ...
 
     @property
@@ -144,7 +144,7 @@ class Tool(Protocol):
 
 
 class PassResult(NamedTuple):
-    """What a forward and backward pass over the samples of one optimizer step gives beside the gradient."""
+    """Figures of a forward and backward pass over the samples of one optimizer step, beside the gradient."""
 
     metrics: Metrics
     logprobs: list[Floats] | None = None

@@ -50,17 +50,17 @@ def shown(value: Any, max_chars: int = 100) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """What one trajectory earned."""
+    """The reward of one trajectory."""
 
     total: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Named scores before weighting."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the reward function returned."""
+    """Further results of the reward function."""
 
     @property
     def agents(self) -> Mapping[str, float]:
-        """What each agent earned in all; empty where the trajectory has one reward."""
+        """The total reward of each agent; empty where the trajectory has one reward."""
         found: Mapping[str, float] = self.info.get(AGENTS, {})
         return found
 

@@ -21,7 +21,7 @@ Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 class RouteShape(NamedTuple):
-    """How a model routes."""
+    """The router sizes of a model."""
 
     num_layers: int
     """Layers with experts; dense layers are not counted."""
@@ -31,7 +31,7 @@ class RouteShape(NamedTuple):
     layers: tuple[int, ...] = ()
     """Which decoder layers these are, for engines that speak of all; () where every layer has experts."""
     num_hidden_layers: int = 0
-    """How many decoder layers there are; 0 where every one has experts."""
+    """Number of decoder layers; 0 where every one has experts."""
 
     @property
     def dtype(self) -> Any:

@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GRACE_S = 1.5
-"""How long tasks may take to end once they are cancelled, and asynchronous generators to close."""
+"""Seconds that tasks may take to end once they are cancelled, and asynchronous generators to close."""
 
 END_S = 4.5
-"""How long both may take together, where the event loop itself stands still."""
+"""Seconds that both may take together, where the event loop itself stands still."""
 
 _MEDDLED = (
     "a plug-in (a tool, a reward, an interaction, a scheduler) {}, in which everything runs; let it end its own tasks only"
 )
 
 _ABANDONED: list[object] = []
-"""What ignored its end. It is kept, because the collection of a pending coroutine runs the code of a plug-in once more."""
+"""Tasks that ignored their end, kept because the collection of a pending coroutine runs the code of a plug-in once more."""
 
 
 def run_loop(work: Coroutine[Any, Any, T], *, deadline_s: float = DEADLINE_S) -> T:

@@ -56,9 +56,9 @@ class TrainSample(Record):
     """Rewards on single tokens beside the trajectory's own `reward`, such as a KL penalty; read at weighted tokens only."""
     advantages: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
-    """What the critic should have said; NaN where its value is not trained."""
+    """The critic's targets; NaN where its value is not trained."""
     correction: NDArray[np.float32] | None = None
-    """What each token's policy loss is multiplied by, because another policy sampled it (`algorithms/correction.py`)."""
+    """The factor of each token's policy loss, because another policy sampled it (`algorithms/correction.py`)."""
     marks: NDArray[np.float32] | None = None
     """1 at the tokens that the policy loss treats apart (`algorithms.losses.marks`)."""
     versions: NDArray[np.int32] | None = None
@@ -87,7 +87,7 @@ class TrainSample(Record):
 
     @property
     def num_weighted(self) -> int:
-        """How many tokens have a weight in the loss."""
+        """Number of tokens that have a weight in the loss."""
         return int(np.count_nonzero(self.loss_weights))
 
     def replace(self, **arrays: Any) -> TrainSample:

@@ -1,4 +1,4 @@
-"""Tokens of services: where they are read from and how they are sent.
+"""Tokens of services: read from the environment or a file, and sent in a header.
 
     token_from({"token_env": "SEARCH_TOKEN"}, where="tools.yaml")   ->  "s3cr3t", from the environment
     bearer("s3cr3t")                                                ->  {"Authorization": "Bearer s3cr3t"}

@@ -1,4 +1,4 @@
-"""What a plug-in's method can be called with, read once when the plug-in is loaded instead of tried out in every call.
+"""The arguments that a plug-in's method accepts, read once when the plug-in is loaded instead of tried out in every call.
 
 num_positional(tool.release)           1, or None for any number
 constants_read(tool.execute)           {"code", "timeout"}: the texts that its code looks up, for instance in a dict

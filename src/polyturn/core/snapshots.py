@@ -1,4 +1,4 @@
-"""Snapshots: how a plug-in lets a live conversation survive the end of its process.
+"""Snapshots: state by which a plug-in lets a live conversation survive the end of its process.
 
     class Counter(BaseTool):                                    class LookUp(BaseTool):
         async def snapshot(self, instance_id):                      stateless = True
@@ -23,7 +23,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotHooks:
-    """How one plug-in takes part."""
+    """The snapshot methods of one plug-in."""
 
     label: str
     """Whose it is: "tool 'search'"."""

@@ -1,4 +1,4 @@
-"""StandIn: what polyturn offers in the place of another library, so that code and command lines written for that one work.
+"""StandIn: our modules in the place of another library's, so that code and command lines written for that one work.
 
     [project.entry-points."polyturn.namespaces"]
     other = "polyturn_other:STAND_IN"              import other.x    polyturn run-as other -- python train.py
@@ -28,7 +28,7 @@ class AdaptScheduler(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """What there is in the place of one library. Calling it puts its modules in place, as an entry point must."""
+    """The modules in the place of one library. Calling it puts them in place, as an entry point must."""
 
     name: str
     install: Callable[[], bool]

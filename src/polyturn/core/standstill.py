@@ -32,14 +32,14 @@ DEADLINE_S = 60.0
 """The longest deadline of a plug-in where nobody says another."""
 
 GRACE_S = 240.0
-"""How long the code of a plug-in may stand still beyond its deadline: what comes back was rude, and is no reason to end."""
+"""Seconds for which a plug-in may stand still beyond its deadline: if it comes back, the run goes on."""
 
 LAST_HELD_S = 60.0
 """The same for a finalizer once the event loop is over."""
 
 _LOOK_S = 2.0
 _SAY_S = 4.0
-"""How long the sentence may take: whoever stands still may hold the lock of the console."""
+"""Seconds that the sentence may take: whoever stands still may hold the lock of the console."""
 
 _GO_ON = "--resume goes on from the latest checkpoint of training"
 
@@ -62,7 +62,7 @@ class Standstill:
         self._loop = loop
         self._held_s = deadline_s + GRACE_S
         self._num_turns = 0
-        """How often the loop was seen to go on."""
+        """Number of times that the loop was seen to go on."""
         self._is_over = False
         self._since: dict[object, float] = {}
         """Call that stands still -> since when."""

@@ -1,4 +1,4 @@
-"""What stands between two marks, in time linear in the text.
+"""Text between two marks, found in time linear in the text.
 
     between("<a>1</a> <a>2</a> <a>", "<a>", "</a>")   ->  ["1", "2"]
 

@@ -31,7 +31,7 @@ class InteractionRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolKwargs:
-    """What a row tells one tool at each point of the tool's life in the episode."""
+    """A row's arguments for one tool, at each point of the tool's life in the episode."""
 
     create_kwargs: Mapping[str, Any] = field(default_factory=dict)
     execute_kwargs: Mapping[str, Any] = field(default_factory=dict)

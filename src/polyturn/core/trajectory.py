@@ -1,4 +1,4 @@
-"""What a rollout leaves: spans of tokens, segments, turns, the trajectory, the group.
+"""The records of a rollout: spans of tokens, segments, turns, the trajectory, the group.
 
 index t describes token t; the shift to targets happens once, in `batching/layout.py`.
 
@@ -32,7 +32,7 @@ from polyturn.core.task import Task
 
 
 class SpanSource(Enum):
-    """Who wrote the tokens of a span."""
+    """The author of a span's tokens."""
 
     PROMPT = "prompt"
     SAMPLED = "sampled"
@@ -91,7 +91,7 @@ def without_routes(span: Span) -> Span:
 
 
 class Branch(NamedTuple):
-    """Where a segment left another one: it shares the first `length` tokens of segment `segment`."""
+    """The place where a segment left another one: it shares the first `length` tokens of segment `segment`."""
 
     segment: int
     length: int
@@ -110,7 +110,7 @@ class Segment(Record):
 
     spans: tuple[Span, ...]
     media: tuple[Media, ...] = ()
-    """What the tokens show, in their order; what a later segment shows again is in both, as the tokens are."""
+    """The media of the tokens, in their order; those that a later segment shows again are in both, as the tokens are."""
     agent: str = "assistant"
     parent: Branch | None = None
 
@@ -176,12 +176,12 @@ RAISED_AT = "raised_at"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What one tool call came to."""
+    """The result of one tool call."""
 
     call_id: str
     name: str
     content: str | tuple[Mapping[str, Any], ...]
-    """What the model reads."""
+    """The text or parts that the model reads."""
     reward: float | None = None
     """The step reward that `execute` returned; None if it returned none."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class Turn(Record):
     """The sampled spans of this turn, then its observation spans."""
     tool_results: tuple[ToolResult, ...] = ()
     observation: tuple[Message, ...] = ()
-    """What the environment answered. Recorded also when it ended the episode and so was never encoded."""
+    """The environment's answer. Recorded also when it ended the episode and so was never encoded."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """Named scores of this turn: "interaction", "tool/<name>"."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class Trajectory(Record):
 
     @property
     def num_sampled_tokens(self) -> int:
-        """How many tokens the model wrote."""
+        """Number of tokens that the model wrote."""
         return sum(len(s) for seg in self.segments for s in seg.spans if s.source is SpanSource.SAMPLED)
 
 

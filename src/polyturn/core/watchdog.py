@@ -49,7 +49,7 @@ def calls_of_plugins() -> set[tuple[str, str]]:
 
 
 class Culprit(NamedTuple):
-    """Who holds the event loop."""
+    """The code that holds the event loop."""
 
     name: str
     """As it is called in its file: `Class.method`."""
@@ -66,7 +66,7 @@ class _Block(NamedTuple):
 
     began: float
     seen: Counter[Culprit]
-    """Who was found to hold it, each time that the thread looked."""
+    """The code that was found to hold it, each time that the thread looked."""
 
 
 class LoopWatchdog:

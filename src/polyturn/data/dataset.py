@@ -124,19 +124,19 @@ _PARTS: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonlRows, ".ndjson": Jso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSummary:
-    """What `check_tasks` found in a dataset."""
+    """The result of `check_tasks`."""
 
     num_tasks: int
     data_sources: Mapping[str | None, int]
-    """How many tasks name each data source; under None, those that name none."""
+    """Number of tasks that name each data source; under None, those that name none."""
     interactions: Mapping[str | None, int]
-    """How many tasks talk to each interaction; under None, those that talk to none."""
+    """Number of tasks that talk to each interaction; under None, those that talk to none."""
     tools: Mapping[str, int]
-    """How many tasks ask for each tool by name."""
+    """Number of tasks that ask for each tool by name."""
     num_with_tools: int
-    """How many tasks may call at least one of the configured tools."""
+    """Number of tasks that may call at least one of the configured tools."""
     unknown_tools: Mapping[str, int]
-    """How many tasks name each tool that is not configured, in the columns that serve several kinds of run."""
+    """Number of tasks that name each tool that is not configured, in the columns that serve several kinds of run."""
 
 
 class TaskDataset(TaskSequence):

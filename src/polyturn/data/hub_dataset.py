@@ -17,7 +17,7 @@ from polyturn.data.dataset import TaskDataset, inside
 from polyturn.tokens.hub import unreachable
 
 ROW_FILES = ("jsonl", "parquet", "json", "csv", "arrow", "ndjson", "tsv", "txt", "tar", "zip", "gz", "zst", "xz", "bz2")
-"""What the name of a file with rows ends in; a folder without one is refused before `datasets` looks at every file."""
+"""Suffixes of files with rows; a folder without one is refused before `datasets` looks at every file."""
 
 
 def open_hub_dataset(

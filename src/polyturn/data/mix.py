@@ -27,14 +27,14 @@ from polyturn.data.options import MixOptions
 from polyturn.data.sampler import TaskSampler, Visit
 
 MEMORY = 0.9
-"""How much of what is known of a source's successes stays with every step that has tasks of it."""
+"""The decay of what is known of a source's successes, with every step that has tasks of it."""
 LEAST = 0.1
-"""What is left of the weight of a source that always or never succeeds, with `by_success` 1."""
+"""The least weight of a source that always or never succeeds, with `by_success` 1."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MixState:
-    """What was drawn and learnt so far; shared by the samplers of a run, and kept in its checkpoints."""
+    """Visits and results of each source; shared by the samplers of a run, and kept in its checkpoints."""
 
     counts: list[list[int]] = field(default_factory=list)
     """For each step how many tasks of each source it has."""

@@ -1,4 +1,4 @@
-"""What can be chosen about the order of tasks: how the visits of a run are divided among data sources.
+"""Options of the order of tasks: the division of a run's visits among data sources.
 
 data: {sampler: {name: mix, weights: {gsm8k: 2, search: [[0, 0], [100, 1]]}}}        MixOptions
 """
@@ -16,7 +16,7 @@ from polyturn.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixOptions:
-    """How the visits of a run are divided among data sources."""
+    """The division of a run's visits among data sources."""
 
     PART: ClassVar[str] = "any sampler"
 
@@ -25,7 +25,7 @@ class MixOptions:
     weights: Mapping[str, float | list[tuple[int, float]]]
     """data_source to a weight, or to [step, weight] pairs with straight lines between them."""
     by_success: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly sources are preferred in which about half of the episodes succeed; 0 is not at all."""
+    """The preference for sources in which about half of the episodes succeed; 0 is none."""
 
     def __post_init__(self) -> None:
         for name, points in self.points.items():

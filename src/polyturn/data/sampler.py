@@ -48,7 +48,7 @@ class TaskSampler:
         self._epoch = 0
         self._position = 0
         self._number = 0
-        """How many visits there were."""
+        """Number of visits so far."""
         self._order = self._permutation()
 
     def next(self) -> Visit:
@@ -159,7 +159,7 @@ CURRICULUM = Shape(
     bases=(Curriculum, TaskSampler),
     calls={"choose": CallShape(num=1, write="def choose(self, epoch)")},
 )
-"""What the class of a curriculum defines."""
+"""The methods of a curriculum's class."""
 
 
 def empty(epoch: int) -> str:

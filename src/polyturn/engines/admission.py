@@ -1,4 +1,4 @@
-"""Admission: who waits for a place on a server of a pool, and who gets which, in the policy's order.
+"""Admission: the queue of a pool's requests, and their places on its servers, in the policy's order.
 
     an episode's next turn  ->  the server that has its prefix, while it has a place; else another, which costs its prefill
     no server is live       ->  wait, with a look at who may be tried; in the end, `EngineLostError`
@@ -33,11 +33,11 @@ class Admission:
         self._replicas = replicas
         self._patience_s = patience_s
         self._homes: dict[str, Replica] = {}
-        """Where an episode's latest turn ran."""
+        """The replica of each episode's latest turn."""
         self._waiting: dict[PooledRequest, None] = {}
         """In the order of their arrival."""
         self.queue = MeanOverTime()
-        """How many wait."""
+        """The length of the queue."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def place(self, waiting: PooledRequest) -> Replica | None:

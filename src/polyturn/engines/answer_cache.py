@@ -1,4 +1,4 @@
-"""AnswerCache: what endpoints answered, on disk, so that the same question is asked once.
+"""AnswerCache: answers of endpoints, on disk, so that the same question is asked once.
 
     key = everything that is sent, the address and the seed included   ->   the answer, as JSON
 
@@ -20,7 +20,7 @@ from polyturn.core.errors import ConfigError, one_line
 from polyturn.infra.threads import DaemonThreads
 
 WAIT_S = 30.0
-"""How long a writer waits for another one."""
+"""Seconds that a writer waits for another one."""
 
 
 class AnswerCache:
@@ -46,7 +46,7 @@ class AnswerCache:
 
     @property
     def num_answers(self) -> int:
-        """How many answers it holds."""
+        """Number of answers that it holds."""
         with self._lock:
             return int(self._with(lambda db: db.execute("select count(*) from answers").fetchone())[0])
 

@@ -1,4 +1,4 @@
-"""What an engine of one's own needs: the frame to inherit, and what a run gives to whoever makes the engine.
+"""The base class of an engine of one's own, and the parts of a run that it is built with.
 
     # pyproject.toml:   [project.entry-points."polyturn.engines"]
     #                   mine = "my_package.engine:build"                        then `engine.kind: mine`
@@ -41,16 +41,16 @@ class ModelFolder(NamedTuple):
 
 
 class ServerPlaces(Protocol):
-    """Where servers are started that are not to run on this machine."""
+    """The place for servers that are not to run on this machine."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of servers."""
         ...
 
     @property
     def num_gpus(self) -> int:
-        """What each server has of them."""
+        """Number of GPUs of each server."""
         ...
 
     @property
@@ -74,7 +74,7 @@ class ServerPlaces(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """What a run gives to the engine that samples its completions."""
+    """The parts of a run that an engine is built with."""
 
     options: Any
     """The section `engine` of the configuration, as its `kind` has it; see `options.py`."""
@@ -85,7 +85,7 @@ class EngineSetup:
     max_context: int
     """The longest prompt plus completion, in tokens."""
     sampling: SamplingParams
-    """How most completions of the run are sampled."""
+    """The sampling of most completions of the run."""
     trains_meanwhile: bool
     """Whether training and sampling run side by side."""
     base: Path
@@ -93,11 +93,11 @@ class EngineSetup:
     model_folder: Callable[[], ModelFolder]
     """Return a folder that a server can load the model from; it is written at the first call where there is none."""
     routes: RouteShape | None = None
-    """How the model routes, where completions are to say which experts tokens went to; None where they need not."""
+    """The router sizes of the model, where completions are to say which experts tokens went to; None where they need not."""
     needs_routes: bool = False
     """Whether a server that does not say so is refused."""
     places: ServerPlaces | None = None
-    """Where servers are started; None is this machine."""
+    """The place where servers are started; None is this machine."""
 
 
 engines: Registry[Callable[..., Engine]] = Registry("engines")
@@ -164,7 +164,7 @@ class BaseEngine(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> EngineCapabilities:
-        """What this engine can do."""
+        """Capabilities of this engine."""
 
     @property
     def busy_s(self) -> float:
@@ -204,7 +204,7 @@ class EngineWrapper:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What the engine can do."""
+        """Capabilities of the engine."""
         return self.engine.capabilities
 
     @property

@@ -49,7 +49,7 @@ Ended: TypeAlias = tuple[SlotRequest, FinishReason]
 
 
 class BatchStep:
-    """What runs the model over the slots."""
+    """The passes of the model over the slots."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ MAX_WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a model is served, and how patiently it is asked."""
+    """The address of a served model, and the time-outs and retries of requests to it."""
 
     url: str
     """Up to and without /chat/completions, usually ending in /v1."""
@@ -61,7 +61,7 @@ class _TryAgainError(Exception):
     """A request failed, and the same one may succeed later."""
 
     wait_s: float | None = None
-    """What the server asks to wait."""
+    """Seconds that the server asks to wait."""
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class ChatEngine(BaseEngine):
 
     @property
     def num_retries(self) -> int:
-        """How often a server was asked again."""
+        """Number of requests that were sent again."""
         return self._client.num_retries
 
     @property

@@ -1,4 +1,4 @@
-"""A completion in parts: what an engine is asked after one was cut, and how the parts become one again.
+"""A completion in parts: the request for the rest of one that was cut, and the merge of its parts.
 
 [ 1 2 3 ] -> ( 4 5 cut )      then  [ 1 2 3 4 5 ] -> ( 6 7 )      =      [ 1 2 3 ] -> ( 4 5 6 7 ), versions 0 and 1
 """

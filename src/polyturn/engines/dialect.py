@@ -1,4 +1,4 @@
-"""ServerDialect: what the client of one kind of server has to say, and nothing of when it is said (`remote`).
+"""ServerDialect: the requests and replies of one kind of server; the client's logic is in `remote`.
 
 _call -> _read      a request, and its answer          _pause -> _load | _send -> _resume      new weights
 _describe, _look    what the server can do, and whether it is at work
@@ -24,7 +24,7 @@ class HttpCall(NamedTuple):
 
 
 class ServerFacts(NamedTuple):
-    """What a server says about itself."""
+    """Facts that a server reports about itself."""
 
     seeded: bool
     priorities: bool
@@ -36,7 +36,7 @@ class ServerFacts(NamedTuple):
 
 
 class ServerLoad(NamedTuple):
-    """How busy a server is at one moment."""
+    """The load of a server at one moment."""
 
     queue: float
     """Requests that it took and has not begun."""

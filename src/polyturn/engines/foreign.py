@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; so much above it may be what rounding did."""
 CLOSE_S = 60.0
-"""How long an engine may take to let go of what it holds."""
+"""Seconds that an engine may take to let go of what it holds."""
 
 
 class ForeignEngine(EngineWrapper):
@@ -58,7 +58,7 @@ class ForeignEngine(EngineWrapper):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What the engine says that it can do."""
+        """Capabilities that the engine claims."""
         found = self._read("capabilities")
         if not isinstance(found, EngineCapabilities):
             raise self._refused("capabilities", found, "an EngineCapabilities of polyturn.core.protocols")

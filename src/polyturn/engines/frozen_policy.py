@@ -32,7 +32,7 @@ from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
 SAMPLED_WITH = ("temperature", "top_p", "max_tokens")
-"""What whoever lets it speak may set."""
+"""Settings of the caller that lets it speak."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,12 +31,12 @@ from polyturn.infra.process import ManagedProcess, free_port
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
-"""Where shared memory is."""
+"""The folder of shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """How a server is started."""
+    """The command, place and limits of a server's start."""
 
     command: tuple[str, ...]
     """The program and its arguments; `{host}` stands for where it listens, `{port}` for the port that was found free."""
@@ -46,9 +46,9 @@ class LaunchSpec:
     """The path that answers 200 once the server is ready."""
     ready_timeout_s: float = 300.0
     stop_timeout_s: float = 20.0
-    """How long the server may take to end by itself before it is killed."""
+    """Seconds that the server may take to end by itself before it is killed."""
     log: Path | None = None
-    """Where its output goes; a temporary file, removed when it stops, if None."""
+    """The file of its output; a temporary one, removed when it stops, if None."""
 
 
 class RunningServer(Protocol):
@@ -179,7 +179,7 @@ class Server:
 
 
 class SessionMemory:
-    """What a server's processes hold of the files in shared memory, so that it can be removed once they were killed.
+    """Files of a server's processes in shared memory, noted so that they can be removed once the server was killed.
 
     A file in /dev/shm outlives the processes that map it; vLLM leaves hundreds of megabytes there when it is killed. Whose a
     file is shows only while its processes live, so it is looked up while they do. It is known by its inode: a semaphore is

@@ -1,4 +1,4 @@
-"""What can be chosen about the engine that samples completions, by its kind.
+"""Options of the engine that samples completions, by its kind.
 
     engine: {num_slots: 64}                                             EmbeddedOptions
     engine: {kind: vllm, launch: {replicas: 2, devices: ["0", "1"]}}    ServerOptions
@@ -21,10 +21,10 @@ from polyturn.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What samples the completions: the embedded engine in this process, or servers."""
+    """The engine that samples the completions: embedded in this process, or servers."""
 
     update: Literal["in_flight", "wait", "abort_resume"] = "in_flight"
-    """What new weights do to completions that are being sampled: they go on with the new ones (in_flight), the weights wait
+    """The effect of new weights on completions in flight: these go on with the new ones (in_flight), the weights wait
     for their end (wait), or they are suspended and resumed as new requests (abort_resume)."""
 
 
@@ -49,7 +49,7 @@ class EmbeddedOptions(EngineOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """How a server is started; the flags that training relies on are added by themselves."""
+    """The start of a server; the flags that training relies on are added by themselves."""
 
     python: str | None = None
     """The interpreter of the environment that vLLM or SGLang is installed in; null takes the one that runs polyturn."""
@@ -58,11 +58,11 @@ class LaunchOptions:
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the server."""
     replicas: Annotated[int, Field(ge=1, le=2**16)] = 1
-    """How many servers are started."""
+    """Number of servers to start."""
     devices: list[str] = field(default_factory=list)
     """For each server the GPUs that it sees, for instance ["0,1", "2,3"]; needed on GPUs where there are several servers."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a server is started again that died or hangs; then the run goes on without it."""
+    """Number of times that a server is started again that died or hangs; then the run goes on without it."""
     ready_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds until a server that was started must answer."""
     log: str | None = None
@@ -79,7 +79,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedOptions(EngineOptions):
-    """What answers in its own time: servers, and engines of others."""
+    """Options of engines with a latency of their own: servers, and engines of others."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds: a request to a server that takes longer counts as lost, and a call of an engine of another package fails."""
@@ -92,19 +92,19 @@ class ServerOptions(AskedOptions):
     kind: Literal["vllm", "sglang"]
     """Which servers they are."""
     urls: list[str] = field(default_factory=list)
-    """Where servers run already; they must hold the same model and run with the flags that docs/guides/engines.md lists."""
+    """Servers that run already; they must hold the same model and run with the flags that docs/guides/engines.md lists."""
     api_key_env: str | None = None
     """The environment variable that holds the key which those servers demand (their `--api-key`)."""
     launch: LaunchOptions | None = None
-    """How servers are started; null does so with the defaults where `urls` is empty."""
+    """The start of servers; null starts them with the defaults where `urls` is empty."""
     max_in_flight: Annotated[int, Field(ge=1)] = 256
     """Requests on a server at once; more wait here."""
     health_s: Annotated[float, Field(gt=0)] = 20.0
     """A server at work that twice in a row does not say within this time that it is well counts as lost."""
     patience_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long a request waits while no server is up."""
+    """Seconds that a request waits while no server is up."""
     max_tries: Annotated[int, Field(ge=1)] = 8
-    """How often one request may be lost with its server before its trajectory fails."""
+    """Number of times that one request may be lost with its server before its trajectory fails."""
     order: str = "longest_first"
     """Which waiting request is sent next: fifo, least_loaded, longest_first, or `file.py:Class` of an OrderPolicy."""
     order_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -37,7 +37,7 @@ class OrderedServer(Protocol):
 
     @property
     def load(self) -> int:
-        """How many requests run there."""
+        """Number of requests that run there."""
         ...
 
 

@@ -52,7 +52,7 @@ class PendingRequest:
         self._problem: EngineLostError | None = None
         self._is_ended = False
         self._wake: asyncio.Future[None] | None = None
-        """What the caller waits for: the answer, the end that it asks for, or its deadline."""
+        """The event that the caller waits for: the answer, the end that it asks for, or its deadline."""
         self.num_busy = 0
 
     @property

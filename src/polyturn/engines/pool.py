@@ -69,7 +69,7 @@ class EnginePool(BaseEngine):
         self._patience_s = patience_s
         self._replicas: list[Replica] = []
         self.admission = Admission(self._policy, self._replicas, patience_s=patience_s)
-        """Who waits, and who gets which place."""
+        """The queue, and the places of requests."""
         self._live: dict[str, PooledRequest] = {}
         self._files = files
         self._recovery_s = recovery_s
@@ -131,7 +131,7 @@ class EnginePool(BaseEngine):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What every one of its servers can do."""
+        """Capabilities that every one of its servers has."""
         return common_capabilities([replica.engine.capabilities for replica in self._replicas])
 
     def read_metrics(self) -> dict[str, float]:

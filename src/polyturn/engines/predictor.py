@@ -1,4 +1,4 @@
-"""WorkPredictor: how much work an episode still has, learned while episodes run.
+"""WorkPredictor: the remaining work of an episode, learned while episodes run.
 
 Work is seconds in the engine and between turns, without the waiting in the pool's queue. What is left is predicted as
 
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from polyturn.core.generation import GenerateRequest
 
 _TURNS_OF_ALL = 2.0
-"""How many turns of a group weigh as much as what is known of all groups."""
+"""Number of turns of a group weigh as much as what is known of all groups."""
 _TURNS_OF_GROUP = 4.0
-"""How many turns of an episode weigh as much as what is known of its group."""
+"""Number of turns of an episode weigh as much as what is known of its group."""
 _ENDS_OF_ALL = 4.0
-"""How many episodes of a group that reached a turn weigh as much as those of all groups."""
+"""Number of episodes of a group that reached a turn weigh as much as those of all groups."""
 _MAX_GROUPS = 8192
 """Groups that are remembered, the newest: more than ever run at once."""
 
@@ -70,9 +70,9 @@ class _Group:
 
     turns: _TurnStats = field(default_factory=_TurnStats)
     reached: list[int] = field(default_factory=list)
-    """How many episodes asked for turn k."""
+    """Number of episodes that asked for turn k."""
     ended: list[int] = field(default_factory=list)
-    """How many episodes ended with turn k."""
+    """Number of episodes that ended with turn k."""
     num_started: int = 0
     still: tuple[int, list[float]] = (-1, [])
     """(episodes that had ended when this was worked out, turns still to come at turn k, k included)."""

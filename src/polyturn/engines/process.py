@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _MAIN = "from polyturn.engines.process_main import main; main()"
 _TAIL_BYTES = 4000
 _END_S = 10.0
-"""How long the process may take to end by itself before it is killed."""
+"""Seconds that the process may take to end by itself before it is killed."""
 _CLOSED = "the embedded engine was closed while the request ran"
 
 

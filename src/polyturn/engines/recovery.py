@@ -34,7 +34,7 @@ class Revivable(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """How often it was started again."""
+        """Number of times that it was started again."""
         ...
 
     async def revive(self) -> None:
@@ -52,7 +52,7 @@ class PooledServer(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The replica's name in logs and errors."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class ServerPool(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolWeights:
-    """What a pool serves; a new object for every push, so that two of one version differ."""
+    """The weights that a pool serves; a new object for every push, so that two of one version differ."""
 
     version: int
     weights: Mapping[str, Any] | None

@@ -1,4 +1,4 @@
-"""RemoteEngine: what the clients of inference servers share. A server's own words are in `vllm.py` and `sglang.py`.
+"""RemoteEngine: the shared client of inference servers. The dialects of servers are in `vllm.py` and `sglang.py`.
 
 One request is one POST with token ids in and token ids out. What is decided here, once for both:
 
@@ -46,9 +46,9 @@ FOREIGN_VERSION = -1
 CONTROL_TIMEOUT_S = 60.0
 """A call that pauses, resumes or asks counts as lost beyond."""
 BUSY_LIMIT_S = 60.0
-"""How long a request is sent again and again to a server that says it is full."""
+"""Seconds that a request is sent again and again to a server that says it is full."""
 _USUAL = ServerOptions(kind="vllm")
-"""How requests are sent where nobody says it: alike to every kind."""
+"""Default options of requests: alike for every kind."""
 _NUM_LOOKS = 2
 """So many looks at a server's health in a row must fail for it to count as lost."""
 _NUM_LOADS = 1000
@@ -83,7 +83,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         super().__init__()
         self.version = 0
         self.num_busy = 0
-        """How often the server refused a request because it was full."""
+        """Number of times that the server refused a request because it was full."""
         self._link = HttpClient(url, headers=headers, timeout_s=CONTROL_TIMEOUT_S)
         self._updates = 0
         self._prefix = f"polyturn-{uuid.uuid4().hex[:8]}-"
@@ -112,12 +112,12 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
+        """The server's address."""
         return self._link.url
 
     @property
     def num_restarts(self) -> int:
-        """How often the server was started again."""
+        """Number of times that the server was started again."""
         return 0 if self._keeper is None else self._keeper.num_restarts
 
     def read_metrics(self) -> Mapping[str, float]:

@@ -44,9 +44,9 @@ class Replica:
     is_leaving: bool = False
     is_gone: bool = False
     recovery: asyncio.Task[None] | None = None
-    """What brings it back; it takes no requests until then."""
+    """The task that brings it back; it takes no requests until then."""
     epoch: int = 0
-    """How often it was lost; a request that fails with an earlier epoch says nothing about the server as it is now."""
+    """Number of its losses; a request that fails with an earlier epoch says nothing about the server as it is now."""
     probes_at: float = 0.0
     """When a server that is down may be asked again."""
     pause_s: float = FIRST_RETRY_S
@@ -55,7 +55,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """How many requests run there."""
+        """Number of requests that run there."""
         return len(self.running)
 
     @property

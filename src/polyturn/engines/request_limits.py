@@ -1,4 +1,4 @@
-"""What engines refuse, in sentences: requests that cannot be served, models that the embedded engine cannot compute."""
+"""Refusals of engines, in sentences: requests that cannot be served, models that the embedded engine cannot compute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the client of a server knows of the model there."""
+    """Facts about a server's model that its client checks requests against."""
 
     vocab_size: int
     """Ids from here on are refused."""
@@ -29,7 +29,7 @@ class ServedModel:
     media: MediaProcessor | None = None
     """Its processor, if it sees; the server needs the same one beside its weights."""
     routes: RouteShape | None = None
-    """How it routes, where the server is to say which experts tokens went to; None does not ask."""
+    """Its router sizes, where the server is to say which experts tokens went to; None does not ask."""
     needs_routes: bool = False
     """Refuse a server that does not say so."""
     folder: Path | None = None
@@ -39,7 +39,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What an engine of our own takes, in this process or in another."""
+    """The limits of requests to an engine of our own, in this process or in another."""
 
     vocab_size: int
     max_context: int

@@ -1,4 +1,4 @@
-"""The routers of a mixture-of-experts model: what they choose in a pass, read off them or told to them.
+"""The routers of a mixture-of-experts model: their choices in a pass, recorded or replayed.
 
     router      scores [N, E] of all experts  ->  topk: [N, K] experts and their scores  ->  weights of the chosen
     told        [N, L, K] experts             ->  topk returns these, and their scores gathered from the router's own
@@ -87,7 +87,7 @@ class Routers:
 
 
 class RoutingPass:
-    """What routers choose in one pass over a batch; a context manager that must also span the backward pass, because layers
+    """Routers' choices in one pass over a batch; a context manager that must also span the backward pass, because layers
     that are computed again must choose the same."""
 
     def __init__(self, routers: Routers, *, told: Tensor | None = None) -> None:

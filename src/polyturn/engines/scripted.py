@@ -25,7 +25,7 @@ from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.base import BaseEngine
 
 Answer = Completion | ArrayLike | Exception
-"""What one request gets: ids, a whole completion, or an exception to fail with."""
+"""The answer to one request: ids, a whole completion, or an exception to fail with."""
 Script = Callable[[GenerateRequest], Answer] | Sequence[Answer] | Mapping[str, Sequence[Answer]]
 
 
@@ -58,7 +58,7 @@ class ScriptedEngine(BaseEngine):
         self._sleeping: dict[str, asyncio.Event] = {}
         self._is_closed = False
         self.num_requests = 0
-        """How many requests were made."""
+        """Number of requests so far."""
         self.ended_sessions: list[str] = []
         """The sessions that `end_session` was told about, in order."""
 

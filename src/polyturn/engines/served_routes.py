@@ -1,4 +1,4 @@
-"""What servers say of the experts that tokens went to, as routes.
+"""Routes from the experts that servers report for each token.
 
     vLLM      routed_experts: base64 of an .npy file    [R, every layer, k]  uint8 or uint16
     SGLang    routed_experts: base64 of its bytes       [R * every layer * k]  int32
@@ -20,7 +20,7 @@ from polyturn.core.generation import GenerateRequest
 from polyturn.core.routing import RouteShape
 
 FLAG = "--enable-return-routed-experts"
-"""How either server is started so that it says it."""
+"""The flag with which either server reports them."""
 
 
 class ServedRoutes:

@@ -32,7 +32,7 @@ from polyturn.engines.remote import EngineLostError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a server's time depends on; the defaults are those of a mid-sized model on one GPU."""
+    """The terms of a server's time; the defaults are those of a mid-sized model on one GPU."""
 
     step_s: float = 0.008
     """a of tau(b) = a + c*b."""
@@ -41,10 +41,10 @@ class Speed:
     table: tuple[tuple[int, float], ...] = ()
     """Measured (b, tau(b)), rising in b; replaces a and c, with straight lines between and beyond the entries."""
     context_token_s: float = 0.0
-    """What each token of KV of the running sequences adds to a step: attention reads it."""
+    """Seconds that each token of KV of the running sequences adds to a step: attention reads it."""
     prefill_token_s: float = 0.00002
     request_s: float = 0.0
-    """What a request costs the server beside its tokens, such as reading it and sending the answer."""
+    """Seconds of a request beside its tokens, such as reading it and sending the answer."""
     prefix_cache: bool = True
     """Whether a session's next turn computes only what is new."""
     cache_block: int = 1
@@ -80,7 +80,7 @@ class _SimulatedRequest:
 
     request: GenerateRequest
     length: int
-    """How many tokens it will have."""
+    """Number of tokens it will have."""
     future: asyncio.Future[Completion]
     order: int
     versions: list[tuple[int, int]]
@@ -157,7 +157,7 @@ class SimulatedEngine:
 
     @property
     def num_live(self) -> int:
-        """How many requests it holds."""
+        """Number of requests that it holds."""
         return len(self._live)
 
     async def generate(self, request: GenerateRequest) -> Completion:

@@ -1,4 +1,4 @@
-"""What the embedded engine's slots hold: arrays over slots, and which slot to take, copy from or give up.
+"""The slots of the embedded engine: arrays over slots, and the choice of one to take, copy from or give up.
 
 Separate from the engine's scheduling because it is plain bookkeeping on the CPU, free of torch: a decoding step reads and
 writes these arrays for all running slots at once, so no Python work is done per row.
@@ -26,7 +26,7 @@ MIN_SHARED_PREFIX = 8
 
 @dataclass(slots=True)
 class EngineStats:
-    """What the engine has done since it was made; subtract two copies for an interval."""
+    """Counts since the engine was made; subtract two copies for an interval."""
 
     prefilled_tokens: int = 0
     """Prompt tokens that went through the model."""
@@ -66,7 +66,7 @@ class SlotRequest:
     shown: ShownPrompt | None = None
     """The prompt's media; None for text."""
     follower: Follower | None = None
-    """Where its drafts come from; None before its first token, and where nothing is drafted."""
+    """The source of its drafts; None before its first token, and where nothing is drafted."""
     unused: list[float] = field(default_factory=list)
     """Uniform numbers that were drawn for drafts which did not stand; the next ones to use."""
 
@@ -87,7 +87,7 @@ class SlotRequest:
 
 @dataclass(slots=True)
 class Slots:
-    """What every slot holds, as arrays over slots, so that a decoding step does no Python work per row."""
+    """The state of every slot, as arrays over slots, so that a decoding step does no Python work per row."""
 
     ids: NDArray[np.int32]
     """[N, max_context] the known ids; negative where the model reads a medium's features (see `media.ShownPrompt`)."""

@@ -1,4 +1,4 @@
-"""Speculative decoding by lookup: what followed the same tokens before is drafted, and one forward pass checks all of it.
+"""Speculative decoding by lookup: tokens that followed the same context before are drafted, and one forward pass checks all.
 
 Agents repeat themselves: the syntax of a call, the line with which a kind of turn begins, an answer of the last epoch. A
 decoding step may therefore feed some drafted tokens behind the last known one. Every position is sampled from its own logits
@@ -18,7 +18,7 @@ Place: TypeAlias = tuple[list[int], int]
 """Ids of some request, and an index into them."""
 
 CONTEXTS = (12, 4)
-"""How many last tokens are looked up, the longer context first."""
+"""Number of last tokens are looked up, the longer context first."""
 MAX_ENTRIES = 2**16
 """Contexts of one generation; the oldest of two is forgotten as a whole when the newer one is full."""
 MAX_WIDTH = 16
@@ -28,7 +28,7 @@ FORGET = 0.99
 
 
 class Drafts:
-    """What requests have said, by the tokens before it, and how wide a decoding step pays.
+    """The n-grams of earlier requests, and the width at which a decoding step pays.
 
     A step of width w feeds every request its last token and up to w - 1 drafted ones. With a share a of drafts that turn
     out right it is expected to yield (1 - a^w) / (1 - a) tokens. What it costs is measured: seconds, by how many tokens

@@ -1,4 +1,4 @@
-"""UpdateGate: what new weights do to the completions that are being sampled when they come.
+"""UpdateGate: the effect of new weights on completions that are being sampled when they arrive.
 
     in_flight       they go on, with the new weights:               [ version 4 4 4 4 | 5 5 5 5 ]   one request
     wait            the weights wait until they have ended:         [ version 4 4 4 4 4 4 4 ]   then the weights

@@ -17,9 +17,9 @@ from polyturn.core.errors import LifecycleError
 T = TypeVar("T")
 
 _STUCK_S = 60.0
-"""How long to wait for the outside world where no timer is set."""
+"""Seconds to wait for the outside world where no timer is set."""
 _UNASKED = 32
-"""How often there may be work before the outside world is looked at."""
+"""Number of times that there may be work before the outside world is looked at."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -41,7 +41,7 @@ class _Jumps(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         super().__init__()
         self.now = 0.0
         self._num_unasked = 0
-        """How often the outside world was not looked at, one after another, because there was work."""
+        """Number of times that the outside world was not looked at, one after another, because there was work."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout == 0 and self._num_unasked < _UNASKED:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _LOAD_TIMEOUT_S = 600.0
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
-"""What its metrics call the fields of a `ServerLoad`."""
+"""Its metrics' names of the fields of a `ServerLoad`."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 

@@ -1,4 +1,4 @@
-"""What a server's tensors are made of, found out by checksums, so that later ones can be held to the trainer's.
+"""The composition of a server's tensors, inferred from checksums, so that later ones can be held to the trainer's.
 
     the server's   layers.0.self_attn.qkv_proj.weight   = q_proj + k_proj + v_proj of the trainer's layer 0
     on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, where the keys' heads are on both
@@ -39,7 +39,7 @@ class HeldTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerChecksums:
-    """What a server says that it holds."""
+    """Checksums that a server reports."""
 
     tensors: Mapping[str, HeldTensor]
     num_workers: int
@@ -92,7 +92,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What the tensors of one server are made of, as far as that is known."""
+    """The composition of one server's tensors, as far as it is known."""
 
     parts: tuple[Part, ...]
 

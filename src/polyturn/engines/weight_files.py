@@ -105,7 +105,7 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> N
 
 
 class WeightStore(Protocol):
-    """Where a pool writes weights once for all of its servers."""
+    """The place where a pool writes weights once for all of its servers."""
 
     def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
         """Write `weights` in place of those before."""
@@ -138,7 +138,7 @@ class WeightFolder:
         self._own = model if owns_model else None
         self._number = 0
         self.last: Path | None = None
-        """What was written last and is still there."""
+        """The latest weights that are still there."""
 
     def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
         """Write `weights` as a checkpoint, a bucket in each file; a tied tensor is written once, under its first name."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ALIGN = 64
 _GPU_FIELD = 6
-"""Where the GPU's number stands in what torch says of a tensor there; another process may count GPUs in another order."""
+"""The place of the GPU's number in torch's handle of a tensor; another process may count GPUs in another order."""
 
 
 class SharedBucket:

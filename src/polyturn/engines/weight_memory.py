@@ -27,7 +27,7 @@ NUM_SLOTS = 2
 
 
 class TensorSlot(NamedTuple):
-    """Where a tensor lies in a slot."""
+    """The place of a tensor in a slot."""
 
     offset: int
     shape: tuple[int, ...]

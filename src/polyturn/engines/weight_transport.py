@@ -91,14 +91,14 @@ def address_towards(url: str) -> str:
 
 
 class TensorKind(NamedTuple):
-    """What a tensor is, without its values."""
+    """The shape and type of a tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: Any
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its values take."""
+        """Number of bytes of its values."""
         return int(math.prod(self.shape) * self.dtype.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""Environments as they are: what `env: textarena:GuessTheNumber-v0` in a run config stands for.
+"""Environments of other packages, as they are: the meaning of `env: textarena:GuessTheNumber-v0` in a configuration.
 
     prefix:id   ->  Adapter (once a run)  ->  tasks: a seed each        ->  the `env` scheduler makes, resets, steps, closes
                                           ->  make(): an environment, once an episode

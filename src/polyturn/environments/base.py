@@ -1,4 +1,4 @@
-"""Adapter: what one `env:` line of a config stands for, made once for a run; its environments live for an episode each.
+"""Adapter: one `env:` line of a configuration, made once for a run; its environments live for an episode each.
 
     class Mine(Adapter):                                   mine:Count        mine = "my_package.module:Mine" (an entry point)
         def make(self):
@@ -32,7 +32,7 @@ from polyturn.data.sequences import TaskSequence
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 ENV = "env"
-"""Where a task keeps which environment it is acted out in: `task.extra["env"] = {"name": "textarena:Nim-v0", "seed": 7}`.
+"""The key under which a task names its environment: `task.extra["env"] = {"name": "textarena:Nim-v0", "seed": 7}`.
 A run adds its `split` and how the rewards become one, its `score`."""
 
 
@@ -40,9 +40,9 @@ class Adapter:
     """Makes the environments that one name stands for."""
 
     num_seats: int = 1
-    """How many players there are. With more than one, environments answer with `Seated`."""
+    """Number of players. With more than one, environments answer with `Seated`."""
     instructions: str = ""
-    """What a task's prompt says before what the environment shows; what a package's own text leaves open, such as how to
+    """The text of a task's prompt before the first observation; what a package's own text leaves open, such as how to
     write an action."""
     reads_reasoning: bool = False
     """Whether an action is all that the model wrote, for environments that score its form; else it has no reasoning."""
@@ -52,7 +52,7 @@ class Adapter:
     """Whether the same seed and the same actions always draw the same answers, and cost nothing but time: a conversation in
     flight then goes on after a restart, its environment reset and acted in again. An environment may say it as well."""
     score: str = "sum"
-    """What an episode is worth where the config does not say: the `sum` of the rewards, or the `last` one."""
+    """The reward of an episode where the config does not say: the `sum` of the rewards, or the `last` one."""
 
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
         """Check that it can work: the package is there, the id is known, the arguments fit.
@@ -212,7 +212,7 @@ def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any
 
 _GLOBAL_RANDOM = threading.Lock()
 HELD_S = 60.0
-"""How long one environment waits for another's call to end."""
+"""Seconds that one environment waits for another's call to end."""
 
 
 class OwnRandom:

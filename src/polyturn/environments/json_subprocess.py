@@ -32,7 +32,7 @@ _TAIL_BYTES = 2000
 
 
 class WorkerRefusal(SchedulerError):
-    """What the process answered instead of a value."""
+    """The process answered with an error in the place of a value."""
 
     def __init__(self, said: str, *, is_download: bool = False) -> None:
         super().__init__(said)

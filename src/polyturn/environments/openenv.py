@@ -55,9 +55,9 @@ class OpenEnvOptions:
     servers: int = 4
     """Servers at most; with all of them full, an episode waits."""
     start_s: float = 120.0
-    """How long a server may take to answer /health."""
+    """Seconds that a server may take to answer /health."""
     timeout_s: float = 60.0
-    """How long the environment may take to answer one message."""
+    """Seconds that the environment may take to answer one message."""
     action: str | None = None
     """The field of an action that what the model wrote goes into; None reads it off the environment's schema."""
     show: str | None = None
@@ -196,7 +196,7 @@ class OpenEnvSession:
         self._words: OpenEnvCodec | None = None
         self._reading: asyncio.Task[None] | None = None
         self._answers: asyncio.Queue[str | None] = asyncio.Queue(1)
-        """What the server sent, as it comes; None once it has hung up."""
+        """Messages of the server, as they come; None once it has hung up."""
 
     async def reset(self, *, seed: int) -> str:
         """Connect, which makes the environment, and reset it."""

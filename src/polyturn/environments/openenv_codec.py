@@ -19,11 +19,11 @@ from typing import Any
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BASE = frozenset({"metadata"})
-"""What every action has; nothing that a model writes."""
+"""Fields of every action that no model writes."""
 
 
 class OpenEnvCodec:
-    """How one environment's actions are read and its observations shown."""
+    """The actions and observations of one environment, as text."""
 
     def __init__(self, schema: Mapping[str, Any], *, field: str | None = None, show: str | None = None) -> None:
         """Look at the schema of the actions.

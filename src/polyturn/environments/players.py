@@ -1,4 +1,4 @@
-"""Players: who sits where in a game. The policy that is trained, or an opponent that is not.
+"""Players: the seats of a game, each the trained policy's or an opponent's.
 
     seats: [policy, policy]                          self-play: one policy, an agent of its own in each seat
     seats: [policy, random]                          any move that the game offers in '[brackets]'
@@ -47,7 +47,7 @@ class PlayerSlot:
     """Unique among those of live episodes."""
     seed: int
     prompt: tuple[Message, ...] = ()
-    """What the policy is shown there before what the game shows."""
+    """The policy's prompt there, before the game's observations."""
     action_of: Callable[[str, Message], str]
     """Finds the action in what a policy wrote: all of it, and the same read as a message."""
 
@@ -81,7 +81,7 @@ class Leaves(Protocol):
 MakePlayer = Callable[[PlayerSlot], Player]
 """From an episode's seat to its player."""
 Named = MakePlayer | None | tuple[MakePlayer | None, ...]
-"""Who a seat is given to: None is the policy that is trained; of several, one is drawn for each task."""
+"""The player of a seat: None is the policy that is trained; of several, one is drawn for each task."""
 
 _MOVE = re.compile(r"\[([^\[\]]{1,40})\]")
 

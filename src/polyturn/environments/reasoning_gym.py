@@ -34,9 +34,9 @@ class ReasoningGym(Adapter):
         self._create = package.create_dataset
         self._extract = require("reasoning_gym.utils", install=INSTALL, needed_by=name).extract_answer
         self.tries = self.kwargs.pop("tries", 1)
-        """How many answers an episode has."""
+        """Number of answers that an episode has."""
         self.retry = str(self.kwargs.pop("retry", RETRY))
-        """What answers a wrong answer that is not the last."""
+        """The reply to a wrong answer that is not the last."""
         if not isinstance(self.tries, int) or self.tries < 1:
             raise ConfigError(f"env {name!r}: tries is {self.tries!r}; give a number from 1 on")
         check_kwargs(lambda: self._create(id, seed=0, size=1, **self.kwargs)[0], name=name, kwargs=kwargs)

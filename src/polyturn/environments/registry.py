@@ -38,7 +38,7 @@ ADAPTER = Shape(
         "close": CallShape(num=0, write="def close(self)"),
     },
 )
-"""What the class of an adapter defines."""
+"""The methods of an adapter's class."""
 
 
 def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Path | None = None) -> Adapter:

@@ -47,13 +47,13 @@ class Stage:
     players: tuple[Named, ...] = (None,)
     """For each seat who plays it; None is the policy."""
     eval_players: tuple[Named, ...] | None = None
-    """Who plays in evaluation, where that differs."""
+    """The players in evaluation, where they differ."""
     rotates: bool = True
     """Whether the players change seats from task to task."""
     action: re.Pattern[str] | None = None
     """Finds the action in what the model wrote: the last match, its first group if it has one. None takes all of it."""
     forfeit: float | None = None
-    """What the player earns whom a limit of the run stops before the environment is done. None is 0, and -1 in a game of
+    """The reward of a player whom a limit of the run stops before the environment is done. None is 0, and -1 in a game of
     several: else a player who is about to lose would do well to talk until it is cut."""
 
     def players_of(self, task: Task) -> tuple[MakePlayer | None, ...]:
@@ -93,7 +93,7 @@ class EnvScheduler(EnvironmentLoop):
         """The history of each seat that the policy has played so far."""
         self._opponents: dict[int, Player] = {}
         self._earned: dict[int, float] = {}
-        """What each seat earned so far."""
+        """The reward of each seat so far."""
         self._moves: list[int | str] = []
         """All actions: the policy's by their turns, opponents' as they said them."""
         self._is_recorded = False

@@ -25,19 +25,19 @@ from polyturn.testing.episodes import scripted_context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What came of a scripted episode."""
+    """The result of a scripted episode."""
 
     trajectory: Trajectory
 
     @property
     def reward(self) -> float:
-        """What the episode is worth."""
+        """The reward of the episode."""
         assert self.trajectory.reward is not None, self.trajectory.error
         return self.trajectory.reward.total
 
     @property
     def earned(self) -> Mapping[str, float]:
-        """What each agent earned; the one agent of a game for one, under its name."""
+        """The reward of each agent; the one agent of a game for one, under its name."""
         assert self.trajectory.reward is not None, self.trajectory.error
         agents = {s.agent for s in self.trajectory.segments}
         return dict(self.trajectory.reward.agents) or dict.fromkeys(agents, self.reward)

@@ -29,11 +29,11 @@ from polyturn.serving.openai.scheduler import BlackBox
 
 INSTALL = "'verifiers<0.2'"
 START_S = 300.0
-"""How long the environment may take to load, its dataset included."""
+"""Seconds that the environment may take to load, its dataset included."""
 ROLLOUT_S = 1800.0
-"""How long a rollout may take in all, where `env.kwargs.timeout_s` does not say."""
+"""Seconds that a rollout may take in all, where `env.kwargs.timeout_s` does not say."""
 INPUT = "verifiers_input"
-"""Where a task keeps the row of the environment's dataset."""
+"""The key under which a task keeps the row of the environment's dataset."""
 
 
 class Verifiers(Adapter):

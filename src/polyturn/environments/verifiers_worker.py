@@ -28,7 +28,7 @@ ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)  # whatever is printed goes to the log
 
 ANSWERED_ALL_THE_SAME = ("EmptyModelResponseError", "InvalidModelResponseError")
-"""What the model brings about by what it writes: the environment's own score stands."""
+"""Errors that the model's text brings about: the environment's own score stands."""
 LIMITS = ("limit", "context_full", "context_length_exceeded", "episode_ended")
 """Codes of the endpoint where a limit of the run ended the episode: what the environment scores then, stands."""
 

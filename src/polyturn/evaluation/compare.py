@@ -29,7 +29,7 @@ NUM_FLIPS = 10_000
 
 
 class TaskKey(NamedTuple):
-    """What makes a task of one run the same as one of another."""
+    """The identity of a task across runs."""
 
     data_source: str
     id: str
@@ -37,7 +37,7 @@ class TaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """How B differs from A in one number, over the tasks that both have."""
+    """The difference between B and A in one number, over the tasks that both have."""
 
     num_tasks: int
     a: float
@@ -50,7 +50,7 @@ class Paired:
     test: str
     """Which test `p` is from."""
     p: float
-    """How likely a difference as large is by chance, where there is none; of a data source, corrected for their number."""
+    """The probability of a difference as large by chance; of a data source, corrected for their number."""
 
     def is_significant(self, level: float = 0.05) -> bool:
         """Return whether chance alone is an unlikely explanation."""
@@ -142,7 +142,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 class _Of(NamedTuple):
-    """What one evaluation shows of one task."""
+    """The results of one task in one evaluation."""
 
     wins: list[float]
     rewards: list[float]

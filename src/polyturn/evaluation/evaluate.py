@@ -28,14 +28,14 @@ class EvalSet:
     max_turns: int | None = None
     """Overrides the run's turn limit; None keeps it."""
     num_samples: int = 1
-    """How often each task is run."""
+    """Number of times that each task is run."""
     is_periodic: bool = True
     """Whether it also runs during training."""
     success_at: float = 1.0
 
 
 class EvalResult(NamedTuple):
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     report: EvalReport
     groups: list[TrajectoryGroup]

@@ -1,4 +1,4 @@
-"""What can be chosen about validation during training.
+"""Options of validation during training.
 
 evaluation: {every: 20, limit_during: 100, patience: 5}
 """

@@ -1,4 +1,4 @@
-"""What an evaluation shows that runs every task N times: the mean, the best, the worst and the vote of n out of N.
+"""Statistics of an evaluation that runs every task N times: the mean, the best, the worst and the vote of n out of N.
 
     {"openai/gsm8k": {"reward": {"mean@4": 0.5, "std@4": 0.3, "best@2/mean": 0.7, "best@4/mean": 0.9, …}}}
 

@@ -1,4 +1,4 @@
-"""EvalReport: what a set of trajectories shows, as one record of numbers with exact definitions.
+"""EvalReport: the statistics of a set of trajectories, each number with an exact definition.
 
 Separate from running them, so that stored trajectories can be judged the same way.
 """
@@ -29,7 +29,7 @@ class EvalReport:
     repaired: float
     """Of the trajectories whose interaction found an attempt wrong, the share that succeeded in the end."""
     num_repairable: int
-    """How many trajectories had an attempt that the interaction found wrong."""
+    """Number of trajectories with an attempt that the interaction found wrong."""
     mean_reward: float
     failed: float
     """Trajectories that ended with an error."""

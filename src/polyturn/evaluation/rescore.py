@@ -1,4 +1,4 @@
-"""Score recorded trajectories again: what would another reward function have said? Nothing is sampled.
+"""Score recorded trajectories again, with another reward function. Nothing is sampled.
 
 table = await rescore(open_store("runs/quickstart"), router)
 id  group  step  split  reward  new_reward  error

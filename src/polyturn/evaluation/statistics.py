@@ -1,4 +1,4 @@
-"""How sure an evaluation is: means with intervals, pass@k, maj@k, success by turn budget, for all tasks and by data source.
+"""Estimates of an evaluation: means with intervals, pass@k, maj@k, success by turn budget, for all tasks and by data source.
 
     {"all": {"num_tasks": 200, "success": {"mean": 0.61, "low": 0.55, "high": 0.67}, "pass@k": {"1": …, "4": …},
              "maj@k": {"4": …}, "within_turns": {"1": …, "2": …}}, "openai/gsm8k": {…}}
@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What the groups of one data source, or all of them, show."""
+    """Statistics of the groups of one data source, or of all."""
 
     num_tasks: int
     num_samples: int

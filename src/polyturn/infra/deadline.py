@@ -23,7 +23,7 @@ from polyturn.core.watchdog import calls_plugins
 from polyturn.infra.threads import DaemonThreads
 
 GRACE_S = 1.0
-"""How long cancelled code may take to clean up."""
+"""Seconds that cancelled code may take to clean up."""
 MAX_ABANDONED = 64
 """Calls of one plug-in that may run past their deadline before the run ends."""
 
@@ -46,7 +46,7 @@ class CallWithDeadline:
 
     @property
     def num_abandoned(self) -> int:
-        """How many calls run on although nobody waits for them any more."""
+        """Number of calls that run on although nobody waits for them any more."""
         return self._threads.num_abandoned + len(self._left)
 
     def check_abandoned(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Who trains into a run's folder, and how the last one ended: a lock that the kernel gives back, and two lines beside it.
+"""The process that trains into a run's folder, and the end of the last one: a lock of the kernel, and two lines beside it.
 
     .lock    process 4711 on node3       whoever holds the file's lock (flock) trains
              ended: RewardError: …       written before the lock is given back; a process that is killed writes nothing
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 NAME = ".lock"
 ASKED = 5
-"""How often the lock is asked for before it counts as held: whoever looks at it holds it for an instant, too."""
+"""Number of times that the lock is asked for before it counts as held: whoever looks at it holds it for an instant, too."""
 _ENDED = "ended"
 _MAX_BYTES = 4096
 
@@ -68,13 +68,13 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 class FolderLock(NamedTuple):
-    """What a run's folder says of the process that trains, or trained, into it."""
+    """The process that trains, or trained, into a run's folder."""
 
     is_held: bool
     is_ours: bool = False
     """Whether that was a process of this machine, of which a lock that is free says that it is gone."""
     end: str | None = None
-    """How it ended: "" by itself, else with which error; None where it did not say."""
+    """Its end: "" by itself, else the error; None where it did not say."""
 
 
 def look_at(folder: Path) -> FolderLock | None:

@@ -40,22 +40,22 @@ class NotReachedError(BrokenOffError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpReply:
-    """What a server answered."""
+    """The answer of a server."""
 
     status: int
     content: bytes
     headers: Mapping[str, str]
     secrets: tuple[str, ...] = ()
-    """What `said` leaves out."""
+    """Texts that `said` leaves out."""
 
     @property
     def content_type(self) -> str:
-        """What the content is said to be; empty where nothing is said."""
+        """The content type; empty where the server names none."""
         return self.headers.get("content-type", "")
 
     @property
     def retry_after_s(self) -> float | None:
-        """How long the server asks to wait; None where it does not."""
+        """Seconds that the server asks to wait; None where it does not ask."""
         try:
             return min(MAX_RETRY_AFTER_S, max(0.0, float(self.headers["retry-after"])))
         except (KeyError, ValueError):

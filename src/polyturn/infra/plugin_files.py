@@ -37,7 +37,7 @@ class PluginEntry:
     """One item of the list, checked."""
 
     where: str
-    """How an error message names the item, for instance "tools.yaml: tools[1]"."""
+    """The item's name in error messages, for instance "tools.yaml: tools[1]"."""
     class_name: str
     config: dict[str, Any]
     fields: Mapping[str, Any]

@@ -31,7 +31,7 @@ from typing import IO, Any, Literal
 
 POLL_S = 0.05
 _KILLED_S = 5.0
-"""How long the system may take to end processes that were killed."""
+"""Seconds that the system may take to end processes that were killed."""
 _TAIL_BYTES = 1 << 16
 _DIE_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
@@ -95,7 +95,7 @@ class ManagedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """What it ended with, minus the signal's number if it was killed; None while it runs."""
+        """The exit status, minus the signal's number if it was killed; None while it runs."""
         return self._process.poll()
 
     def tail(self, lines: int = 20) -> str:

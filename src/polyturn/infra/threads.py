@@ -46,7 +46,7 @@ class DaemonThreads:
 
     @property
     def num_abandoned(self) -> int:
-        """How many calls run on although nobody waits for them any more."""
+        """Number of calls that run on although nobody waits for them any more."""
         return self._num_abandoned
 
     async def run(

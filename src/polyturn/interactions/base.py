@@ -1,4 +1,4 @@
-"""BaseInteraction: what an author of a conversation partner inherits.
+"""BaseInteraction: the base class for a conversation partner of one's own.
 
 One object serves every episode at once, so state of one episode lives under its instance id and is freed in
 `finalize_interaction`. The class is concrete: it may itself be named in a config, and then answers every turn alike. A

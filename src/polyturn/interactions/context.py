@@ -1,4 +1,4 @@
-"""ConversationView: what an interaction may know of the conversation that it answers, beyond its messages.
+"""ConversationView: facts about a conversation that its interaction may know, beyond the messages.
 
 Most interactions need none of it: they have an id, the messages and the row. One that speaks with the run's own model, that
 is sampled, or that takes longer than others has `respond` beside `generate_response`, and is then called through that:
@@ -26,7 +26,7 @@ from polyturn.core.task import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VoiceOptions:
-    """How the run's own model speaks for somebody else."""
+    """Options of the run's own model speaking for somebody else."""
 
     agent: str = "user"
     """Whose words they are in the records."""
@@ -48,12 +48,12 @@ class ConversationView(Protocol):
 
     @property
     def seed(self) -> int:
-        """What every random choice in this conversation follows from: the run's seed, the task, the member, the branch."""
+        """The seed of every random choice in this conversation, from the run's seed, the task, the member and the branch."""
         ...
 
     @property
     def num_user_turns(self) -> int:
-        """How many replies the conversation has had from its interaction."""
+        """Number of replies that the conversation has had from its interaction."""
         ...
 
     async def speak(self, messages: Sequence[Mapping[str, Any]], options: VoiceOptions) -> Message:

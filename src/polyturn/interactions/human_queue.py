@@ -34,7 +34,7 @@ MAX_ANSWER_CHARS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HumanReply:
-    """What a person answered."""
+    """The answer of a person."""
 
     text: str
     is_end: bool = False

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 PLACES = ("terminal", "desk")
 ROW_KEYS = ("goal", "persona", "about")
-"""What a person is shown of the row."""
+"""The keys of the row that a person is shown."""
 
 
 class HumanUser(SceneInteraction):

@@ -41,7 +41,7 @@ INTERACTION = Shape(
     calls={name: call for name, call in _CALLS.items() if name != "respond"},
     also=_ALSO,
 )
-"""What the class of an interaction defines."""
+"""The methods of an interaction's class."""
 SCENE_INTERACTION = Shape(
     what="an interaction that is told the scene",
     needs=(("respond", "generate_response"),),

@@ -20,7 +20,7 @@ from polyturn.engines.chat_partner import without_thoughts
 
 OPENING = "Begin the conversation: write your first message."
 SILENCE = "(no answer)"
-"""What the user sees where the model said nothing that is meant for it."""
+"""The user's view of a message without text that is meant for it."""
 
 
 def flipped(messages: Sequence[Mapping[str, Any]], *, instructions: str) -> list[dict[str, Any]]:
@@ -64,10 +64,10 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class UserTurns:
-    """How far a user is in a conversation, counted from the messages where no scene says it."""
+    """The progress of a simulated user, counted from the messages where no scene says it."""
 
     first: int | None = None
-    """How many messages of a user there were when it was first asked."""
+    """Number of a user's messages when it was first asked."""
 
     def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """Return how many replies the user gave before."""

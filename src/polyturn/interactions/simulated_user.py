@@ -46,7 +46,7 @@ from polyturn.interactions.roles import UserTurns, flipped
 POLICY = "policy"
 """The name that stands for the run's own model."""
 MAX_EMPTY = 3
-"""How often a model that answers nothing is asked again."""
+"""Number of times that a model that answers nothing is asked again."""
 STOP_TIMEOUT_S = 10.0
 """Deadline of a predicate."""
 
@@ -65,22 +65,22 @@ Predicate = Callable[[Sequence[Mapping[str, Any]]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSettings:
-    """How a simulated user behaves, beside which model speaks for it."""
+    """The behaviour of a simulated user, beside the model that speaks for it."""
 
     persona: str = "An ordinary person."
-    """Who it is, where the row does not say."""
+    """Its persona, where the row does not say."""
     goal: str | None = None
-    """What it wants, where the row does not say; None demands it of every row."""
+    """Its goal, where the row does not say; None demands one of every row."""
     instructions: str = INSTRUCTIONS
-    """What its model is told first; {persona}, {goal} and further keys of the row stand for what they are."""
+    """Its model's instructions; {persona}, {goal} and further keys of the row stand for what they are."""
     stop_marker: str | None = "[[DONE]]"
-    """What it writes to end the conversation; it is not shown to the model. None for no such rule."""
+    """Its mark for the end of the conversation; it is not shown to the model. None for no such rule."""
     max_user_turns: int | None = None
-    """How many replies it gives at most; the conversation ends with the turn that would draw another."""
+    """Largest number of its replies; the conversation ends with the turn that would draw another."""
     stop_when: str | None = None
     """`file.py:function` of the messages, its own reply last: true ends the conversation."""
     max_calls: int | None = None
-    """How often its model is asked in one conversation; then it leaves."""
+    """Number of times that its model is asked in one conversation; then it leaves."""
     done_score: float | None = 1.0
     """The score of the turn with which it ended the conversation itself, by marker or by predicate."""
     other_score: float | None = 0.0
@@ -90,7 +90,7 @@ class UserSettings:
     train: bool = False
     """With the run's own model: train its words too, with the trajectory's reward."""
     seed: int = 0
-    """Where nothing else gives one."""
+    """The seed where nothing else gives one."""
 
 
 class SimulatedUser(SceneInteraction):

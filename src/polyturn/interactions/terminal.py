@@ -35,7 +35,7 @@ class Terminal:
         self._keyboard = keyboard
         self._screen = screen
         self._typed = b""
-        """What was typed and is not read yet: ours and not the stream's own, which a wait for input does not know of."""
+        """Typed text that is not read yet: ours and not the stream's own, which a wait for input does not know of."""
 
     def ask(
         self, messages: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any], deadline_s: float

@@ -1,4 +1,4 @@
-"""BM25: how well the words of a query fit a passage (Robertson and Zaragoza 2009; the idf that Lucene uses).
+"""BM25: a score of a passage for the words of a query (Robertson and Zaragoza 2009; the idf that Lucene uses).
 
 `bm25s` works out what a word adds to each passage's score when the index is built, keeps it in arrays that are mapped from
 disk (no pickle is read, and processes share them), and sums them for a query. Ours is how texts are cut into words.

@@ -1,4 +1,4 @@
-"""Who turns texts into vectors: an OpenAI-compatible endpoint, or a function of yours.
+"""Embeddings of texts: an OpenAI-compatible endpoint, or a function of yours.
 
     embed: {url: "http://127.0.0.1:8001/v1/embeddings", model: bge-small, token: …}
     embed: "vectors.py:embed"                                      def embed(texts: list[str]) -> matrix, a row for each
@@ -34,7 +34,7 @@ class Embedder(Protocol):
     """Turns texts into vectors."""
 
     name: str
-    """Who it is; kept in the index."""
+    """Its name; kept in the index."""
 
     def open(self) -> None:
         """Count one user."""

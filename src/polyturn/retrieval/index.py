@@ -32,13 +32,13 @@ from polyturn.retrieval.passages import Passage, PassageStore
 
 KIND, VERSION = "polyturn search index", 2
 FUSED_DEPTH = 100
-"""How many passages of each ranking are joined, at least."""
+"""Number of passages of each ranking are joined, at least."""
 
 _ABOUT = "index.json"
 
 
 class Mode(Enum):
-    """What passages are ranked by."""
+    """The way in which passages are ranked."""
 
     BM25 = "bm25"
     DENSE = "dense"
@@ -105,7 +105,7 @@ class SearchIndex:
     ) -> None:
         self.folder = folder
         self.embedder = embedder
-        """Who made the vectors; None if they are not named, or there are none."""
+        """The maker of the vectors; None if it is not named, or there are none."""
         self._store = store
         self._bm25 = bm25
         self._vectors = vectors

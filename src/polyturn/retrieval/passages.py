@@ -45,7 +45,7 @@ class Passage:
 
     @property
     def text(self) -> str:
-        """What follows the first line."""
+        """The passage without its first line."""
         return self.contents.partition("\n")[2]
 
 

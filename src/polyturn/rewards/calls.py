@@ -1,4 +1,4 @@
-"""How reward functions are called: how often, and how many trajectories at a time.
+"""Calls of reward functions: their rate, and the number of trajectories in each.
 
     async with rate: ...            waits for its turn: no more calls at once, and none sooner, than the service allows
     await batch(item)               its result, from one call for many items
@@ -57,7 +57,7 @@ class RunningEpisodes:
     """
 
     IDLE_WAIT_S = 0.05
-    """How long a call waits where no episode runs, for trajectories that are scored afterwards."""
+    """Seconds that a call waits where no episode runs, for trajectories that are scored afterwards."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -141,7 +141,7 @@ class Batch(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        """How many items wait for a call."""
+        """Number of items that wait for a call."""
         return sum(not result.done() for _, result in self._waiting)
 
     def start(self) -> None:

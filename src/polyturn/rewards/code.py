@@ -33,16 +33,16 @@ from polyturn.rewards.options import SandboxOptions
 logger = logging.getLogger(__name__)
 
 NUM_TRIES = 4
-"""How often the sandbox is asked before it counts as broken."""
+"""Number of times that the sandbox is asked before it counts as broken."""
 QUEUE_S = 120.0
-"""How long a busy sandbox may keep a program waiting."""
+"""Seconds that a busy sandbox may keep a program waiting."""
 BUSY = (429, 503)
 """HTTP statuses of a sandbox that has too much to do."""
 PROBE = "print('ready')"
-"""What a sandbox is asked to run that gave no answer about a program."""
+"""The program for a sandbox that gave no answer about another one."""
 TESTS_AT_ONCE = 8
 CONTINUOUS_TESTS = 10
-"""How many tests count when a share of them is the score."""
+"""Number of tests count when a share of them is the score."""
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _CALL = """
@@ -60,10 +60,10 @@ class _BusyError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox(SandboxOptions):
-    """Where programs run, and how far they may go."""
+    """The sandbox of programs, and their limits."""
 
     token: str | None = field(default=None, repr=False)
-    """What the sandbox demands."""
+    """The token that the sandbox demands."""
     slots: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     """Entered for each program: a semaphore bounds how many run at once."""
 

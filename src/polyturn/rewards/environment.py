@@ -1,4 +1,4 @@
-"""What an episode in an environment is worth: the environment's own rewards, which are the turns' scores "env".
+"""The reward of an episode in an environment: the environment's own rewards, which are the turns' scores "env".
 
     turns of one player       0.0, 0.0, 1.0                          ->  1.0 (their sum, or the last one)
     turns of two players      seat 0: 0.0, 1.0    seat 1: -1.0

@@ -36,13 +36,13 @@ from polyturn.rewards.rendered_text import written
 from polyturn.tools.result_shape import finite
 
 ANSWER = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What a function of one answer is told."""
+"""The arguments of a function of one answer."""
 ANSWERS = {"data_sources": ANSWER[0], "solution_strs": ANSWER[1], "ground_truths": ANSWER[2], "extra_infos": ANSWER[3]}
-"""What a function of many answers is told, each a list."""
+"""The arguments of a function of many answers, each a list."""
 
 
 class Score(NamedTuple):
-    """What a reward function returned."""
+    """The result of a reward function."""
 
     value: float
     info: Mapping[str, Any]
@@ -87,7 +87,7 @@ class RewardFunction:
         self._kwargs = {**{k: v for k, v in (supplies or {}).items() if lacks(function, k)}, **(kwargs or {})}
         self._options = options or CallOptions()
         self.limit = CallRateLimit(self._options.rate)
-        """What its calls wait for; the functions of a run have one together."""
+        """The limit of its calls; the functions of a run share one."""
         self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = CallWithDeadline(name=f"reward-{name}", timeout_s=self._options.timeout_s)
         self._accepted = _told(parameters, self._kwargs, name=name)

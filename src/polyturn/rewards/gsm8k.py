@@ -15,7 +15,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError
 
 SEARCHED_CHARS = 300
-"""How much of the end of a text is searched."""
+"""Length of the end of a text that is searched."""
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 

@@ -59,10 +59,10 @@ _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*?)\n?```\Z", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeSettings:
-    """What a judge goes by, beside which model it is."""
+    """The rubric and scale of a judge, beside the model that it asks."""
 
     rubric: str = RUBRIC
-    """What is good."""
+    """The criteria."""
     low: float = 0.0
     """The worst score."""
     high: float = 1.0
@@ -70,9 +70,9 @@ class JudgeSettings:
     normalize: bool = False
     """Whether scores are mapped from `low`…`high` to 0…1."""
     max_asks: int = 3
-    """How often it is asked for an answer that can be read."""
+    """Number of times that it is asked for an answer that can be read."""
     max_calls: int | None = None
-    """How many answers it gives in a run, those from the cache not counted; None for any number."""
+    """Largest number of its answers in a run, those from the cache not counted; None for any number."""
     shows_tools: bool = True
     """Whether it reads tool calls and what tools answered."""
     shows_truth: bool = True
@@ -82,13 +82,13 @@ class JudgeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a judge said."""
+    """The verdict of a judge."""
 
     score: float
     reason: str = ""
     is_cached: bool = False
     tokens: int = 0
-    """What it cost, as the endpoint counted."""
+    """The cost, as the endpoint counted it."""
 
 
 class ConversationJudge:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_CHARS = 1000
 """A longer answer is no answer."""
 TIMEOUT_S = 10.0
-"""How long one comparison may take."""
+"""Seconds that one comparison may take."""
 NUM_CHECKERS = 4
 """Comparisons at once."""
 _PLAIN = (

@@ -15,7 +15,7 @@ from polyturn.rewards.math import last_boxed
 
 SEARCHED_CHARS = 300
 INVALID = "[INVALID]"
-"""What stands for the answer of a text without one."""
+"""The answer of a text without one."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _REPLACED = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"))

@@ -1,4 +1,4 @@
-"""How answers in mathematics are compared, in a process of its own (`rewards.processes`).
+"""The comparison of answers in mathematics, in a process of its own (`rewards.processes`).
 
 It may be killed at any moment. Its memory is bounded, so that a huge number ends the comparison and not the machine.
 """

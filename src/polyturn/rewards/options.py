@@ -1,4 +1,4 @@
-"""What can be chosen about reward functions: deadlines, what they read, how often they are called, where programs run.
+"""Options of reward functions: their deadlines, their text, the rate of their calls, and the sandbox of programs.
 
 reward: {timeout_s: 120, rate: {calls_per_minute: 300}, batch: {size: 32}}
 """
@@ -15,7 +15,7 @@ from polyturn.rewards.rendered_text import TextOf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRate:
-    """How often reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
+    """The rate at which reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
 
     PART: ClassVar[str] = "the rate"
 
@@ -26,7 +26,7 @@ class CallRate:
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
     """Tokens a minute, at `tokens_per_call` each; null is no limit."""
     tokens_per_call: Annotated[int, Field(ge=1)] = 2000
-    """What one call is taken to cost of `tokens_per_minute`."""
+    """The tokens that one call is taken to cost of `tokens_per_minute`."""
 
     @property
     def per_minute(self) -> float | None:
@@ -53,30 +53,30 @@ class SandboxOptions:
     memory_limit_mb: Annotated[int, Field(ge=16)] = 1024
     """Megabytes that one program may use."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """How long one test may run."""
+    """Seconds that one test may run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """How many trajectories a function of `solution_strs` is called with."""
+    """The number of trajectories in one call of a function of `solution_strs`."""
 
     PART: ClassVar[str] = "a function of solution_strs"
 
     size: Annotated[int, Field(ge=1)] | None = 64
     """Trajectories in one call; null is no bound."""
     wait_s: Annotated[float, Field(ge=0)] | None = 0.05
-    """How long a call waits for more of them; null until every episode that runs has ended."""
+    """Seconds that a call waits for more of them; null until every episode that runs has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """How the reward functions of a run are called."""
+    """The calls of a run's reward functions."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds of what a reward function does by itself; beyond, the trajectory fails. Programs in a sandbox and comparisons
     of mathematics have limits of their own, and waiting for them, for a turn or for a thread does not count."""
     text: TextOf = "answer"
-    """What a function of `solution_str` reads: the last message without reasoning and calls, the last turn as it was
+    """The text of `solution_str`: the last message without reasoning and calls, the last turn as it was
     written, or every turn as it was written. Never what a tool or an interaction said."""
     rate: CallRate = CallRate()
     batch: BatchOptions = BatchOptions()

@@ -25,9 +25,9 @@ from polyturn.core.registry import NAMESPACES
 from polyturn.infra.process import ManagedProcess
 
 END_S = 5.0
-"""How long a process that hung up may take to end."""
+"""Seconds that a process that hung up may take to end."""
 START_S = 300.0
-"""How long a process may take to import the function's module."""
+"""Seconds that a process may take to import the function's module."""
 
 
 class LateCallError(TimeoutError):

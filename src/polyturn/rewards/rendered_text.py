@@ -1,4 +1,4 @@
-"""What the model wrote in a trajectory, as the text that reward functions read, without what tools and interactions said.
+"""The model's part of a trajectory, as the text that reward functions read, without observations.
 
 answer   the last message, without its reasoning and tool calls
 turn     the last message as it was written: <think>…</think>, content, the markup of its calls

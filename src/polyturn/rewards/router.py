@@ -68,12 +68,12 @@ Target = Callable[..., Any] | str | RewardRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """How the components of a reward become one number."""
+    """The reduction of a reward's components to one number."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: DEFAULT_WEIGHTS)
     """Component to its weight."""
     interaction: Aggregate = "last"
-    """How the scores of an interaction's turns become one."""
+    """The reduction of the scores of an interaction's turns to one."""
     overlong: Overlong | None = None
     """The penalty for long responses."""
 

@@ -1,4 +1,4 @@
-"""LoopBridge: how a scheduler's plain methods, which run in threads, wait for what runs on their episode's event loop.
+"""LoopBridge: synchronous access to an episode's event loop, for a scheduler's plain methods, which run in threads.
 
     thread       turn = episode.wait(episode.generate())  --->  waits
     event loop                                            await episode.generate()
@@ -30,7 +30,7 @@ class LoopBridge:
         """Whether the episode has ended, so that nothing is done for it any more."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[concurrent.futures.Future[Any]] = set()
-        """What plain methods in threads wait for."""
+        """Futures that plain methods in threads wait for."""
 
     def enter(self) -> None:
         """Bind it to the running event loop."""

@@ -23,7 +23,7 @@ from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 MAX_THREADS = 1024
 """Plain methods that run at once; beyond it they wait. `run` keeps one for as long as its episode lives."""
 GRACE_S = 3.0
-"""How long a cancelled async method may take to clean up."""
+"""Seconds that a cancelled async method may take to clean up."""
 
 
 class AuthorCalls:

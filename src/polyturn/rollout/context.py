@@ -1,4 +1,4 @@
-"""RolloutContext: what every episode of a run shares, as values, not configs. `build` makes it.
+"""RolloutContext: the values that every episode of a run shares, without configs. `build` makes it.
 
 context = RolloutContext(engine=…, codec=…, parser=…, tools=ToolBox(…), interactions={"gsm8k": …}, rewarder=…, …)
 trajectory = await run_episode(context, task, id="g0/0", seed=1)
@@ -70,16 +70,16 @@ class RolloutContext:
     escape_prompts: str = "delimiters"
     """Which control texts in a prompt are ordinary text: one of `polyturn.tokens.trust.ESCAPES`."""
     escape_observations: bool = True
-    """What tools and users say is ordinary text, whatever it spells."""
+    """True where the words of tools and users are ordinary text, whatever they spell."""
 
     media: MediaProcessor | None = None
     """The model's processor, for messages that show images, videos or sounds; None for text."""
 
     told: Counter[str] = field(default_factory=Counter)
-    """How often there was a reason to say what is not said every time: why trajectories failed, and `warn_of`."""
+    """Number of occasions for each message that is not repeated: why trajectories failed, and `warn_of`."""
 
     journal: Journal | None = None
-    """Where live episodes are kept turn by turn, so that a resumed run goes on with them; None keeps nothing."""
+    """The storage of live episodes turn by turn, so that a resumed run goes on with them; None keeps nothing."""
 
     watchdog: LoopWatchdog | None = None
     """Says which plug-in holds the event loop; None lets it."""
@@ -181,5 +181,5 @@ class RolloutContext:
 
     @property
     def num_live_interactions(self) -> int:
-        """How many interaction instances are started and not finalized."""
+        """Number of interaction instances that are started and not finalized."""
         return sum(len(host.live_ids) for host in self._hosts.values())

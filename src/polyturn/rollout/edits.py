@@ -1,5 +1,5 @@
-"""Pure functions behind the edits of a history: what a full context leaves out, what stays of a completion that goes on,
-how reasoning is shown again, and who wrote a message that comes back as a dict.
+"""Pure functions behind the edits of a history: fitting a full context, cutting a completion that goes on,
+showing reasoning again, and finding the author of a message that comes back as a dict.
 
     shorten     prompt a0 o0 a1 o1 a2 o2   --drop_oldest-->   prompt a1 o1 a2 o2
                 prompt a0 o0 a1 o1 a2 o2   --compact------>   prompt a0 [left out] a1 [left out] a2 o2
@@ -65,9 +65,9 @@ class Kept(NamedTuple):
     """The part of a completion that stays."""
 
     num_tokens: int
-    """How many of its ids stay."""
+    """Number of its ids that stay."""
     text: str
-    """What those say."""
+    """The text of those."""
     rest: str
     """The text that stays beyond them, because it ends inside a token."""
 

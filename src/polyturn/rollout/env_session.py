@@ -24,7 +24,7 @@ from polyturn.core.errors import NoSnapshotError, SnapshotError
 from polyturn.core.snapshots import SnapshotHooks
 
 GRACE_S = 1.0
-"""How long the end of an episode waits for an environment that is busy; after that it is closed whenever it comes back."""
+"""Seconds that the end of an episode waits for a busy environment; after that it is closed whenever it comes back."""
 
 
 class EnvSession:

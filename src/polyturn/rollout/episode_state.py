@@ -1,4 +1,4 @@
-"""EpisodeState: what an episode is made of, and what plug-ins read of it: schedulers all, interactions an `EpisodeView`.
+"""EpisodeState: the parts of an episode, all of them for schedulers, an `EpisodeView` of them for interactions.
 
     segments    assistant  [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          the model's own
                 user       [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          an aside, which weighs 0
@@ -43,7 +43,7 @@ class Aside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeView:
-    """What an interaction is told beyond the messages; a `ConversationView`."""
+    """The facts that an interaction is told beyond the messages; a `ConversationView`."""
 
     id: str
     seed: int
@@ -71,19 +71,19 @@ class EpisodeState:
         self.id = id
         self.task = task
         self.given_reward: GivenReward | None = None
-        """What the scheduler says the episode is worth, in place of the run's reward functions; None leaves it to them."""
+        """The reward that the scheduler gives, in place of the run's reward functions; None leaves it to them."""
         self.lifecycle = Lifecycle()
         """Which state it is in."""
         self.limits = context.limits
-        """How far it may go; a scheduler that drives a fork may give it limits of its own."""
+        """Its limits; a scheduler that drives a fork may give it limits of its own."""
         self.listed_tools: tuple[Mapping[str, Any], ...] | None = None
         """The tools that prompts list in place of the task's; None for the task's."""
         self.aside_of = -1
         """The turn that an aside belongs to, by its index."""
         self.seed = seed
-        """What every random choice in this conversation follows from."""
+        """The seed of every random choice in this conversation."""
         self.sampling = sampling or context.sampling
-        """How its turns are sampled, within the limits; `sample_as` changes it."""
+        """The sampling of its turns, within the limits; `sample_as` changes it."""
         self.stops: tuple[str, ...] = ()
         """Texts with which a turn ends."""
         self._context = context
@@ -97,7 +97,7 @@ class EpisodeState:
         )
         """Its messages and tokens, for who runs it and watches it."""
         self.resources = Resources(context, task, id=id)
-        """What it shares with its forks, for who runs it and watches it; a scheduler needs none of it."""
+        """Resources shared with its forks, for the code that runs and watches it; a scheduler needs none of it."""
 
     @property
     def turns(self) -> list[OpenTurn]:
@@ -106,7 +106,7 @@ class EpisodeState:
 
     @property
     def num_user_turns(self) -> int:
-        """How many replies of the interaction this conversation has had."""
+        """Number of replies of the interaction in this conversation."""
         return self.history.num_user_turns
 
     @property
@@ -121,7 +121,7 @@ class EpisodeState:
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """What the model is shown first: the task's prompt, unless a plug-in changed it."""
+        """The messages of the first prompt: the task's, unless a plug-in changed them."""
         return self.history.prompt or self.task.prompt
 
     @property

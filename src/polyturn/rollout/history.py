@@ -1,4 +1,4 @@
-"""History: what schedulers and journals do to a conversation: edits, forks, replay. Pure: nothing here waits.
+"""History: the operations of schedulers and journals on a conversation: edits, forks, replay. Pure: nothing here waits.
 
     next_prompt -> show -> sample -> record | go_on | rewrite | show_ids -> next_prompt -> show -> …      turn after turn
 

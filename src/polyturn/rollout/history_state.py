@@ -50,9 +50,9 @@ class Continue(NamedTuple):
     """The same assistant message goes on."""
 
     said: str
-    """What it says already."""
+    """The text so far."""
     addition: Ids = NO_IDS
-    """What is shown behind the ids that are held."""
+    """Ids behind those that are held."""
 
 
 class Render(NamedTuple):
@@ -60,7 +60,7 @@ class Render(NamedTuple):
 
     messages: tuple[Message, ...] = ()
     last: Continue | None = None
-    """How the last message of the history goes on, where it does."""
+    """The last message of the history, where it goes on."""
 
 
 class Given(NamedTuple):
@@ -75,10 +75,10 @@ Next = Append | Continue | Render | Given
 
 
 class Prompt(NamedTuple):
-    """What the model is going to be shown."""
+    """The next prompt of the model."""
 
     ids: Ids
-    """What is appended; the whole prompt if `is_whole`."""
+    """The ids to append; the whole prompt if `is_whole`."""
     is_whole: bool
     num_new: int
     """Tokens that the environment adds, each counted once however often the history is rendered."""
@@ -102,7 +102,7 @@ class Mark(NamedTuple):
     response_tokens: int
     num_user_turns: int
     tools: Mapping[str, Any] | None = None
-    """What the tools kept there, where it was asked for; see `Episode.mark_with_tools`."""
+    """The tools' state there, where it was asked for; see `Episode.mark_with_tools`."""
 
 
 Event = tuple[Any, ...]
@@ -110,7 +110,7 @@ Event = tuple[Any, ...]
 
 
 class HistoryState:
-    """What a history holds, and how a turn is added to it."""
+    """The state of a history, and the addition of a turn."""
 
     def __init__(self, encoder: DeltaEncoder, messages: Sequence[Message], *, renders_history: bool) -> None:
         """Begin with `messages` as the prompt; `History` says what the arguments mean."""
@@ -118,15 +118,15 @@ class HistoryState:
         self.turns: list[OpenTurn] = []
         """In order; a fork begins with those that there were before it."""
         self.events: list[Event] | None = None
-        """What happened since a journal last asked; None where none does."""
+        """The events since a journal last asked; None where none does."""
         self.prompt: tuple[Message, ...] | None = None
-        """What the model was shown first, once it was."""
+        """The first prompt, once it was shown."""
         self.prompt_tokens = 0
-        """How many tokens that had."""
+        """Number of its tokens."""
         self.num_cut = 0
         """Sampled tokens that were cut away, those of forks not counted."""
         self.num_user_turns = 0
-        """How many replies of the interaction it has had."""
+        """Number of replies of the interaction."""
         self.is_canonical = not renders_history
         """Whether the held ids are meant to equal a full render of the messages."""
         self._encoder, self._renders_history = encoder, renders_history
@@ -135,7 +135,7 @@ class HistoryState:
         self._rejoins = False
         """Another branch may have appended here: the next prompt looks for a segment that it continues."""
         self._written: list[tuple[Message, str]] = []
-        """What the model wrote where it reasoned; shared with forks."""
+        """The model's text where it reasoned; shared with forks."""
         self._has_user_reply = False
         """Whether the last answer came from the interaction."""
         self._response_tokens = 0
@@ -159,12 +159,12 @@ class HistoryState:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the model has been shown and has written."""
+        """Number of tokens in the context: prompts, completions and observations."""
         return self.builder.num_tokens
 
     @property
     def next(self) -> Next:
-        """What the model is shown next."""
+        """The form of the next prompt."""
         return self._next
 
     @property
@@ -190,7 +190,7 @@ class HistoryState:
 
     @property
     def _said(self) -> str | None:
-        """What the assistant message that goes on says already; None where the next turn opens one."""
+        """The text so far of an assistant message that goes on; None where the next turn opens one."""
         last = self._next.last if isinstance(self._next, Render) else self._next
         return last.said if isinstance(last, Continue) else None
 
@@ -334,7 +334,7 @@ class HistoryState:
     def _prompt(self, messages: Sequence[Message]) -> None:
         self._messages, self._openai = list(messages), to_openai(messages)
         self.num_prompt = len(self._messages)
-        """How many leading messages are the prompt, which no context policy leaves out."""
+        """Number of leading messages that are the prompt, which no context policy leaves out."""
         self._next = Append(self._waiting)
 
     def _given(self, ids: Ids) -> None:

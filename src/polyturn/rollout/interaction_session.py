@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InteractionReply:
-    """What an interaction answered to one turn."""
+    """The answer of an interaction to one turn."""
 
     is_done: bool
     content: str | tuple[Mapping[str, Any], ...]
@@ -55,7 +55,7 @@ class LoadedInteraction:
         self.interaction = in_usual_form(interaction)
         self.name, self.timeout_s = name, timeout_s
         self.seam = SnapshotHooks.of(interaction, label=f"interaction {name!r}")
-        """How it survives a restart."""
+        """The hooks by which it survives a restart."""
         self.bounded = CallWithDeadline(name=f"interaction-{name}", timeout_s=timeout_s)
         self.live_ids: set[str] = set()
         self.sees_scene = interaction if isinstance(interaction, SeesConversation) else None

@@ -56,7 +56,7 @@ class EpisodeJournal:
         self._codec = JournalCodec(task.prompt)
         self._scheduler: Scheduler | None = None
         self._hooks = SnapshotHooks(label="")
-        """What the scheduler offers."""
+        """The scheduler's hooks."""
         self._num_kept = 0
         self._seen: dict[int, Any] = {}
         """The answers and scores of the turns as they stand in the journal, by index."""

@@ -34,7 +34,7 @@ _RECORDS: Mapping[str, type[Any]] = {"span": Span, "message": Message, "result":
 _KINDS = {of: kind for kind, of in _RECORDS.items()}
 _REF = "#record"
 _LEFT = "#json"
-"""What a plug-in left, as JSON in a text: whatever keys it has, none of them means anything here."""
+"""A plug-in's snapshot, as JSON in a text: its keys mean nothing here."""
 _AS_IS = frozenset({int, float, bool, type(None)})
 _ARRAYS: dict[str, type[Any]] = {"#int32": np.int32, "#float32": np.float32}
 _ROUTES = "#routes"
@@ -44,7 +44,7 @@ _LONG = 128
 
 @dataclass(slots=True, kw_only=True)
 class JournaledEpisode:
-    """What a journal holds of one episode that was in flight when its process ended."""
+    """The journal's record of one episode that was in flight when its process ended."""
 
     digest: str
     """Of what it was a run of."""
@@ -55,7 +55,7 @@ class JournaledEpisode:
 
 
 class Journal(Protocol):
-    """Where live episodes are kept."""
+    """The storage of live episodes."""
 
     why_not: str | None
     """Why no turn is kept at all, but that an episode was in flight; None where turns are kept."""

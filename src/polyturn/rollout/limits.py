@@ -23,7 +23,7 @@ from polyturn.core.lifecycle import StopReason
 
 
 class ContextPolicy(Enum):
-    """What happens when the next turn does not fit into the context.
+    """The response to a turn that does not fit into the context.
 
     The two that edit the history do so as soon as less than `reserve` tokens are left, so that a turn is not cut short by a
     context that could have been made free.
@@ -32,14 +32,14 @@ class ContextPolicy(Enum):
     STOP = "stop"
     """The episode ends, truncated."""
     COMPACT = "compact"
-    """What the environment said in earlier turns is replaced by a short note; a new segment starts."""
+    """Observations of earlier turns are replaced by a short note; a new segment starts."""
     DROP_OLDEST = "drop_oldest"
     """The oldest turns leave the history until the rest fits; a new segment starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far an episode may go; null means no limit. Checked in the order of `rollout/limits.py`."""
+    """The limits of an episode; null means no limit. Checked in the order of `rollout/limits.py`."""
 
     max_turns: Annotated[int, Field(ge=1)] | None = 8
     """Completions of an episode; null is no limit."""
@@ -77,7 +77,7 @@ class Limits:
 
 
 class EpisodeProgress(NamedTuple):
-    """Where an episode is, in the units of the limits."""
+    """The progress of an episode, in the units of the limits."""
 
     elapsed_s: float
     turns: int
@@ -90,7 +90,7 @@ class EpisodeProgress(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How many tokens the next completion may have, and which limit says so."""
+    """The number of tokens that the next completion may have, and the limit that sets it."""
 
     tokens: int
     cut_by: StopReason

@@ -26,14 +26,14 @@ class OpenTurn:
     cut_by: StopReason
     """The limit that gave the completion its budget: the reason to stop, if the completion was cut."""
     text: str = ""
-    """What was sampled, as text: reasoning and calls included, without the token that ends a turn."""
+    """The sampled text: reasoning and calls included, without the token that ends a turn."""
     said_before: str = ""
-    """What the same message said before, where the turn goes on with one; `message` has both."""
+    """The earlier text of the same message, where the turn goes on with one; `message` has both."""
     stopped_by: str | None = None
     """The stop string that ended it, with which `text` ends, or which its last token goes beyond; None if something else
     did."""
     num_tokens: int = 0
-    """How many of the sampled tokens are kept."""
+    """Number of the sampled tokens that are kept."""
     is_continued: bool = False
     """Whether the next turn goes on with the same message."""
     spans: list[SpanRef] = field(default_factory=list)
@@ -63,7 +63,7 @@ class OpenTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the environment answers to a turn."""
+    """The environment's answer to a turn."""
 
     messages: tuple[Message, ...] = ()
     is_done: bool = False
@@ -98,7 +98,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenReward:
-    """What a scheduler says its episode is worth, where it judges that itself."""
+    """The reward that a scheduler gives its episode, where it judges that itself."""
 
     score: float
     info: Mapping[str, Any] = field(default_factory=dict)

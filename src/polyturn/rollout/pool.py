@@ -145,7 +145,7 @@ class FailureBudget:
     MIN_COUNT = 16
     """A share of fewer trajectories than this says nothing yet."""
     WINDOW = 1024
-    """How many of the latest trajectories count."""
+    """Number of the latest trajectories that count."""
 
     def __init__(self, *, max_share: float) -> None:
         self.max_share = max_share

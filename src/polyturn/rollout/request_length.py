@@ -1,4 +1,4 @@
-"""How long the messages of a request may be, found out before anything is rendered or encoded on the event loop.
+"""The length of a request's messages, bounded before anything is rendered or encoded on the event loop.
 
     check_length(messages, codec=…, limits=…)     returns soon for what is short, else once a thread has counted
 

@@ -1,4 +1,4 @@
-"""Resources: what an episode and its forks share, started once and closed once, whoever used it and whatever happens.
+"""Resources: the connections and instances of an episode and its forks, started once and closed once, whatever happens.
 
     tools, interaction    foreign code that may raise, hang or score; each start has exactly one end
     engine requests       one completion at a time for each history; aborted, and their sessions ended, from here
@@ -36,9 +36,9 @@ from polyturn.tools.session import ToolSession, copied
 logger = logging.getLogger(__name__)
 
 END_SESSION_S = 30.0
-"""How long an engine may take to drop what it keeps of a conversation."""
+"""Seconds that an engine may take to drop what it keeps of a conversation."""
 ABORT_S = 30.0
-"""How long an engine may take to hear that a completion is to end."""
+"""Seconds that an engine may take to hear that a completion is to end."""
 
 
 class Fork(NamedTuple):

@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
 """A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
 CLOSE_TIMEOUT_S = 60.0
-"""How long a scheduler may take to let go of a trajectory that has ended."""
+"""Seconds that a scheduler may take to let go of a trajectory that has ended."""
 CANCELLED_S = 3.0
-"""How long an episode that is cancelled waits for all of its releases; those that take longer go on by themselves."""
+"""Seconds that an episode that is cancelled waits for all of its releases; those that take longer go on by themselves."""
 
 
 async def run_episode(

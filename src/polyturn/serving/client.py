@@ -1,4 +1,4 @@
-"""RolloutClient: what a trainer elsewhere asks rollout servers with, sync or async.
+"""RolloutClient: requests to rollout servers from a trainer elsewhere, sync or async.
 
     client = RolloutClient(["http://a:8000", "http://b:8000"], token="…")
     replies = client.infer([{"messages": […], "uuid": "x"}, …])     # one reply for each request, in their order
@@ -30,7 +30,7 @@ _MAX_ANSWER_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferReply:
-    """What became of one request."""
+    """The result of one request."""
 
     outputs: tuple[Mapping[str, Any], ...]
     """The trajectory's outputs as the server sent them: one for each training sample."""
@@ -40,7 +40,7 @@ class InferReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPush:
-    """What the probes of one server said around a push."""
+    """The probes of one server around a push of weights."""
 
     url: str
     before: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Our tools as an MCP server: whatever a tool file holds, for any MCP client.
+"""Our tools as an MCP server: those of any tool file, for any MCP client.
 
     a session of MCP is an episode of ours:
     initialize … tools/call ………… tools/call ………… DELETE, the end of the input, or silence

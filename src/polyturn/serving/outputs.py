@@ -30,7 +30,7 @@ from polyturn.serving.protocol import (
 )
 
 OUTPUTS = "_outputs"
-"""Where a turn's info holds the outputs that a scheduler of the user's own returned for it."""
+"""The key in a turn's info of the outputs that a scheduler of the user's own returned for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Requests and responses of a rollout server: what a scheduler of its clients is given, and what its `run` returns.
+"""Requests and responses of a rollout server: inputs of its clients' schedulers, and results of their `run`.
 
     RolloutInferRequest(messages=[{"role": "user", "content": "…"}], data_dict={"solution": "4"}, uuid="g0/1")
     ChatCompletionResponse(choices=[ChatCompletionResponseChoice(message=ChatMessage(…), token_ids=[9, 2], …)])
@@ -104,7 +104,7 @@ class RolloutInferRequest(InferRequest):
 
 @dataclass
 class RequestConfig:
-    """How to sample; a value of None means the run's own."""
+    """The sampling of a request; a value of None means the run's own."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -160,7 +160,7 @@ class ChatCompletionMessageToolCall:
 
 @dataclass
 class ChatMessage:
-    """What the model said."""
+    """A message of the model."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | int | None
@@ -184,7 +184,7 @@ class ChatCompletionResponseChoice:
 
 @dataclass
 class ChatCompletionResponse:
-    """What one request drew."""
+    """The completions of one request."""
 
     model: str
     choices: list[ChatCompletionResponseChoice]
@@ -198,7 +198,7 @@ class ChatCompletionResponse:
 
 
 class RolloutOutput(BaseModel):
-    """What a `run` returns for one training sample, or what a rollout server replies."""
+    """The result of a `run` for one training sample, or the reply of a rollout server."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

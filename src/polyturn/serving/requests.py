@@ -1,4 +1,4 @@
-"""From what somebody sent to a task, with the checks that rows of a file do not need: whoever runs polyturn chose the file.
+"""From a client's request to a task, with the checks that rows of a file do not need: whoever runs polyturn chose the file.
 
     {"messages": […], "images": ["data:image/png;base64,…"], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  Task(id="a")
 
@@ -33,7 +33,7 @@ _BEGINNINGS = {
     "audio": (b"RIFF", b"ID3", b"\xff\xfb", b"\xff\xf3", b"OggS", b"fLaC"),
     "video": (b"\0\0\0", b"RIFF", b"\x1aE\xdf\xa3", b"GIF8"),
 }
-"""What files of each kind begin with."""
+"""The first bytes of files of each kind."""
 _ENVIRONMENTS = ("env", "env_config")
 """Columns that name an environment."""
 

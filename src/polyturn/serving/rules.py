@@ -1,4 +1,4 @@
-"""What every server of ours demands of a request before anything is done for it, in one place and without HTTP's machinery.
+"""The demands of our servers on a request before any work is done for it, in one place and without HTTP's machinery.
 
     ServerRules(token=…, …)  ->  RequestPolicy(rules).refusal(method, path, headers, address)  ->  None, or why not
 
@@ -39,7 +39,7 @@ _UNITS = {None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRateLimit:
-    """How often one client may ask: a bucket of `burst` requests that fills at `per_s` a second."""
+    """The rate at which one client may ask: a bucket of `burst` requests that fills at `per_s` a second."""
 
     per_s: float
     burst: float
@@ -65,7 +65,7 @@ class ClientRateLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRules:
-    """What one server demands."""
+    """The demands of one server."""
 
     token: str | None = field(default=None, repr=False)
     """Demanded of every request but those of `open_paths`; None lets everyone ask who reaches the address."""

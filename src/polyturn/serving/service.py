@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _APPLIED: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,)
 }  # fmt: skip
-"""What a request may choose, and the numbers that it takes."""
+"""The settings that a request may choose, and their types."""
 _FLAGS = ("logprobs", "return_details")
 """Ask for token ids and logprobs, which are in every reply."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -196,7 +196,7 @@ class RolloutService:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """How a request wants its turns sampled."""
+    """The sampling that a request wants for its turns."""
 
     sampling: SamplingParams
     stops: tuple[str, ...]

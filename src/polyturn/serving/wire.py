@@ -1,4 +1,4 @@
-"""JSON that came over a network: what the rest of the code may rely on is checked once, here.
+"""JSON from a network: the shape that the rest of the code relies on is checked once, here.
 
 No NaN and no infinity, no number beyond what JSON readers agree on, no text that is not Unicode, and nothing nested deeper
 than `MAX_DEPTH`, so that nothing behind it can be led into a recursion without end. orjson reads and writes where it is

@@ -1,4 +1,4 @@
-"""What can be chosen about the store of trajectories: how much of a run is kept."""
+"""Options of the store of trajectories: the part of a run that is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """How much of the trajectories a run keeps in its folder, under trajectories/."""
+    """The trajectories that a run keeps in its folder, under trajectories/."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the groups of training that are kept, the same ones for the same ids. Evaluations are kept whole."""

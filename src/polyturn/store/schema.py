@@ -52,7 +52,7 @@ INDEX: dict[str, pa.DataType] = {
     "interaction_s": pa.float64(),
     "question": pa.string(),
 }
-"""What a table of trajectories shows and is filtered by."""
+"""The columns that a table of trajectories shows and is filtered by."""
 
 NESTED: dict[str, dict[str, pa.DataType]] = {
     "segments": {"agent": pa.string(), "parent_segment": pa.int32(), "parent_length": pa.int32()},
@@ -139,14 +139,14 @@ SCHEMA = pa.schema(
 )
 INDEX_COLUMNS = tuple(INDEX)
 KEY = ("split", "step", "group", "id")
-"""What names a record: of two with the same key the later one counts."""
+"""The key of a record: of two with the same key the later one counts."""
 MAX_QUESTION = 200
 """Characters of the task's last message that the table of trajectories shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What training made of one trajectory; every array is over its sampled tokens, in the order of the segments."""
+    """The results of training on one trajectory; every array is over its sampled tokens, in the order of the segments."""
 
     advantages: Floats | None = None
     policy_logprobs: Floats | None = None

@@ -23,7 +23,7 @@ from polyturn.core.errors import ConfigError, DataError
 
 TIMEOUT_S = 30.0
 MAX_BYTES = 1 << 30
-"""What a query may take beside the table."""
+"""The memory of a query beside the table."""
 _POLL_S = 0.1
 _WORKER = Path(__file__).with_name("sql_worker.py")
 

@@ -38,7 +38,7 @@ _COLUMNS = {"messages": ("text", "reasoning"), "tool_calls": ("arguments",), "to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextQuery:
-    """What is looked for."""
+    """The words or the expression of a search."""
 
     text: str
     is_expression: bool = False

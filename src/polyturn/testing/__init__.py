@@ -1,4 +1,4 @@
-"""What tests of polyturn, and of what is built on it, need: tiny models, scripted episodes, and the contracts of plug-ins.
+"""Support for tests of polyturn, and of plug-ins for it: tiny models, scripted episodes, and the contracts of plug-ins.
 
 from polyturn.testing import check_interaction
 

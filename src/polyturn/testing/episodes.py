@@ -1,4 +1,4 @@
-"""Episodes with a scripted model: what it says is written down as text, everything around it is real.
+"""Episodes with a scripted model: its completions are written down as text, everything around it is real.
 
     context = scripted_context(["<tool_call>…</tool_call>", "#### 4"], tools=[calculator])
     trajectory = await run_episode(context, task("What is 2+2?", ground_truth="4"), id="e0")
@@ -31,7 +31,7 @@ from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
 
 Say = str | Exception
-"""What the model says in one turn, or the error that its engine fails with."""
+"""The model's text in one turn, or the error that its engine fails with."""
 
 
 @functools.cache

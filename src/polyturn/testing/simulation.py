@@ -55,7 +55,7 @@ class TimelineTurn:
 
 @dataclass(slots=True, kw_only=True)
 class Simulated:
-    """What a simulated rollout took."""
+    """The result of a simulated rollout."""
 
     workload: str
     policy: str

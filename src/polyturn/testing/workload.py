@@ -1,4 +1,4 @@
-"""Workload: how long the turns of a rollout are and how long its tools take, from a file in `workloads/`.
+"""Workload: the lengths of a rollout's turns and the durations of its tools, from a file in `workloads/`.
 
     Workload.load("swe_like")        a name of a shipped file, or the path of a YAML file
     workload.plans()["g3/1"]         Plan(lengths=(180, 240, 95), waits=(58.1, 66.0))
@@ -29,7 +29,7 @@ class EpisodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a workload file says; every length is a number of tokens and every wait a number of seconds."""
+    """The contents of a workload file; every length is a number of tokens and every wait a number of seconds."""
 
     name: str
     tasks: int

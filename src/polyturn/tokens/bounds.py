@@ -28,7 +28,7 @@ MAX_STEPS = 10_000
 """The steps of a render, beside one for each character of its messages and tools, and ten for each pair of messages."""
 _CHARS_A_STEP = 1024
 _MAX_PRODUCT = 2**27
-"""How large a result may seem before it is made, where the input is small; it is counted once it is made."""
+"""The estimated size of a result up to which it is made, where the input is small; it is counted once it is made."""
 _FORMATS = frozenset({"format", "format_map", "strftime_now"})
 _MAX_TERMS = 16
 _WIDE = re.compile(r"\d{5}|\*|\{[^}]*\{")
@@ -70,7 +70,7 @@ def render(source: str, context: Context) -> str:
 
 
 class _Bounds:
-    """What is left of one render."""
+    """The budget that is left of one render."""
 
     def __init__(self, messages: Any, tools: Any) -> None:
         self._input = (messages, tools)

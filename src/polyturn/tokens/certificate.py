@@ -1,4 +1,4 @@
-"""The certificate: what a chat template does, which way of growing a history is safe with it, and the proof by trial.
+"""The certificate: a chat template's properties, the way of growing a history that is safe with it, and the proof by trial.
 
     append    sampled ids stay and what follows is encoded alone: exact as long as the template writes new messages the same
               way whatever came before them, which every trial checks against a full render
@@ -30,7 +30,7 @@ _MAX_SENTENCES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateReport(TemplateProperties):
-    """What a chat template does, and how histories grow with it."""
+    """The properties of a chat template, and the way in which histories grow with it."""
 
     strategy: str
     """"append", "segment", or "none" where no way is safe."""
@@ -39,11 +39,11 @@ class TemplateReport(TemplateProperties):
     inference_strategy: str
     """The strategy when the model is to see, at every turn, what the template renders at inference."""
     violations: tuple[str, ...]
-    """Where the chosen strategy gives other tokens than the template; empty in a certificate that holds."""
+    """Conversations in which the chosen strategy gives other tokens than the template; empty in a certificate that holds."""
     findings: tuple[str, ...]
-    """What the trials found that decided the strategy, or that a user of the template should know."""
+    """The trials' findings that decided the strategy, or that a user of the template should know."""
     control_tokens_from_text: int
-    """How many control tokens the trials' hostile texts were able to write; 0 in a certificate that holds."""
+    """Number of control tokens that the trials' hostile texts were able to write; 0 in a certificate that holds."""
     num_dialogues: int
     seconds: float
     parser: str
@@ -60,16 +60,16 @@ class TemplateReport(TemplateProperties):
 
     @property
     def properties(self) -> dict[str, bool | None]:
-        """What the template does, by name."""
+        """The template's properties, by name."""
         return {f.name: getattr(self, f.name) for f in fields(TemplateProperties)}
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What the trials found."""
+    """The findings of the trials."""
 
     append: list[str] = field(default_factory=list)
-    """Where incremental encoding is not what a full render writes."""
+    """Conversations in which incremental encoding differs from a full render."""
     unrendered: dict[str, str] = field(default_factory=dict)
     """kind -> why the template renders no trial of it."""
     leaks: list[str] = field(default_factory=list)

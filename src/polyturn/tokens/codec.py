@@ -40,7 +40,7 @@ _LONG_CHARS = 1 << 16
 _BEFORE = "\u9f98"
 """A letter that no token continues, to see what a text becomes behind another."""
 _REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
-"""How many short texts a codec remembers the ids of, and how long they are at most: a few megabytes."""
+"""Number of short texts a codec remembers the ids of, and how long they are at most: a few megabytes."""
 
 
 class Codec:
@@ -104,7 +104,7 @@ class Codec:
 
     @functools.cached_property
     def turn_ends(self) -> TurnEnds:
-        """How the template ends an assistant's turn: with text, with calls, at the end and in a history."""
+        """The template's ends of an assistant's turn: with text, with calls, at the end and in a history."""
         return find_turn_ends(self)
 
     @functools.cached_property
@@ -158,7 +158,7 @@ class Codec:
 
     @functools.cached_property
     def opened_reasoning(self) -> str:
-        """What the generation prompt writes of a turn's reasoning and a history leaves out, as "<think>\\n"; often ""."""
+        """The part of a turn's reasoning that the generation prompt writes and a history omits, as "<think>\n"; often ""."""
         prompt = self.generation_prompt
         opened = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
         return "" if self.opens_as_prompted or "</think>" in opened else opened
@@ -208,7 +208,7 @@ class Codec:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """How many characters one token stands for at most."""
+        """Number of characters that one token stands for at most."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def _encode_parts(self, parts: Sequence[str]) -> list[Ids]:

@@ -1,4 +1,4 @@
-"""DeltaEncoder: what the template writes between two completions, encoded without looking at what the history says.
+"""DeltaEncoder: the template's text between two completions, encoded without reading the history's contents.
 
     held      ...<|im_start|>assistant\\nLet me add.<tool_call>{...}</tool_call><|im_end|>
     extend    \\n<|im_start|>user\\n<tool_response>\\n4\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
@@ -56,7 +56,7 @@ _MAX_PROMPTS = 64
 
 
 class _Past(NamedTuple):
-    """What a base conversation takes over from a history."""
+    """The part of a history that a base conversation takes over."""
 
     system: bool
     results: bool
@@ -166,7 +166,7 @@ class DeltaEncoder:
 
     @functools.cached_property
     def _opening(self) -> str:
-        """What a template writes before a turn of the shortest conversation."""
+        """The template's text before a turn of the shortest conversation."""
         return self.codec.template.render([_USER], tools=self.tools, add_generation_prompt=True)
 
     def extend(self, new: Sequence[Message], *, last_id: int | None, history: Sequence[Message] = ()) -> Ids:

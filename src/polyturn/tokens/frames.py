@@ -1,4 +1,4 @@
-"""Frames: what a template writes around new messages, learned from one render and filled in for every later turn.
+"""Frames: the template's text around new messages, learned from one render and filled in for every later turn.
 
     a tool message  ->  "<|im_end|>\\n<|im_start|>user\\n<tool_response>\\n" SLOT "\\n</tool_response><|im_end|>\\n…"
 
@@ -36,12 +36,12 @@ SPELLINGS: Mapping[str, Callable[[str], str]] = {
     "as ASCII JSON": lambda text: json.dumps(text)[1:-1],
     "trimmed, as JSON": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
 }
-"""How templates write a content, from the commonest on."""
+"""The spellings of a content in templates, from the commonest on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a template writes around the contents of one shape of new messages."""
+    """The template's text around the contents of one shape of new messages."""
 
     literals: tuple[str, ...]
     """Template text; between literals i and i + 1 stands slot i."""
@@ -64,7 +64,7 @@ class Frame:
 
 
 class Outline(NamedTuple):
-    """Where a template writes the texts of one shape of new messages, before it is known how it spells them."""
+    """The places of the texts in one shape of new messages, before it is known how the template spells them."""
 
     literals: tuple[str, ...]
     slots: tuple[SlotKey, ...]

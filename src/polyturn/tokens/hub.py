@@ -16,7 +16,7 @@ from polyturn.core.errors import ConfigError, one_line
 logger = logging.getLogger(__name__)
 
 ATTEMPT_S = 10.0
-"""How long the hub may take to answer the one attempt."""
+"""Seconds that the hub may take to answer the one attempt."""
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json")
 
 

@@ -1,4 +1,4 @@
-"""MediaProcessor: what a model's processor makes of images, videos and sounds, one at a time and cached.
+"""MediaProcessor: the outputs of a model's processor for images, videos and sounds, one at a time and cached.
 
     template   ... <|vision_start|><|image_pad|><|vision_end|> What is this?                        one placeholder an image
     ids        ... <|vision_start|><|image_pad|> x 4<|vision_end|> What is this?                    as many as it has patches
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from polyturn.tokens.codec import Codec
 
 _TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"})
-"""What a processor returns about the text; everything else is about the media."""
+"""A processor's outputs about the text; all others are about the media."""
 _PARTS = {"image": ("image_processor",), "video": ("video_processor",), "audio": ("feature_extractor", "audio_processor")}
 MAX_PIXELS = 1 << 25
 """Of one image: about 100 MB once it is decoded."""
@@ -51,10 +51,10 @@ _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """How a processor marks one kind of media in text."""
+    """The placeholder of one kind of media in text."""
 
     text: str
-    """What a template writes once per medium."""
+    """The template's text for each medium."""
     id: int
     """Its token."""
     feature_ids: tuple[int, ...]
@@ -63,18 +63,18 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expansion:
-    """What one medium becomes."""
+    """The expansion of one medium to tokens and inputs."""
 
     ids: Ids
     """The tokens that stand in the placeholder's place."""
     num_features: int
-    """How many of them the model replaces by features."""
+    """Number of them that the model replaces by features."""
     inputs: Mapping[str, Any]
     """name -> tensor, the model's inputs for this medium."""
 
     @property
     def num_bytes(self) -> int:
-        """What the inputs take in memory."""
+        """Bytes of the inputs in memory."""
         return sum(int(t.numel() * t.element_size()) for t in self.inputs.values())
 
 

@@ -1,4 +1,4 @@
-"""What can be chosen about how the text of a completion is read.
+"""Options of reading a completion's text.
 
 rollout: {parser: hermes}
 rollout: {parser: {name: hermes, reasoning: deepseek_r1, calls_in_reasoning: true}}
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserOptions:
-    """What reads tool calls and reasoning from the model's text."""
+    """The parsers of tool calls and reasoning in the model's text."""
 
     PART: ClassVar[str] = "any parser"
 

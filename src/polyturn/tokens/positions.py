@@ -25,12 +25,12 @@ from polyturn.core.media import KINDS, Media
 from polyturn.tokens.multimodal import MediaProcessor
 
 _TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
-"""What models call the kinds of their tokens."""
+"""The models' arguments for the kinds of their tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowInputs:
-    """What the model reads beside a row's ids."""
+    """The model's inputs beside a row's ids."""
 
     positions: NDArray[np.int64] | None
     """[3, T], or None where the position of token t is t."""
@@ -56,7 +56,7 @@ class MediaRows:
         self.takes = frozenset(inspect.signature(base.forward).parameters)
         """The arguments of the model's forward pass."""
         self.type_numbers = {kind: number for number, kind in enumerate(KINDS, start=1)}
-        """What stands for a kind's features in `RowInputs.types`."""
+        """The number of each kind's features in `RowInputs.types`."""
 
     def row(self, ids: Ids, media: Sequence[Media]) -> RowInputs:
         """Return what the model reads beside `ids`, a prefix of a segment that shows `media`.

@@ -1,4 +1,4 @@
-"""What a chat template does, asked of it with canned dialogues: one yes or no for each trait that training has to know."""
+"""The properties of a chat template, found with canned dialogues: one yes or no for each trait that training has to know."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE_TOOL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateProperties:
-    """What a chat template does with canned dialogues. None: the template cannot render that dialogue."""
+    """The results of rendering canned dialogues with a chat template. None: the template cannot render that dialogue."""
 
     keeps_turn_before_user: bool | None
     """The text up to the end of a turn stays as it was when a user message follows."""

@@ -27,9 +27,9 @@ MODES = ("strict", "ignore_strippable", "disable", "off")
 """`strict` reports every difference, `ignore_strippable` none that is only white space; `off` and `disable` are one."""
 
 KINDS = ("generation_prompt", "merge", "whitespace", "tool_call_json", "reasoning_stripped", "end_token", "other")
-"""How a turn's held ids differ from the full render: the template opens turns differently in a history; the same text in
-other tokens, merged at a boundary; other white space; the same tool calls written differently; reasoning dropped; the turn
-ends with the token that the model ends it with and not with the one that the template has in a history; anything else."""
+"""Kinds of differences between held ids and a full render: the template opens turns differently in a history; the same text
+in other tokens, merged at a boundary; other white space; the same tool calls written differently; reasoning dropped; the
+turn ends with the token that the model wrote and not with the one that the template has in a history; anything else."""
 
 UNEXPLAINED = KINDS[-1]
 """The kind to look at. Each of the others is the template's way with a history, or the model's own way of writing: the

@@ -29,7 +29,7 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class TrialTurn:
-    """What the model says, and what answers it."""
+    """The model's text in one turn, and the answer to it."""
 
     message: Message
     answer: tuple[Message, ...]

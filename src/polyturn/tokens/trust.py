@@ -30,10 +30,10 @@ ESCAPES = ("delimiters", "all", "none")
 """Which control texts of an owner are ordinary text: those that open and close turns and media, all, or none."""
 
 Change: TypeAlias = Callable[[str, Origin], str]
-"""What becomes of a text of this origin before the template sees it."""
+"""The change of a text of this origin before the template sees it."""
 
 _WORD = re.compile(r"[\w. -]*", re.ASCII)
-"""What is in no control token by itself; a template may still write one around it, as in `<|` + role + `|>`."""
+"""Text that is in no control token by itself; a template may still write one around it, as in `<|` + role + `|>`."""
 
 _PART_WORDS = frozenset({"type", "text", "reasoning", "is_open", *KINDS})
 """Keys and types of the parts of a content that are read before a template sees them."""
@@ -46,7 +46,7 @@ _UNESCAPED = re.compile(r"""[^\s"\\](?:[^"\\\x00-\x1f]*[^\s"\\])?""")
 
 
 _SIDE = re.compile(r"[^a-z]|begin|start|end")
-"""What the tag before a call and the one behind it differ in."""
+"""The difference between the tag before a call and the one behind it."""
 
 
 class Written(NamedTuple):

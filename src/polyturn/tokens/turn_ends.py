@@ -1,4 +1,4 @@
-"""What ends an assistant's turn, found by rendering: which tokens stop the model, and what a history has in their place.
+"""The ends of an assistant's turn, found by rendering: the tokens that stop the model, and those of a history.
 
 A template may write one token behind the last turn and another behind a past one, end a turn with calls in a third way, or
 write nothing and leave the end to whatever opens the next turn. Each is found from two renders of a turn, alone and
@@ -31,7 +31,7 @@ class ControlSpan(NamedTuple):
 
 
 class Renderer(Protocol):
-    """What finding turn ends needs of a codec."""
+    """The methods of a codec that finding turn ends needs."""
 
     @property
     def template(self) -> ChatTemplate:
@@ -45,7 +45,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnds:
-    """How turns end."""
+    """The ends of turns."""
 
     stops: tuple[int, ...]
     """The tokens that the model ends its turn with: after text, after calls, after reasoning."""

@@ -1,4 +1,4 @@
-"""Tools: what the model can call, from the author's function or class to the observation that the model reads."""
+"""Tools: from the author's function or class to the observation that the model reads."""
 
 from polyturn.tools.function import FromTask, FunctionTool, tool
 

@@ -32,11 +32,11 @@ FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 CANCEL_S = 5.0
 CARD_S = 30.0
-"""How long an agent may take to show its card."""
+"""Seconds that an agent may take to show its card."""
 _WORKING = ("submitted", "working", "unspecified")
 _OPEN = ("input_required", "auth_required")
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, SystemError)
-"""What the SDK and the messages under it, compiled ones, raise at an answer that is none."""
+"""Errors of the SDK, and of the compiled messages under it, at an answer that is none."""
 
 
 class A2AAgent:
@@ -61,7 +61,7 @@ class A2AAgent:
 
     @property
     def num_users(self) -> int:
-        """How many episodes may ask it."""
+        """Number of episodes that may ask it."""
         return self._num_users
 
     def open(self) -> None:

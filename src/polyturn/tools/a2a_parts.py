@@ -1,4 +1,4 @@
-"""What is said to an A2A agent and what it says, in this library's words and in the SDK's.
+"""Messages to and from an A2A agent, in this library's words and in the SDK's.
 
     request_of(conversation, "Paris to Rome", None, "")   ->  SendMessageRequest
     update_task(task, event)                              the task as its stream of events leaves it
@@ -19,7 +19,7 @@ from uuid import uuid4
 
 @dataclass(slots=True)
 class A2AConversation:
-    """Where an episode stands with an agent."""
+    """The state of an episode's conversation with an agent."""
 
     context_id: str = ""
     """The agent's name for the conversation; empty until it has answered."""
@@ -29,15 +29,15 @@ class A2AConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class A2AAnswer:
-    """What an agent answered."""
+    """The answer of an agent."""
 
     text: str
     images: tuple[str, ...] = ()
     """As data URLs."""
     state: str = "message"
-    """How its task stands: completed, input_required, failed, rejected, canceled; `message` where it made none."""
+    """The state of its task: completed, input_required, failed, rejected, canceled; `message` where it made none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What it said beside the text."""
+    """The answer's fields beside the text."""
 
 
 def request_of(conversation: A2AConversation, text: str, data: Mapping[str, Any] | None, skill: str) -> Any:

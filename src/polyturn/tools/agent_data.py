@@ -1,4 +1,4 @@
-"""ToolContext: what a tool may know about the episode that calls it, for tools whose `execute` asks for `agent_data`.
+"""ToolContext: facts about the calling episode, for tools whose `execute` asks for `agent_data`.
 
     async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
         seen = agent_data.extra_fields.setdefault("seen", [])

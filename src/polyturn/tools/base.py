@@ -1,4 +1,4 @@
-"""BaseTool: what an author of a tool with state inherits. A tool without state is a function; see `function.py`.
+"""BaseTool: the base class for a tool with state. A tool without state is a function; see `function.py`.
 
 One object serves every episode at once, so state of one episode lives under its instance id:
 
@@ -29,7 +29,7 @@ class BaseTool:
     """Whether what it keeps of an episode comes from `create` alone, so that a conversation goes on after a restart; a tool
     with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""
     origin: ClassVar[Origin] = Origin.OWNER
-    """Who wrote its schema; what somebody else wrote there becomes no control token."""
+    """The author of its schema; text of any other author becomes no control token."""
     base_key: ClassVar[str | None] = None
     """Key of its config under which it is told the folder that relative paths start from; None for a tool without paths."""
 
@@ -53,7 +53,7 @@ class BaseTool:
 
     @property
     def max_concurrency(self) -> int | None:
-        """How many of its calls run at once: `max_concurrency` in its config; None is no limit."""
+        """Number of its calls that run at once: `max_concurrency` in its config; None is no limit."""
         limit: int | None = self.config.get("max_concurrency")
         return limit
 

@@ -57,7 +57,7 @@ class Breaker:
         self, tool: str, settings: BreakerSettings | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_opened = 0
-        """How often the tool was given up."""
+        """Number of times that the tool was given up."""
         self._tool = tool
         self._settings = settings or BreakerSettings()
         self._clock = clock

@@ -1,4 +1,4 @@
-"""ConcurrencyLimits: how many calls of a tool, and how many calls to one host, run at once, and who is next.
+"""ConcurrencyLimits: bounds on the running calls of a tool and of a host, and the queue behind them.
 
     async with lanes.turn("search", owner="g3/1") as waited_s: ...       a slot of the tool, then one of its host
 
@@ -26,7 +26,7 @@ class FairLimit:
 
     @property
     def num_waiting(self) -> int:
-        """How many calls wait for their turn."""
+        """Number of calls that wait for their turn."""
         return sum(map(len, self._waiting.values()))
 
     async def acquire(self, owner: str) -> None:

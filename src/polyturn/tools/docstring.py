@@ -1,4 +1,4 @@
-"""Read a Google-style docstring: what the function does, and a description of each parameter.
+"""Read a Google-style docstring: the function's description, and that of each parameter.
 
 Search the index.                 description "Search the index."
 

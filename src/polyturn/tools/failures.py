@@ -39,7 +39,7 @@ class ToolFailure(StrEnum):
     TIMEOUT = "timeout"
     """The call's deadline passed, the tool's own or the run's."""
     CONNECTION = "connection"
-    """What the tool asks cannot be reached, or broke off."""
+    """The service behind the tool cannot be reached, or broke off."""
     CIRCUIT_OPEN = "circuit_open"
     """The tool failed so often in a row that it is left alone for a while."""
 

@@ -29,7 +29,7 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema
 __all__ = ["McpConnection", "McpLimits", "McpServer", "list_tools", "make_client", "read_servers", "reason"]
 
 START_TRIES = 10
-"""How often a URL is tried when a run starts: its server may be starting, too. A command is tried twice."""
+"""Number of times that a URL is tried when a run starts: its server may be starting, too. A command is tried twice."""
 START_PAUSE_S = 2.0
 MAX_CONNECTIONS = 1024
 """Calls to one URL at once; more wait."""

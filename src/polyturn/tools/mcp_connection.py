@@ -40,17 +40,17 @@ LOST_PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
 CANCEL_GRACE_S = 0.5
 CLOSE_S = 5.0
-"""How long a server may take to let go of a session, before it is left alone; a process is ended in any case."""
+"""Seconds that a server may take to let go of a session, before it is left alone; a process is ended in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpLimits:
-    """How far a server may go."""
+    """The limits of a server."""
 
     connect_timeout_s: float = 30.0
     max_answer_bytes: int = 8 << 20
     keep_s: float = 30.0
-    """How long the connection of a run is kept while no episode uses it."""
+    """Seconds that the connection of a run is kept while no episode uses it."""
 
     def __post_init__(self) -> None:
         if self.connect_timeout_s <= 0 or self.max_answer_bytes < 1024 or self.keep_s < 0:
@@ -328,7 +328,7 @@ class McpServer:
 
     @property
     def num_connected(self) -> int:
-        """How many sessions hold a server."""
+        """Number of sessions that hold a server."""
         return sum(s.is_connected for s in self._sessions.values())
 
     def open(self, instance_id: str) -> None:

@@ -1,4 +1,4 @@
-"""What an MCP server answered, as the model gets it: text and images; what it cannot be shown is named in a sentence.
+"""An MCP server's answer, as the model gets it: text and images; content that it cannot be shown is named in a sentence.
 
     [text "It is", image/png …, audio/wav …]  ->  "It is\n(audio/wav of 20 kB, which cannot be shown)" and the image
 

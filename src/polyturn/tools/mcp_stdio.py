@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 1.0
-"""How long a server may take to end after its standard input was closed, and again after SIGTERM."""
+"""Seconds that a server may take to end after its standard input was closed, and again after SIGTERM."""
 POLL_S = 0.01
 EXIT_POLL_S = 0.2
 NUM_WORDS_BYTES = 4096

@@ -1,4 +1,4 @@
-"""What can be chosen about the tools of a run: which there are, and the deadlines, sizes and numbers of their calls.
+"""Options of the tools of a run: their files, and the deadlines, sizes and numbers of their calls.
 
 tools: {functions: [tools.py], timeout_s: 10, max_concurrency: {search: 32}}      ToolsOptions
 """
@@ -29,7 +29,7 @@ class ToolOptions:
     max_result_tokens: Annotated[int, Field(ge=4)] | None = None
     """The same in tokens of the run's tokenizer; the smaller of both holds."""
     truncate_side: TruncateSide = "middle"
-    """Where a longer result is cut: left keeps its end, right its beginning, middle both."""
+    """The side on which a longer result is cut: left keeps its end, right its beginning, middle both."""
     max_concurrency: Mapping[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict)
     """Tool -> its calls at once; others wait, which is no part of their `timeout_s`. Goes before `max_concurrency` in a
     tool's own config."""
@@ -37,7 +37,7 @@ class ToolOptions:
     """Calls at once to one host, of all tools that ask it; null is no limit."""
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     unreachable: Literal["observation", "failure"] = "observation"
-    """What a call is that finds its tool gone (`connection`, `circuit_open`): an observation, which the model reads and is
+    """The outcome of a call whose tool is gone (`connection`, `circuit_open`): an observation, which the model reads and is
     scored with; or a failure of the trajectory, which then is in no loss, for services that no call can bring down."""
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from polyturn.tools.mcp_items import build_mcp_tools
 
 
 class ToolType(Enum):
-    """What `config.type` of an item may be."""
+    """The values of an item's `config.type`."""
 
     NATIVE = "native"
     MCP = "mcp"
@@ -42,7 +42,7 @@ TOOL = Shape(
         "release": CallShape(num=1, or_nothing=True, write="async def release(self, instance_id, **kwargs)"),
     },
 )
-"""What the class of a tool defines."""
+"""The methods of a tool's class."""
 
 
 def check_tools(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a tool returned, brought into one shape: (response, step reward, metrics).
+"""A tool's result, brought into one shape: (response, step reward, metrics).
 
     "4"  {"answer": 4}  None  ToolResponse(...)  ("4", 0.5)  ("4", None, {"hits": 3})
 
@@ -19,7 +19,7 @@ from polyturn.tools.schema import ToolResponse
 MAX_DATA = 8 * 2**20
 """Characters of dicts, lists and bytes that are written out at all. A text may be longer: only what is kept is copied."""
 MAX_DEPTH = 256
-"""How deep dicts and lists may be nested."""
+"""The depth to which dicts and lists may be nested."""
 MAX_MEDIUM = 64 * 2**20
 """Bytes, or characters of a data URL, that an image or a video may have."""
 

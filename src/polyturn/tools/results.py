@@ -1,4 +1,4 @@
-"""What the model reads of a call: a tool's response cut to size, or one sentence about why the call failed.
+"""The observation of a call: a tool's response cut to size, or one sentence with the reason of a failure.
 
     Error (unknown_tool): there is no tool 'serach'. Available tools: 'calc', 'search'.
 

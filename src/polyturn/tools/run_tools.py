@@ -70,9 +70,9 @@ class RunTools:
         self.bounded = {name: CallWithDeadline(name=f"tool-{name}", timeout_s=options.timeout_s) for name in self.tools}
         self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
         self.arguments = {name: self._arguments_of(name, tool) for name, tool in self.tools.items()}
-        """What each tool takes; None where the tool checks that itself."""
+        """The arguments of each tool; None where the tool checks them itself."""
         self.seams = {name: SnapshotHooks.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}
-        """How each tool survives a restart."""
+        """The hooks by which each tool survives a restart."""
         self.live_ids: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
         self.late: set[asyncio.Task[None]] = set()
@@ -116,7 +116,7 @@ class RunTools:
 
     @property
     def num_abandoned(self) -> int:
-        """How many calls run on although their deadline has passed."""
+        """Number of calls that run on although their deadline has passed."""
         return sum(map(self._abandoned, self.tools))
 
     def number_or_none(self, name: str, value: Any) -> float | None:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _SHARE = 0.5
 """Of a call's deadline, for compiling and for running."""
 SLACK_S = 10.0
-"""What the call may take beside the code's own time: waiting for a free sandbox, compiling, the way there and back."""
+"""Seconds of the call beside the code's own time: waiting for a free sandbox, compiling, the way there and back."""
 
 
 class SandboxFusionTool(BaseTool):
@@ -42,7 +42,7 @@ class SandboxFusionTool(BaseTool):
 
     checks_own_arguments = True
     stateless = True
-    """What it remembers of an episode decides nothing."""
+    """Its memory of an episode decides nothing."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -66,7 +66,7 @@ class SandboxFusionTool(BaseTool):
 
     @property
     def max_concurrency(self) -> int:
-        """How many of its calls run at once; others wait for their turn, which is no part of their deadline."""
+        """Number of its calls that run at once; others wait for their turn, which is no part of their deadline."""
         return self._max_concurrent
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

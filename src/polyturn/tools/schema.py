@@ -182,7 +182,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers: text, and images or videos."""
+    """The answer of a tool: text, and images or videos."""
 
     text: str | None = None
     image: list[Any] | None = None

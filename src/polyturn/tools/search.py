@@ -44,7 +44,7 @@ class SearchTool(BaseTool):
 
     checks_own_arguments = True
     stateless = True
-    """What it remembers of an episode decides nothing."""
+    """Its memory of an episode decides nothing."""
     base_key: ClassVar[str | None] = "base_folder"
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
@@ -69,7 +69,7 @@ class SearchTool(BaseTool):
 
     @property
     def num_connected(self) -> int:
-        """How many episodes hold the tool's connections open."""
+        """Number of episodes that hold the tool's connections open."""
         return self._source.num_users
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

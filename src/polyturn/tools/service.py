@@ -37,12 +37,12 @@ FAILURES: dict[Status, ToolFailure] = {
     "refused": ToolFailure.TOOL_ERROR,
     "bad_reply": ToolFailure.EXCEPTION,
 }
-"""What a call that ended so is counted as."""
+"""The failure that a call is counted as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReply:
-    """What a service answered, or why there is no answer."""
+    """The answer of a service, or the reason why there is none."""
 
     status: Status
     data: Any = None
@@ -100,7 +100,7 @@ class HttpService:
 
     @property
     def num_users(self) -> int:
-        """How many users hold the connections open."""
+        """Number of users that hold the connections open."""
         return self._num_users
 
     def open(self) -> None:

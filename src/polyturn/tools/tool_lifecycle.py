@@ -34,14 +34,14 @@ class ToolStartError(PolyturnError, RuntimeError):
 
 
 class EpisodeTools:
-    """What one episode holds of the run's tools."""
+    """One episode's share of the run's tools."""
 
     def __init__(self, box: RunTools, episode_id: str) -> None:
         """Begin with none."""
         self.ids: dict[str, str] = {}
         """The id of each tool's instance, by the tool's name."""
         self.kwargs: Mapping[str, ToolKwargs] = {}
-        """What the row gives the tools, by name."""
+        """The row's arguments for the tools, by name."""
         self._box = box
         self._episode_id = episode_id
         self._half_created: list[str] = []

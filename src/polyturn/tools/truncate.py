@@ -40,7 +40,7 @@ def check_side(side: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLimit:
-    """How much of a text the model reads. None is all of it."""
+    """The part of a text that the model reads. None is all of it."""
 
     max_chars: int | None = None
     max_tokens: int | None = None

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_CPU_S = 0.25
 """Time of the processor for the check of one call."""
 _OPEN = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "patternProperties")
-"""Where one of these stands, arguments may be named elsewhere than in `properties`."""
+"""Keywords beside which arguments may be named elsewhere than in `properties`."""
 
 
 class _OutOfTimeError(Exception):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MIN_SIDE = 28
 """Shortest side of a crop, in pixels."""
 MAX_ASPECT = 100
-"""How many times as long as wide a box may be."""
+"""Number of times as long as wide a box may be."""
 REFUSED_REWARD = -0.05
 
 

@@ -48,7 +48,7 @@ class AlarmThresholds:
     difference_large: float = 0.5
     """A mean difference that no numerics explain."""
     growth: float = 3.0
-    """How many times larger it is behind turn 0, or at the first token of turns, when it starts there."""
+    """Ratio of the difference behind turn 0, or at the first token of turns, to that elsewhere, if it starts there."""
 
 
 class Alarm(NamedTuple):

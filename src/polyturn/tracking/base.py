@@ -1,4 +1,4 @@
-"""RunTracker: what a tracker of one's own inherits, and the small facts about a run that it is told.
+"""RunTracker: the base class for a tracker of one's own, and the facts about a run that it is told.
 
     class Mine(RunTracker):                            tracking: [{name: mine.py:Mine, url: http://...}]
         def __init__(self, run: RunInfo, *, url: str) -> None: ...

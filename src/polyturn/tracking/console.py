@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line a step, and a progress bar for anything longer than two seconds.
+"""The terminal's view of a run: one line a step, and a progress bar for anything longer than two seconds.
 
     step 12/100  success 0.52  reward 0.61  turns 2.3  8,120 tokens/s  loss 0.0123  3.1 s  eta 4m32s
     rollout: 120 of 256 (47 %), 33.1/s, eta 4s

@@ -1,4 +1,4 @@
-"""What every metric means: one sentence for each name that a run may report.
+"""The meaning of every metric: one sentence for each name that a run may report.
 
     meaning("tool/search/calls")  ->  "Calls of this tool; `unknown` counts the names that the model made up."
 

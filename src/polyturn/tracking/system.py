@@ -1,4 +1,4 @@
-"""What the machine does while a run trains: processors, memory and GPUs, looked at in a thread beside the run.
+"""The load of the machine while a run trains: processors, memory and GPUs, sampled in a thread beside the run.
 
     system/cpu_share 0.93   system/memory_share 0.41   system/process_gb 3.2   system/gpu0/busy_share 0.97
 

@@ -61,7 +61,7 @@ class Backend(Stored, Protocol):
 
     @property
     def step_count(self) -> int:
-        """How many optimizer steps were taken or skipped."""
+        """Number of optimizer steps that were taken or skipped."""
         ...
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:

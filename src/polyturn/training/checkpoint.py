@@ -33,7 +33,7 @@ WARM_START = "warm_start"
 _BEST = "best"
 _FORMER, _GONE = ".former-", ".gone-"
 _POLL_S = 0.02
-"""How often it is asked whether shards are written."""
+"""Number of times that it is asked whether shards are written."""
 _MAX_SAVING = 50
 """Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
 

@@ -42,7 +42,7 @@ _NAMES = {
     "loss/grad_norm_clipped": "critic/grad_norm_clipped",
     "loss/skipped_steps": "critic/skipped_steps",
 }
-"""What a backend calls its metrics -> what they are called of a critic."""
+"""A backend's names of metrics -> those of a critic."""
 
 
 class Critic(OverBackend):

@@ -49,7 +49,7 @@ _FILLER = TrainSample(
         ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "correction", "marks"), np.zeros(2, np.float32)
     )
 )
-"""What a rank computes, without weight, while the others still have samples."""
+"""The sample that a rank computes, without weight, while the others still have samples."""
 
 
 def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "flights"
 """The folder in a run's folder."""
 _TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
-"""How the ids of episodes of training begin; those of evaluations do not."""
+"""The beginning of the ids of training episodes; those of evaluations differ."""
 _MIN_WASTE = 1 << 20
 """Bytes of lines without use from which on a journal is written anew, if they are also more than half of it."""
 _TO_JSON = json.JSONEncoder(separators=(",", ":"))
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a line stands in the file."""
+    """The place of a line in the file."""
 
     offset: int
     length: int
@@ -69,7 +69,7 @@ _Lines = dict[int, dict[str, list[_Place]]]
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """What the file has of one episode."""
+    """The lines of one episode in the file."""
 
     held: JournaledEpisode
     first: _Place
@@ -101,7 +101,7 @@ class JournalFile:
         """Episodes that were in flight when the run before this one ended, and did not start here yet."""
         self._counts: Counter[str] = Counter()
         self._unsaid: Counter[str] = Counter()
-        """What became of episodes that were in flight, and was not said yet."""
+        """The fates of episodes that were in flight, not reported yet."""
         self._reasons: Counter[str] = Counter()
         self._warned: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""What each token contributes to the loss of one micro-batch, and the figures that are read off on the way.
+"""The contribution of each token to the loss of one micro-batch, and the figures that are read off on the way.
 
     targets (logprobs, advantages, old, reference)  ->  policy loss + kl_coef * KL - entropy_coef * entropy   [S]
 
@@ -31,13 +31,13 @@ class LossSettings:
     """The loss: sum over tokens of coef * (policy_loss + kl - entropy + distill), each of them weighed."""
 
     policy_loss: PolicyLoss = ppo_clip
-    """What a token contributes."""
+    """The policy loss of a token."""
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Its options, such as clip_low and clip_high."""
     distill: DistillSettings | None = None
     """Draws the policy to the teacher, on the tokens that the policy sampled."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
-    """How tokens are averaged, and what stands beside the policy loss. The ratio's denominator is the samples' old_logprobs;
+    """The average over tokens, and the terms beside the policy loss. The ratio's denominator is the samples' old_logprobs;
     where the whole batch has none it is on-policy by definition, the ratio is 1 and only its gradient counts, which is right
     for exactly one update on fresh rollouts."""
 

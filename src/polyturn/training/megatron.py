@@ -34,7 +34,7 @@ from polyturn.training.part_loading import is_unread
 
 
 class Megatron(OverRanks):
-    """What megatron-core splits: parameters, gradients, moments."""
+    """The placement of parameters, gradients and moments that megatron-core splits."""
 
     def __init__(self, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
         """Split by `degrees`."""

@@ -291,7 +291,7 @@ class _FromPrevious(torch.autograd.Function):
 
 
 class _ToNext(torch.autograd.Function):
-    """What the last stage makes of these hidden states; their gradient comes from the next one."""
+    """The last stage's function of these hidden states; their gradient comes from the next one."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shape: tuple[int, ...]) -> Tensor:

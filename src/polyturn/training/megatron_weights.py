@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     sources: tuple[str, ...]
     """The weights of the Hugging Face model that it is made of."""
     layout: str = "whole"
-    """How ranks share it: whole, rows, columns, qkv or gate_up."""
+    """The split among ranks: whole, rows, columns, qkv or gate_up."""
     expert: int | None = None
     """Of sources that hold all experts of a layer, the one that this is."""
 
@@ -189,7 +189,7 @@ def pieces(entry: Entry, held: Tensor, *, num_groups: int, head_dim: int) -> Seq
 
 
 class ShardedNames(Names):
-    """Who holds what of one model, by Hugging Face's names."""
+    """The ranks that hold each part of one model, by Hugging Face's names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the processes of a run hold, in bytes, and how long new weights take: formulas over the sizes of a model.
+"""The memory of a run's processes, and the duration of a weight sync: formulas over the sizes of a model.
 
     rank      (b + m + 8 + g) P / N, b P / N for each frozen model, the gathered blocks, activations     FSDP2 over N, AdamW
     server    b P / t + KV cache                                                                         t: tensor parallel
@@ -32,7 +32,7 @@ class ModelSize:
     parameters: int
     """Tied ones count once."""
     trained: int
-    """How many of them have gradients: with an adapter those of the adapter."""
+    """Number of them with gradients: with an adapter those of the adapter."""
     layer: int
     """Parameters of the largest layer, which is gathered by itself."""
     outside: int
@@ -92,13 +92,13 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """What a run asks of each trainer rank beside the model."""
+    """The demands of a run on each trainer rank beside the model."""
 
     ranks: int = 1
     expert_parallel: int = 1
     """Ranks of a row that shares experts, under FSDP2."""
     megatron: Degrees | None = None
-    """How a row of ranks splits the copy that it has; None shards one copy over all ranks (FSDP2)."""
+    """The split of a copy within a row of ranks; None shards one copy over all ranks (FSDP2)."""
     num_trained: int = 1
     """Models of this size that are trained: the policy, and a critic where the estimator needs one."""
     num_frozen: int = 0

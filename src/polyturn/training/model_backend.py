@@ -58,7 +58,7 @@ Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
 
 class Placement:
-    """Where the parameters of a network lie, and what its passes and checkpoints need because of it.
+    """The placement of a network's parameters, and the needs of its passes and checkpoints that follow from it.
 
     Here everything is where the model is; an engine may share its tensors, which are only ever written in place.
     """
@@ -141,12 +141,12 @@ class ModelBackend:
 
     @property
     def model(self) -> nn.Module:
-        """What is trained, under the names that a state uses."""
+        """The trained model, under the names that a state uses."""
         return self.network.saved
 
     @property
     def step_count(self) -> int:
-        """How many optimizer steps were taken or skipped."""
+        """Number of optimizer steps that were taken or skipped."""
         return self.optimizer.step_count
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:

@@ -61,13 +61,13 @@ class Network(nn.Module):
     """A network as a backend trains it; a subclass implements `forward`."""
 
     whose = "checkpoint"
-    """How error messages call a state of it."""
+    """The name of a state of it in error messages."""
     backbone: PreTrainedModel
     """The part with decoder layers, which may be split over ranks."""
     encoders: Sequence[nn.Module] = ()
-    """What only some ranks would run (`modality_encoders`); empty where one process runs everything."""
+    """Modules that only some ranks would run (`modality_encoders`); empty where one process runs everything."""
     names = Names()
-    """How its tensors are named and split."""
+    """The names and splits of its tensors."""
 
     @property
     def saved(self) -> nn.Module:
@@ -76,7 +76,7 @@ class Network(nn.Module):
 
     @property
     def heads(self) -> tuple[nn.Module, ...]:
-        """What is sharded by itself beside the layers."""
+        """The modules that are sharded by themselves beside the layers."""
         return ()
 
     def scores(self, batch: MicroBatch) -> Tensor:

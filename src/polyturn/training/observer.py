@@ -45,12 +45,12 @@ def _no_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlsoRecord:
-    """What a run records beside its metrics and trajectories."""
+    """The records of a run beside its metrics and trajectories."""
 
     train_dump: TrajectoryDump | None = None
     eval_dump: TrajectoryDump | None = None
     store: StoreSettings = field(default_factory=StoreSettings)
-    """How much of the trajectories is kept."""
+    """The trajectories that are kept."""
     trackers: Sequence[TrackerSpec] = ()
     """Programs that the numbers are passed on to."""
     environ: Mapping[str, str] = field(default_factory=dict)

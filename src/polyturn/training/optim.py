@@ -24,7 +24,7 @@ from polyturn.training.shards import local_part
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter."""
+"""AdamW's state of a parameter."""
 
 
 def lr_factor(step: int, settings: OptimSettings) -> float:

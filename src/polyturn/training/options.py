@@ -1,4 +1,4 @@
-"""What can be chosen about training: the loop, the optimizer, the critic, the adapter, the supervised start.
+"""Options of training: the loop, the optimizer, the critic, the adapter, the supervised start.
 
     train: {steps: 200, groups_per_step: 32, distributed: {ranks: 4}}       TrainOptions
     train: {optim: {lr: 1.0e-6, warmup_steps: 0.03, schedule: cosine}}      OptimSettings
@@ -33,14 +33,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """What the learning rate does after the warm-up: it stays, or it falls."""
+    """The learning rate after the warm-up: it stays, or it falls."""
 
     PART: ClassVar[str] = "linear, cosine"
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """constant, or the shape of a fall to `min_lr_ratio` at `total_steps`."""
     total_steps: Annotated[int, Field(ge=1)] | None = None
-    """Where the fall ends; null takes the steps of the run."""
+    """The step at which the fall ends; null takes the steps of the run."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The learning rate at its end, as a share of `lr`."""
 
@@ -104,7 +104,7 @@ class CriticSettings:
     """Steps at the start of the run in which only the critic is trained, so that the policy does not follow a critic that
     knows nothing."""
     clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """How far a value may move in a step and still be drawn to its return; null does not clip."""
+    """The distance that a value may move in a step and still be drawn to its return; null does not clip."""
     optim: OptimSettings = OptimSettings(lr=1e-5)
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class SftOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedOptions:
-    """How the model that trains is spread over devices, by `train.backend`."""
+    """The distribution of the trained model over devices, by `train.backend`."""
 
     ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
         "tensor_parallel": ("torch", "megatron"),
@@ -200,14 +200,14 @@ class TrainOptions:
     """Tokens in one forward and backward, padding included."""
     layout: Annotated[LayoutOptions, BeforeValidator(by_name)] = field(default_factory=LayoutOptions)
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """How many policy versions a token may be behind when it is trained on; 0 is synchronous training."""
+    """Number of policy versions that a token may be behind when it is trained on; 0 is synchronous training."""
     oversample: Annotated[float, Field(ge=0, le=8)] = 0.0
     """Groups that are started beyond those that a step trains on, as a share of these; the first complete ones are taken."""
     leftover: Literal["cancel", "carry"] = "cancel"
-    """What becomes of the others: they are cut off and counted (cancel), or go on and are trained in a later step, within
+    """The fate of the others: they are cut off and counted (cancel), or go on and are trained in a later step, within
     max_staleness (carry), so that no length is left out."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
-    """How many further tasks are tried in place of a group whose rewards are all equal (for an estimator of turns also
+    """Number of further tasks that are tried in place of a group whose rewards are all equal (for an estimator of turns also
     the scores of their turns); 0 is none."""
     replay: Annotated[float, Field(ge=0, le=4)] = 0.0
     """Groups of earlier steps that are trained on again beside the new ones, as a share of these, within max_staleness."""
@@ -216,14 +216,14 @@ class TrainOptions:
     a fiftieth of it; 0 saves only at the start, at the end, and when the run is interrupted by anything but kill -9. A warm
     start is saved by time alone."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """How many of the newest ones stay; the best one always does."""
+    """Number of the newest ones that stay; the best one always does."""
     keep_checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoints of every so many steps stay for good; 0 is none."""
     on_checkpoint_error: Literal["stop", "warn"] = "stop"
-    """What follows a checkpoint that cannot be written, on a full disk for instance: the run ends, with the last good one
+    """The consequence of a checkpoint that cannot be written, as on a full disk: the run ends, with the last good one
     intact (stop), or goes on and tries again at the next (warn)."""
     backend: str = BACKEND
-    """What holds and splits the model that trains: torch (FSDP2 where there are several ranks), megatron (megatron-core, the
+    """The backend of the trained model: torch (FSDP2 where there are several ranks), megatron (megatron-core, the
     extra `megatron`; docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
     distributed: DistributedOptions = DistributedOptions()
     optim: OptimSettings = OptimSettings()

@@ -39,7 +39,7 @@ class PackedView:
     def __init__(self, packing: Packing, device: torch.device) -> None:
         self.packing = packing
         self.num_calls = 0
-        """How many layers asked."""
+        """Number of layers that asked."""
         self._device = device
         self._band: Tensor | None = None
         self._block_mask: Any = None

@@ -65,7 +65,7 @@ class ModelPolicy(OverBackend):
 
     @property
     def step_count(self) -> int:
-        """How many optimizer steps were taken or skipped."""
+        """Number of optimizer steps that were taken or skipped."""
         return self.backend.step_count
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:

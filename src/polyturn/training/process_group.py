@@ -51,7 +51,7 @@ class GroupTeam:
         self._lost: str | None = None
         self._is_closed = False
         self.last_word: Any = None
-        """What the followers are told when they may end."""
+        """The last message to the followers, when they may end."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Let every rank run `command` on its share, and return what each returned.

@@ -27,7 +27,7 @@ from polyturn.training.update import Update
 logger = logging.getLogger(__name__)
 
 _ABORT_S = 5.0
-"""How long an engine may take to say what a group that is cut off had sampled."""
+"""Seconds that an engine may take to say what a group that is cut off had sampled."""
 
 
 class _Started(NamedTuple):

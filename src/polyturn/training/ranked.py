@@ -67,7 +67,7 @@ class RankedBackend:
         self._mirror = mirror
         self._bucket_bytes = bucket_bytes
         self._folder = Path()
-        """Where a checkpoint was last written to."""
+        """The folder of the latest checkpoint."""
         self._all("make", spec)
         if start is not None:
             for piece in buckets(start):

@@ -1,4 +1,4 @@
-"""What a step made of each trajectory, for the records: advantages, the trainer's log-probabilities, why one was left out.
+"""The results of a step for each trajectory's record: advantages, the trainer's log-probabilities, reasons to drop one.
 
 A person who looks at a token wants to know why it was trained or not; the samples know it, and are gone after the step.
 Arrays are over the sampled tokens of a trajectory, in the order of its segments, as the store keeps them.

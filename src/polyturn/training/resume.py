@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that resumes it must have in common, so that no task is skipped or visited twice.
+"""The agreement of a checkpoint and the run that resumes it, so that no task is skipped or visited twice.
 
 Weights, optimizer, tokenizer and the order of tasks are compared by those that own them. Left are the settings that decide
 which tasks a step trains on, and the tasks themselves. Everything else may change between two parts of a run.

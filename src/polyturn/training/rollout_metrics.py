@@ -1,4 +1,4 @@
-"""What the trajectories of a step show, as metrics under rollout/ reward/ tokens/ tool/ time/ and buffer/.
+"""Metrics of a step's trajectories, under rollout/ reward/ tokens/ tool/ time/ and buffer/.
 
 Separate from the loop because the numbers come from records alone: stored trajectories give the same ones.
 """

@@ -1,4 +1,4 @@
-"""What one pass says about its routers: how evenly they use their experts, and how far they are from the engine's choice.
+"""Figures of a pass's routers: the evenness of their experts' load, and their distance from the engine's choice.
 
 Separate from the forward pass because it looks only at what routers left behind (`engines/routers.py`).
 """

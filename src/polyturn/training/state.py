@@ -1,4 +1,4 @@
-"""What the training loop is told and keeps: its settings, its state, and what it speaks to. Values alone.
+"""The values of the training loop: its settings, its state, and the parts that it calls.
 
 LoopSettings    how long and how much          LoopState     where a run is, kept in every checkpoint
 Data, EngineLink, Saving    the tasks, the engine and the checkpoints of a run, as the loop needs them
@@ -34,7 +34,7 @@ class LoopSettings:
 
 @dataclass(slots=True, kw_only=True)
 class LoopState:
-    """Where a run is; what a checkpoint keeps beside the policy."""
+    """The state of a run that a checkpoint keeps beside the policy."""
 
     step: int = 0
     best: float = -math.inf
@@ -61,9 +61,9 @@ class EngineLink:
 
     channel: WeightChannel
     busy_s: Callable[[], float]
-    """How many seconds it spent generating so far."""
+    """Seconds that it spent generating so far."""
     metrics: Callable[[], Mapping[str, float]] = dict
-    """How it fared since it was last asked."""
+    """Its metrics since it was last asked."""
     snapshots: PolicySnapshots = field(default_factory=PolicySnapshots)
     """Copies of the trained policy that episodes also ask."""
     trains_in_thread: bool = False
@@ -72,7 +72,7 @@ class EngineLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """Where a run's state goes, and how its model is written there."""
+    """The destination of a run's state, and the format of its model there."""
 
     checkpoints: Checkpoints
     export: Callable[[Path], object]

@@ -1,4 +1,4 @@
-"""What the ranks of a row split of the decoder layers, after the plans that transformers ships with a model.
+"""The split of decoder layers among the ranks of a row, after the plans that transformers ships with a model.
 
     colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up    of an adapter: its B
     rowwise   its inputs are split, its outputs summed               o, down              of an adapter: its A
@@ -27,7 +27,7 @@ from polyturn.training.lora import ADAPTER
 _SUMMED = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How configs call the number of experts of a layer."""
+"""The configs' names for the number of experts of a layer."""
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:

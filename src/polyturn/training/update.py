@@ -49,12 +49,12 @@ class UpdateSettings:
     loss_scale: LossScale | None = None
     """Which sampled tokens are trained; None is all but those that a scheduler masked."""
     min_members: int = 1
-    """How many members with a reward a group needs to teach anything; never fewer than the estimator declares."""
+    """Number of members with a reward that a group needs to teach anything; never fewer than the estimator declares."""
     drop_small_groups: bool = True
     """Whether a smaller group leaves the loss; else its advantages are 0 and what else the loss holds is trained."""
     drop_zero_variance: bool = True
     correction: CorrectionSettings | None = None
-    """How tokens are weighed and rejected that were sampled off the policy; None takes them as they are."""
+    """The weights and rejection of tokens that were sampled off the policy; None takes them as they are."""
 
     @property
     def uses_engine_logprobs(self) -> bool:
@@ -71,7 +71,7 @@ class StepResult(NamedTuple):
 
 
 class Revised(NamedTuple):
-    """What a step is to train on."""
+    """The groups, samples and advantages that a step is to train on."""
 
     groups: Sequence[TrajectoryGroup]
     """Others than those of the step are credited again."""
@@ -272,7 +272,7 @@ class Update:
 
     @property
     def stored(self) -> dict[str, Stored]:
-        """What checkpoints keep in shards, each in a folder of its name."""
+        """The parts that checkpoints keep in shards, each in a folder of its name."""
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @property

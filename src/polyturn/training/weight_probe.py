@@ -1,4 +1,4 @@
-"""WeightProbe: what an engine says about its weights: logprobs of tokens that it samples, and the version they carry.
+"""WeightProbe: logprobs of tokens that an engine samples, and the weight version that they carry.
 
 Two ways to hold an engine to the trainer's weights:
 

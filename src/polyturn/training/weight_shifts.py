@@ -24,7 +24,7 @@ class WeightShifts:
 
     def __init__(self) -> None:
         self._were: dict[tuple[str, Hashable], Tensor] = {}
-        """What moved parts were."""
+        """The values of moved parts before."""
 
     def shift(self, names: Sequence[str], parts: Mapping[str, Mapping[Hashable, Tensor]], scale: float) -> None:
         """Move what is here of a group to `scale` times its noise from where it was; 0 puts it back.

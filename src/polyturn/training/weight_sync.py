@@ -51,7 +51,7 @@ _FIRST_SCALE, _GROWTH, _MAX_GROWTHS = 1e-3, 4.0, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What the start-up proof measured."""
+    """The measurements of the start-up proof."""
 
     noise: float
     """Largest difference of a sampled token's logprob between engine and trainer, on the same weights."""

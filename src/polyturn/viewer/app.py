@@ -56,7 +56,7 @@ MAX_LIMIT = 1000
 MAX_QUERIES = 2
 """Conditions of SQL, searches and exports that are worked on at one moment; each may take a gigabyte."""
 WATCH_S = 0.2
-"""How often it is asked whether the client of a query is still there."""
+"""Number of times that it is asked whether the client of a query is still there."""
 
 
 def create_app(

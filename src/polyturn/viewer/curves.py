@@ -19,7 +19,7 @@ from polyturn.core.errors import DataError, did_you_mean
 
 Values = NDArray[np.float64]
 AXES = {"step": "", "time": "time/step_s", "tokens": "tokens/sampled"}
-"""What a curve may be drawn over -> the metric whose sum over the steps it is."""
+"""The x axes of a curve -> the metric whose sum over the steps each is."""
 COLUMNS = 300
 """Columns of a chart; each shows at most four points."""
 

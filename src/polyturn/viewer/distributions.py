@@ -1,4 +1,4 @@
-"""How numbers of trajectories and tokens are distributed at each step, and what the parts of the reward add up to.
+"""Distributions of numbers of trajectories and tokens at each step, and the sums of the reward's parts.
 
     600 steps of 128 rewards  ->  at most 60 columns of steps x 24 bins, how many fall into each
 

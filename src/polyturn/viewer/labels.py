@@ -25,7 +25,7 @@ _Key = tuple[str, int, str]
 
 
 class Label(NamedTuple):
-    """What somebody wrote about a trajectory."""
+    """A user's label of a trajectory."""
 
     label: str
     note: str

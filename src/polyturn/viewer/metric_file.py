@@ -24,7 +24,7 @@ class MetricFile:
         """Name the file; `refresh` reads it."""
         self.lines: list[dict[str, Any]] = []
         self.names: dict[str, None] = {}
-        """What any line has a number for, in the order in which the names came."""
+        """The names with a number in any line, in the order in which they came."""
         self.problem = ""
         self.is_there = True  # until it has been looked for
         self.written_at = 0.0

@@ -1,4 +1,4 @@
-"""What a run came to, in tables: its facts, evaluations before and after, why episodes stopped, its tools, its settings.
+"""A run's results in tables: its facts, evaluations before and after, stop reasons, its tools, its settings.
 
     facts {"steps": "600", …}    before_after {"greedy: success": "0.103 → 0.871"}    stop_reasons {"stop": "960 (75.0 %)"}
     tools [{"name": "search", "calls": 812, "failed": 9, "p50_s": 0.02, "p99_s": 0.4, "errors": {"timeout": 9}}]

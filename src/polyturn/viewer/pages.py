@@ -1,4 +1,4 @@
-"""What the pages need before any data: static files, headers, rules, and problems as sentences.
+"""Shared by all pages before any data: static files, headers, rules, and problems as sentences.
 
     GET /                the page           GET /static/{name}    what it loads
     PolyturnError        422 {"detail": "there is no trajectory 'g9/9'; …"}

@@ -20,7 +20,7 @@ from polyturn.viewer.metric_file import MetricFile
 SILENT_S = 300.0
 """Seconds without a line, or ten of its longest late steps, after which a run that is not at its end is called silent."""
 NOTHING = {"state": "", "end": "", "last_step": None, "planned": 0, "silent_s": 0.0, "spent_s": 0.0, "written_at": 0.0}
-"""What is known of a run that cannot be read."""
+"""The progress of a run that cannot be read."""
 
 
 def planned_steps(config: Mapping[str, Any], section: str) -> int:

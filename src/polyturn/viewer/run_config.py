@@ -15,11 +15,11 @@ MAX_BYTES = 1 << 20
 MAX_ALIASES = 20
 """References of a config to parts of itself; each may double what it says."""
 MAX_DEPTH = 100
-"""How deep its parts may lie in one another; the time to read them grows with the square."""
+"""The depth to which its parts may be nested; the time to read them grows with the square."""
 
 
 class ReadConfig(NamedTuple):
-    """What a run was configured with."""
+    """The configuration that a run was started with."""
 
     values: dict[str, Any]
     problem: str = ""

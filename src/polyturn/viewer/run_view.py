@@ -1,4 +1,4 @@
-"""RunView: what the pages show of one run, as plain data for JSON.
+"""RunView: one run as plain data for JSON, as the pages show it.
 
 A run goes on while it is looked at, so everything is read as far as it is written; each answer first asks the store and the
 metrics file whether there is more. What cannot be read is named in `problems`, never hidden and never fatal.

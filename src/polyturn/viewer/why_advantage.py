@@ -29,7 +29,7 @@ TOLERANCE = 2e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupComparison:
-    """What an estimator of one group sees."""
+    """The group that an estimator compares."""
 
     own: float
     rewards_G: NDArray[np.float64]

@@ -30,7 +30,7 @@ class Share(NamedTuple):
 
     @property
     def reward(self) -> float:
-        """What it earned."""
+        """The agent's reward, summed over its turns."""
         assert self.trajectory.reward is not None
         return self.trajectory.reward.total if self.agent is None else self.trajectory.reward.of(self.agent)
 

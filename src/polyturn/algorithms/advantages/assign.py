@@ -89,7 +89,7 @@ def first_not_finite(samples: Sequence[TrainSample]) -> str | None:
 
 
 class _Views(NamedTuple):
-    """What an estimator is shown of a step."""
+    """The views of a step that estimators are given."""
 
     batch: list[GroupView]
     owned: list[list[int]]

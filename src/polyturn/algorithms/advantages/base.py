@@ -1,4 +1,4 @@
-"""What an estimator sees, what it answers, and what it says about itself.
+"""The interface of an advantage estimator: its inputs, its results, and its declared traits.
 
     group    (rewards_G, samples_G, **options) -> for each member, for each of its samples, [T]
     batch    (batch, **options) -> BatchAdvantages     a batch is a list of `GroupView`, a group a list of `MemberView`
@@ -34,7 +34,7 @@ advantages: Registry[Estimator] = Registry("estimators")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What an estimator needs, and what may be spared it."""
+    """The inputs that an estimator needs, and the work that can be saved where it needs them not."""
 
     scope: Literal["group", "batch"] = "group"
     min_group: int = 1
@@ -106,7 +106,7 @@ class MemberView:
 
     id: str
     reward: float
-    """What it earned."""
+    """The turn's reward."""
     samples: tuple[TrainSample, ...]
     components: Mapping[str, float] = field(default_factory=dict)
     """Named scores that the reward was made of, and the numbers that the reward function returned beside its score."""
@@ -128,7 +128,7 @@ class MemberView:
 
     @property
     def total(self) -> float:
-        """What it earned, and what its tokens cost."""
+        """The trajectory's reward, with the costs of its tokens."""
         return self.reward + self.penalty
 
 
@@ -139,7 +139,7 @@ class GroupView:
     id: str
     members: tuple[MemberView, ...]
     greedy_reward: float | None = None
-    """What a greedily decoded rollout of the task earned; None where there was none, or it failed."""
+    """The reward of a greedily decoded rollout of the task; None where there was none, or it failed."""
 
     @property
     def totals(self) -> Rewards:
@@ -148,7 +148,7 @@ class GroupView:
 
 
 class BatchAdvantages(NamedTuple):
-    """What an estimator of a batch returns."""
+    """The result of an estimator that sees a whole batch."""
 
     advantages: list[list[list[Floats]]]
     """For each group, member and sample [T], 0 where nothing is weighted."""
@@ -182,7 +182,7 @@ class Stream(NamedTuple):
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Where in the stream each turn that has trained tokens ends: the index of its last one."""
+        """The index in the stream of the last token of each turn that has trained tokens."""
         return np.flatnonzero(np.append(self.turn_N[1:] != self.turn_N[:-1], True)) if len(self.turn_N) else self.turn_N
 
 
@@ -199,7 +199,7 @@ def stream(samples: Sequence[TrainSample]) -> Stream:
 
 
 Outcome = Literal["rest", "add", "ignore", "end"]
-"""How a trajectory's reward and the scores of its turns become the reward of each turn.
+"""The ways in which a trajectory's reward and the scores of its turns become the reward of each turn.
 
 rest      its score; the last turn also gets what the scores leave of the trajectory's reward, so that they sum to it
 add       its score; the last turn also gets the trajectory's reward

@@ -1,4 +1,4 @@
-"""What a policy loss is, and the parts that several are made of.
+"""The interface of a policy loss, and the terms that several losses share.
 
 Separate from aggregation: a loss here says what one token contributes, `aggregate.py` says how much each token counts, and
 the trainer's loss is the sum of both multiplied. So no loss needs to know a batch, and gradients of micro-batches add up.

@@ -1,1 +1,1 @@
-"""The commands of `polyturn`: what each takes and says about itself. Their work is done by the modules of `cli`."""
+"""The commands of `polyturn`: their arguments and help texts. Their work is done by the modules of `cli`."""

@@ -34,7 +34,7 @@ _USED = {
     "mcp": {*_PLACE, "idle", "deadline", "grace"},
     "openai": {*_PLACE, *_MODEL, "model_name", "record", "idle"},
 }
-"""What each kind of server reads of the command's parameters, by the parameter that asks for it."""
+"""The parameters that each kind of server reads, by the parameter that asks for it."""
 
 
 ConfigOption = Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")]

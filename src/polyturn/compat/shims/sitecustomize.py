@@ -1,4 +1,4 @@
-"""Runs first in every process of `polyturn run-as`: what stands in for the library is found wherever it stands on the path.
+"""Runs first in every process of `polyturn run-as`, and puts the stand-in before the library, wherever that is on the path.
 
 A program that puts the working directory, its own folder or the root of its tests there would else import the library from a
 checkout. Nothing of polyturn is imported before the library is.

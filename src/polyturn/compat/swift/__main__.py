@@ -1,4 +1,4 @@
-"""`python -m polyturn.compat.swift rlhf …`: what the program `swift` does; `megatron rlhf …` is that of `megatron`."""
+"""`python -m polyturn.compat.swift rlhf …` runs as the program `swift`; `megatron rlhf …` as the program `megatron`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class MaskError(SchedulerError, AssertionError):
 
 
 class SchedulerEngine(ABC):
-    """What a scheduler of this process generates with; a plain object with `infer_async` does as well."""
+    """The engine of a scheduler in this process; a plain object with `infer_async` does as well."""
 
     @abstractmethod
     async def infer_async(
@@ -108,7 +108,7 @@ class RolloutScheduler(ABC):  # noqa: B024
 
     @property
     def engine(self) -> Any:
-        """What it generates with."""
+        """The engine that generates."""
         return self.infer_engine
 
     @property

@@ -60,15 +60,15 @@ class InferCall(NamedTuple):
     turn: OpenTurn
     response: ChatCompletionResponse
     ids: tuple[SampledId, ...]
-    """What was sampled, as the response holds it."""
+    """The sampled ids, as the response holds them."""
     text: SampledText
-    """What was said, without what a stop word cut off, as the response holds it."""
+    """The text without the part that a stop word cut off, as the response holds it."""
     is_open: bool
     """Whether a stop word cut it, so that the message has no end."""
 
 
 class _Given(NamedTuple):
-    """What a step said about the ids of the turn that it answers."""
+    """Ids of the answered turn, as a step gave them."""
 
     ids: Sequence[int] | None
     mask: Sequence[int] | None
@@ -127,12 +127,12 @@ class EpisodeEngine(SchedulerEngine):
 
     @property
     def processor(self) -> Any:
-        """What schedulers take for the processor of a model that sees: its tokenizer."""
+        """The tokenizer, under the name that schedulers of vision models use."""
         return self.tokenizer
 
     @property
     def max_model_len(self) -> int | None:
-        """How long a conversation may be."""
+        """The longest conversation, in tokens."""
         return self._episode.limits.max_context
 
     @property

@@ -239,7 +239,7 @@ class OpenEnvScheduler(GYMScheduler):
     max_concurrent_envs = 4
     """Environments that one call of `on_trajectory_start` opens at once."""
     env_config_defaults: dict[str, Any] = {}  # noqa: RUF012  (subclasses replace it)
-    """What a row's `env_config` may leave out."""
+    """Defaults of a row's `env_config`."""
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
         return OpenEnvWrapper(env_config)

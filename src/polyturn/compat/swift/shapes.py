@@ -1,4 +1,4 @@
-"""What schedulers written for ms-swift define, checked before a run."""
+"""The methods that schedulers written for ms-swift define, checked before a run."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Prompt = list[Word]
 
 
 class ContextType(StrEnum):
-    """What a piece of a conversation is; strategies of a loss scale are asked about responses."""
+    """The kind of a piece of a conversation; strategies of a loss scale are asked about responses."""
 
     RESPONSE = "response"
     SUFFIX = "suffix"
@@ -24,7 +24,7 @@ class ContextType(StrEnum):
 
 @dataclass
 class TemplateMeta:
-    """What is known about a template."""
+    """Facts about a template."""
 
     is_thinking: bool = False
     """Whether it writes reasoning of its own accord."""
@@ -41,7 +41,7 @@ class Template:
 
     @property
     def processor(self) -> Any:
-        """What schedulers take for the processor: the tokenizer."""
+        """The tokenizer, under the name that schedulers use for a processor."""
         return self.tokenizer
 
     def _get_response_prefix(self, inputs: Any = None) -> str:

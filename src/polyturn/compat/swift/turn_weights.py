@@ -73,7 +73,7 @@ def settle(
 
 
 class _TurnPlace(NamedTuple):
-    """Where an id was sampled."""
+    """The turn and place where an id was sampled."""
 
     turn: int
     at: int

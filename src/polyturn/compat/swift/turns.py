@@ -1,4 +1,4 @@
-"""What a scheduler in ms-swift's form collects of its turns: ids, masks and logprobs, a list for each assistant message.
+"""The turns of a scheduler in ms-swift's form: ids, masks and logprobs, a list for each assistant message.
 
 Apart from the loop in `base.py` because nothing here decides anything.
 """

@@ -39,7 +39,7 @@ _REGISTERED: dict[str, type[AgentLoopBase]] = {}
 
 
 class TokenOutput(BaseModel):
-    """What one `generate` returns."""
+    """The result of one `generate`."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -69,7 +69,7 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """What `run` returns: a prompt, everything that followed it, and which of that the model wrote."""
+    """The result of `run`: a prompt, everything that followed it, and which of that the model wrote."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -152,7 +152,7 @@ class ToolListWrap:
 
 
 class AsyncLLMServerManager(ABC):
-    """Where an agent loop generates; the native one is `agent_scheduler.EpisodeServer`."""
+    """The server that an agent loop generates with; the native one is `agent_scheduler.EpisodeServer`."""
 
     codec: Any = None
     """The tokenizer and template of the run."""
@@ -254,7 +254,7 @@ AGENT_LOOP = Shape(
     bases=(AgentLoopBase,),
     calls={"run": CallShape(num=1, names=("raw_prompt",), write="async def run(self, sampling_params, **kwargs)")},
 )
-"""What the class of an agent loop defines."""
+"""The methods of an agent loop's class."""
 
 
 def register(agent_name: str) -> Callable[[_Class], _Class]:

@@ -1,4 +1,4 @@
-"""What verl's two forms of a batch share: the error that they raise where verl asserts, and mini-batches of rows."""
+"""Shared by verl's two forms of a batch: the error that they raise where verl asserts, and mini-batches of rows."""
 
 from __future__ import annotations
 

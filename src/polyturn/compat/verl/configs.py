@@ -72,7 +72,7 @@ def update_dict_with_config(dictionary: dict[str, Any], config: Any) -> None:
 
 
 class RolloutCorrectionConfig(BaseConfig):
-    """What `rollout_corr_helper` is asked for, and verl's names of common choices."""
+    """Settings of `rollout_corr_helper`, and verl's names of common choices."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "rollout_is": "sequence",
@@ -137,7 +137,7 @@ class PolicyLossConfig(BaseConfig):
 
 
 class ActorConfig(BaseConfig):
-    """What a policy loss reads."""
+    """The settings that a policy loss reads."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "clip_ratio": 0.2,

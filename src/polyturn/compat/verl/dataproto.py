@@ -89,12 +89,12 @@ class _Row:
     segment: Segment
     index: int
     num_prompt: int
-    """How many tokens stand before the first one that the model wrote."""
+    """Number of tokens before the first one that the model wrote."""
     num_turns: int
     reward: float
     reward_info: Mapping[str, Any]
     other: Mapping[str, Any]
-    """What is not a tensor."""
+    """The columns that are no tensors."""
 
 
 def _row(group: TrajectoryGroup, trajectory: Trajectory, index: int) -> _Row:

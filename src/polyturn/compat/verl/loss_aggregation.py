@@ -1,4 +1,4 @@
-"""How verl's losses of tokens become one number, and how a loss that was written for verl becomes a native one.
+"""verl's reductions of token losses, and the conversion of a loss that was written for verl to a native one.
 
     agg_loss(loss_BR, mask_BR, "token-mean")  ->  a scalar
     as_policy_loss(fn)                        ->  a native loss, whose tokens are those that `fn` hands to `agg_loss`
@@ -23,7 +23,7 @@ PolicyLossFn = Callable[..., tuple[Any, ...]]
 """(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …) -> (scalar loss, metrics)."""
 
 _captured: contextvars.ContextVar[list[tuple[Tensor, Tensor]] | None] = contextvars.ContextVar("captured", default=None)
-"""What `agg_loss` was given and what it returned, while a policy loss runs in training."""
+"""The arguments and results of `agg_loss`, while a policy loss runs in training."""
 
 
 def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:

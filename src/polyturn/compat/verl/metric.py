@@ -11,7 +11,7 @@ import torch
 
 
 class AggregationType(Enum):
-    """What is made of the numbers."""
+    """The reduction of a metric's numbers."""
 
     MEAN = "mean"
     SUM = "sum"

@@ -52,7 +52,7 @@ class DataProto:
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     """Column -> array [B] of objects."""
     meta_info: dict[str, Any] = field(default_factory=dict)
-    """What holds for all rows."""
+    """Facts about all rows."""
 
     def __post_init__(self) -> None:
         self.check_consistency()

@@ -55,7 +55,7 @@ class FinishReasonTypeEnum(str, Enum):  # noqa: UP042  (users see the text of a 
 
 
 class AsyncRolloutRequestStateEnum(str, Enum):  # noqa: UP042
-    """Where a request is in its life."""
+    """The states of a request."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -66,7 +66,7 @@ class AsyncRolloutRequestStateEnum(str, Enum):  # noqa: UP042
 
 
 class TokenizationSanityCheckModeEnum(str, Enum):  # noqa: UP042
-    """How closely held ids are compared with a full render."""
+    """The strictness with which held ids are compared with a full render."""
 
     DISABLE = "disable"
     STRICT = "strict"

@@ -28,7 +28,7 @@ _is_on: contextvars.ContextVar[bool] = contextvars.ContextVar("is_on", default=T
 
 
 class TraceBackend:
-    """Where operations are recorded; this one writes a DEBUG line per operation."""
+    """The destination of recorded operations; this one writes a DEBUG line per operation."""
 
     def record(
         self,

@@ -81,7 +81,7 @@ class _Drawn:
     size: int
     order: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """Where each finished epoch ends in `order`."""
+    """The end of each finished epoch in `order`."""
     left: Iterator[int] | None = None
 
     def at(self, number: int) -> Visit:

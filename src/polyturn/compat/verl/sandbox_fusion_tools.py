@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class PoolMode(Enum):
-    """How a pool runs its functions."""
+    """The kind of worker that a pool runs its functions in."""
 
     ThreadMode = 1
     ProcessMode = 2
@@ -66,7 +66,7 @@ class VerlSandboxFusionTool(sandbox.SandboxFusionTool):
 
     @functools.cached_property
     def execution_pool(self) -> ExecutionPool:
-        """What runs functions of a class that inherits this one."""
+        """The pool in which a class that inherits this one runs its functions."""
         return ExecutionPool(self.max_concurrency)
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:

@@ -1,4 +1,4 @@
-"""verl.utils.reward_score.sandbox_fusion.utils: what became of each test of a program in a SandboxFusion service.
+"""verl.utils.reward_score.sandbox_fusion.utils: the result of each test of a program in a SandboxFusion service.
 
 results, metadata = check_correctness(url, {"inputs": ["1\\n"], "outputs": ["1\\n"]}, "print(input())")
 results            [True]; False is a wrong answer, -1 no answer of the sandbox, -2 an error, -3 too late, -4 not compiled

@@ -37,7 +37,7 @@ from polyturn.tools.truncate import truncate
 __all__ = ["AgentData", "AgentLoopOutput", "AgentState", "FunctionCall", "ToolAgentLoop", "ToolParser"]
 
 _LOADED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], Any]] = WeakKeyDictionary()
-"""What a file describes, once for each event loop: all trajectories share it."""
+"""The tools that a file describes, once for each event loop: all trajectories share them."""
 
 
 class ToolAgentLoop(AgentLoopBase):

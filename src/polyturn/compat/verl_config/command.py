@@ -23,7 +23,7 @@ from polyturn.core.errors import ConfigError, did_you_mean
 logger = logging.getLogger(__name__)
 
 MAX_CHANGED = 8
-"""How many changed modules a warning names."""
+"""Number of changed modules a warning names."""
 
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
@@ -89,7 +89,7 @@ def tell_changes() -> None:
 
 
 class HydraArguments(NamedTuple):
-    """What a Hydra program's command line says."""
+    """The command line of a Hydra program, parsed."""
 
     folder: Path | None
     """Of `--config-path`."""

@@ -41,7 +41,7 @@ BASE = Path(__file__).parent / "base"
 BASE_NAME = "ppo_trainer"
 BASE_NAMES = (BASE_NAME, "ppo_megatron_trainer")
 OF_VERL = Path("verl", "trainer", "config")
-"""Where a checkout of verl has its tree."""
+"""The tree's folder in a checkout of verl."""
 MAX_NAME = 200
 """Characters of a file's name; systems of files have about 250."""
 

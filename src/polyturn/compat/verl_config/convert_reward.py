@@ -18,7 +18,7 @@ SOURCE, MODULE = "reward_manager.source", "reward_manager.module.path"
 MANAGERS = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
 """The managers that need no class here."""
 MANAGER_S = 600.0
-"""How long one of a project's own, which may ask other models, has for a trajectory; verl waits for ever."""
+"""Seconds that one of a project's own, which may ask other models, has for a trajectory; verl waits for ever."""
 
 
 def reward_function(s: Source) -> None:

@@ -1,4 +1,4 @@
-"""Converters of verl's `trainer`: how long a run is, where it is, what it writes and to whom."""
+"""Converters of verl's `trainer`: the length of a run, its devices, its folder, and its loggers."""
 
 from __future__ import annotations
 

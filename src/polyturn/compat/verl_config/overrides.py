@@ -1,4 +1,4 @@
-"""One argument of a Hydra command line: what it says, and what it changes in a tree.
+"""One argument of a Hydra command line: its meaning, and the change that it makes in a tree.
 
 Override.parse("+data.seed=1").apply(tree, origin)
 """

@@ -1,4 +1,4 @@
-"""Source: what a converter reads of another framework's configuration, and the native one that it writes.
+"""Source: another framework's configuration as a converter reads it, and the native one as it is written.
 
     found {"actor_rollout_ref.actor.clip_ratio": 0.2}   ->   native {"algorithm": {"loss": {"clip_low": 0.2}}}, and who
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class Source:
-    """What a converter reads and writes."""
+    """The input and output of a converter."""
 
     found: dict[str, Any] = field(default_factory=dict)
     """Every key of the tree, other spellings resolved."""
@@ -28,7 +28,7 @@ class Source:
     paths: list[tuple[str, ...]] = field(default_factory=list)
     """Native keys that hold paths."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What to say about a key instead of the table's note."""
+    """Notes about keys in the place of the table's."""
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:

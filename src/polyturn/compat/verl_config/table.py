@@ -33,7 +33,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
-    """What becomes of one key, or of every key that fits a pattern."""
+    """The rule for one key, or for every key that fits a pattern."""
 
     key: str
     to: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class KeyRule:
 
     @property
     def says(self) -> str:
-        """What the documentation says about it."""
+        """The rule in the words of the documentation."""
         parts = [self.rejected or self.ignored or "", self.note or "", self.notice or ""]
         if self.rejected is not None and self.unless:
             parts.append(f"accepted where it asks for nothing: {', '.join(_yaml(v) for v in self.unless)}")

@@ -26,7 +26,7 @@ UNREAD = "nothing that this config asks for reads it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyStatus:
-    """What became of one key."""
+    """The fate of one key in a translation."""
 
     key: str
     value: Any

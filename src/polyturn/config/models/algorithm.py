@@ -18,13 +18,13 @@ from polyturn.training.options import CriticSettings
 
 
 class OwnEstimator(OwnPart):
-    """How rewards become advantages: an estimator of your own. Further keys are its arguments."""
+    """The advantage estimator: one of your own. Further keys are its arguments."""
 
     PART: ClassVar[str] = EstimatorOptions.PART
 
 
 class OwnLoss(OwnPart):
-    """What a token contributes: a policy loss of your own. Further keys are its arguments."""
+    """The policy loss of a token: one of your own. Further keys are its arguments."""
 
     PART: ClassVar[str] = LossOptions.PART
 

@@ -1,4 +1,4 @@
-"""The section `cluster`: where on a Ray cluster the processes of a run are placed.
+"""The section `cluster`: the placement of a run's processes on a Ray cluster.
 
     cluster: {address: auto, engines: {count: 4, resources: {GPU: 1}}}
 
@@ -20,9 +20,9 @@ class ActorsConfig(Section):
     """Processes of one kind on a cluster."""
 
     count: int = Field(1, ge=1, le=2**16)
-    """How many of them."""
+    """Number of them."""
     resources: dict[str, Amount] = {"CPU": 1}
-    """What each of them occupies, in Ray's words: CPU, GPU, and resources that a node was started with."""
+    """The resources of each, in Ray's words: CPU, GPU, and those that a node was started with."""
 
 
 class ClusterConfig(Section):
@@ -31,13 +31,13 @@ class ClusterConfig(Section):
     address: str | None = None
     """`auto`, an address, or `local` for a cluster on this machine; `--ray` sets it."""
     rank_resources: dict[str, Amount] = {"CPU": 1}
-    """What each of train.distributed.ranks occupies."""
+    """The resources of each of train.distributed.ranks."""
     engines: ActorsConfig = ActorsConfig()
     """Replicas of the engine: embedded ones, or servers that are started, each with all of these resources. Not for
     `engine.urls`."""
     workers: ActorsConfig = ActorsConfig()
     """Processes that run episodes: tools, interactions, rewards."""
     restarts: int = Field(0, ge=0)
-    """How often a run starts again from its latest checkpoint when a rank, or the last worker or engine replica, died."""
+    """Restarts of a run from its latest checkpoint when a rank, or the last worker or engine replica, died."""
     patience_s: float = Field(300.0, gt=0)
-    """How long to wait until the cluster has room."""
+    """Seconds to wait until the cluster has room."""

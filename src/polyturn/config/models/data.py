@@ -22,7 +22,7 @@ from polyturn.evaluation.options import EvalOptions
 
 
 class TaskSourceConfig(Section):
-    """Where tasks come from: files of rows, a data set of the hub, or a generator."""
+    """A source of tasks: files of rows, a data set of the hub, or a generator."""
 
     ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
         "subset": ("dataset",),
@@ -96,7 +96,7 @@ class EvalSetConfig(Section):
     max_turns: int | None = Field(None, ge=1)
     """Overrides rollout.limits.max_turns."""
     samples: int = Field(1, ge=1, le=2**16)
-    """How often each task is run; more than one gives mean@N, best@N and, where functions return a `pred`, maj@N."""
+    """Number of samples of each task; more than one gives mean@N, best@N and, where functions return a `pred`, maj@N."""
     every: bool = True
     """Whether it also runs every `evaluation.every` steps; else only before and after training."""
 

@@ -32,23 +32,23 @@ class EnvConfig(Section):
     seed: int = Field(0, ge=0)
     """The first seed."""
     prompt: str | None = None
-    """What the model reads before what the environment shows; null for what the environment's adapter says."""
+    """The text before the environment's first observation; null for that of the environment's adapter."""
     system: str | None = None
     """A system message."""
     action: str | None = None
     """A regular expression that finds the action in what the model wrote: the last match, its first group if it has one.
     Null gives the environment all but the reasoning."""
     score: Literal["sum", "last"] | None = None
-    """What an episode is worth: the sum of its rewards or the last one; null for what suits the environment."""
+    """The reward of an episode: the sum of its rewards or the last one; null for what suits the environment."""
     seats: list[str | dict[str, Any] | list[str | dict[str, Any]]] = []
-    """Who plays each seat of a game: policy, random, one of `policies` by its name or as {policy: …, temperature: …},
+    """The player of each seat of a game: policy, random, one of `policies` by its name or as {policy: …, temperature: …},
     `file.py:function`, {url: …, model: …}; or a list, of which one is drawn for each task. Empty: the policy, each."""
     eval_seats: list[str | dict[str, Any] | list[str | dict[str, Any]]] = []
     """The same in evaluation; empty: as in training."""
     rotate: bool = True
     """Let the players change seats from task to task."""
     forfeit: float | None = None
-    """What a player earns whom a limit stops before the environment is done; null is 0, and -1 in a game of several."""
+    """The reward of a player whom a limit stops before the environment is done; null is 0, and -1 in a game of several."""
 
     @field_validator("action")
     @classmethod

@@ -70,7 +70,7 @@ class ModelConfig(AnyModelConfig):
     """The model: weights from a folder or hub id, or random weights from an architecture."""
 
     processor: str | None = None
-    """What makes a model's inputs of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
+    """The processor of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
     the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
     gradient_checkpointing: bool = False
     """Compute every layer again in the backward pass instead of keeping its activations: more time, much less memory."""
@@ -99,9 +99,9 @@ class PolicyConfig(Section):
     refresh_every: int | None = Field(None, ge=1)
     """Of `self`: the copy is taken again every so many steps; null keeps what the policy was when training started."""
     engine: AnyEngineOptions | None = None
-    """What it is sampled from; null is an embedded engine with the settings of the run's, where that is embedded too."""
+    """Its engine; null is an embedded engine with the settings of the run's, where that is embedded too."""
     sampling: Sampling | None = None
-    """How it is sampled; null as the policy that is trained is in training."""
+    """Its sampling; null is that of the trained policy in training."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that it says at once, where whoever asks it does not say; null takes rollout.limits.max_tokens_per_turn."""
     max_context: int | None = Field(None, ge=2)

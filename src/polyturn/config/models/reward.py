@@ -23,7 +23,7 @@ class RewardFunctionConfig(OwnPart):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(CallOptions):
-    """How scores become a trajectory's reward."""
+    """The reward of a trajectory, and the scores that it is made of."""
 
     function: Annotated[RewardFunctionConfig, BY_NAME] | None = None
     """Scores every task that no route below names; the built-in routes are then unused."""
@@ -34,4 +34,4 @@ class RewardConfig(CallOptions):
     weights: dict[str, float] | None = None
     """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""
     interaction: Literal["last", "sum", "max", "mean"] = "last"
-    """How the scores of an interaction's turns become one, where the interaction is what scores a task."""
+    """The reduction of the scores of an interaction's turns to one, where the interaction is what scores a task."""

@@ -1,4 +1,4 @@
-"""The section `rollout`: how episodes run, from sampling and limits to how text is read and encoded.
+"""The section `rollout`: episodes, from sampling and limits to the reading and encoding of text.
 
     rollout: {sampling: {temperature: 1.0}, limits: {max_turns: 4}, tools: {functions: [tools.py]}}
 
@@ -22,7 +22,7 @@ LIMITS = Limits(timeout_s=7200.0)
 
 
 class RolloutConfig(Section):
-    """How episodes run."""
+    """Episodes: their sampling, scheduler, limits and text."""
 
     sampling: Sampling = Sampling()
     limits: Limits = LIMITS
@@ -41,7 +41,7 @@ class RolloutConfig(Section):
     """Deadline of each method of the scheduler or environment: of a plain one, which runs in a thread, for all of it; of an
     async one for each stretch between what it asks of its episode."""
     watchdog_s: float | None = Field(1.0, gt=0)
-    """How long an async plug-in may hold the event loop before the log names it; null says nothing."""
+    """Seconds that an async plug-in may hold the event loop before the log names it; null says nothing."""
     use_inference_chat_template: bool = False
     """Sample each turn from the whole history as the chat template renders it, without the reasoning of earlier turns if the
     template leaves it out; a history that this changes becomes several segments. False keeps all the model wrote."""

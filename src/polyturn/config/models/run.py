@@ -55,7 +55,7 @@ class TrackerConfig(OwnPart):
 
 
 class CompatConfig(Section):
-    """What changes for rows and dashboards made for other trainers."""
+    """Adjustments for rows and dashboards made for other trainers."""
 
     require_interaction_name: bool = False
     """Refuse `interaction_kwargs` without a name; else they mean the interaction "gsm8k"."""
@@ -84,7 +84,7 @@ class RunConfig(Section):
     """Further policies, which speak and are not trained: a name of one stands for a player, a simulated user or a judge."""
     rollout: RolloutConfig = RolloutConfig()
     engine: AnyEngineOptions = EmbeddedOptions()
-    """What samples the completions: the embedded engine in this process, or servers. Its `kind` says which keys it has."""
+    """The engine that samples the completions: embedded in this process, or servers. Its `kind` says which keys it has."""
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warm_start: SftOptions = SftOptions()

@@ -1,4 +1,4 @@
-"""What every process of an SGLang server does at its start: answer `/weights_checker` with checksums that add up.
+"""Loaded by every process of an SGLang server at its start: answer `/weights_checker` with checksums that add up.
 
 SGLang's own are hashes: those of a fused or sharded tensor say nothing of its parts, and on a CPU there are none. The
 server finds this through the entry point in the folder beside it, which is on its PYTHONPATH, and puts it in place by its

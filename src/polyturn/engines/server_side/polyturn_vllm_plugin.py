@@ -1,4 +1,4 @@
-"""What every process of a vLLM server does at its start, on a CPU: leave the processor to others while it waits, and note
+"""Loaded by every process of a vLLM server at its start, on a CPU: leave the processor to others while it waits, and note
 the checksum of a matrix before it is packed for the processor, because the matrix itself is then thrown away.
 
 vLLM's processes wait for each other by calling `sched_yield` in a loop. There are kernels (6.18 is one) on which two such

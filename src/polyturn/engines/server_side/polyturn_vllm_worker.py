@@ -1,4 +1,4 @@
-"""What runs inside a vLLM worker: loading new weights from a folder so that every kernel uses them.
+"""Loaded inside a vLLM worker: loading new weights from a folder so that every kernel uses them.
 
 This file is imported by the server's own Python, which knows nothing of polyturn, so it stands alone. The server finds it
 through `--worker-extension-cls polyturn_vllm_worker.WeightLoader` and this folder on its PYTHONPATH; it is called through

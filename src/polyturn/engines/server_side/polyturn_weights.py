@@ -1,4 +1,4 @@
-"""What both ends of a weight sync do alike: fold tensors into checksums, and open memory that another process holds.
+"""Shared by both ends of a weight sync: fold tensors into checksums, and open memory that another process holds.
 
     fold([0.5, -1.0, 0.0])  =  mix(0x3f000000) + mix(0xbf800000) + 0      modulo 2**32, with two different mixes
 

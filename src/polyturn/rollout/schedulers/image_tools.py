@@ -1,4 +1,4 @@
-"""ImageTools: what tools return is shown in a user message, images included.
+"""ImageTools: results of tools are shown in a user message, images included.
 
     assistant  <tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 64, 64]}}</tool_call>
     user       <tool_response> [image] the crop </tool_response>

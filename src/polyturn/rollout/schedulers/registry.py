@@ -31,4 +31,4 @@ SCHEDULER = Shape(
         "restore": CallShape(num=2, write="async def restore(self, episode, state)"),
     },
 )
-"""What the class of a scheduler defines."""
+"""The methods of a scheduler's class."""

@@ -32,10 +32,10 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 
 class Grown(NamedTuple):
-    """What came of a place in the tree."""
+    """The result of one place in the tree."""
 
     score: float
-    """What the leaves behind it are worth: the mean of its branches."""
+    """The mean reward of its branches."""
     reason: StopReason
     """Why the first of them ended."""
 

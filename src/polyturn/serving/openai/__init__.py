@@ -1,4 +1,4 @@
-"""The endpoint for agents that know nothing of polyturn: they speak to what looks like OpenAI's or Anthropic's API.
+"""The endpoint for agents that know nothing of polyturn: to them it is OpenAI's or Anthropic's API.
 
 agent's client  ->  endpoint (HTTP)  ->  chat, responses, messages (formats)  ->  AgentSession  ->  Episode (exact tokens)
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Between the request to end and the end by force."""
 LAST_WORDS_S = 1.0
-"""How long what it said is read behind its end, where somebody else still holds its output."""
+"""Seconds that what it said is read behind its end, where somebody else still holds its output."""
 TAIL_BYTES = 4000
 
 

@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 PIECE = 24
 """Characters in one event of a stream."""
 LEAST_LOGPROB = -9999.0
-"""What clients are told for a token of probability 0, which JSON cannot write."""
+"""The logprob that stands for a probability of 0, which JSON cannot write."""
 
 
 def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> ChatRequest:

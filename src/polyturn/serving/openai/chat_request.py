@@ -1,4 +1,4 @@
-"""What an agent's request asks for and what it gets, in no API's words; the formats translate to and from these.
+"""An agent's request and its answer, in no API's words; the formats translate to and from these.
 
     {"messages": […], "max_tokens": 64}   ->  Ask   ->  [Said, …]   ->  {"choices": […]}
                                                     ->  BadRequest  ->  {"error": {…}} with a status

@@ -53,17 +53,17 @@ KEEP_ALIVE_S = 75.0
 MAX_REQUESTS = 100_000
 """Requests that are answered at one moment: agents wait long for a completion."""
 EPISODE_KEY = "the API key is not this episode's; pass the api_key that came with the base_url"
-"""What a request to an episode is told that has another key."""
+"""The answer to a request to an episode with another key."""
 REWARD_KEY = "a reward needs the episode's reward key, and not the API key, which asks the model and nothing else"
-"""What a request is told that gives a reward, or takes a trajectory, without that key."""
+"""The answer to a request that gives a reward, or takes a trajectory, without that key."""
 SERVER_TOKEN = "this server demands its token as the API key: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
-"""What a request is told that belongs to no episode."""
+"""The answer to a request that belongs to no episode."""
 MAX_ENDED = 4096
 """Episodes whose end is remembered, so that a late request is told so."""
 
 
 class Answerer(Protocol):
-    """What answers requests: an episode's session, or a service without episodes."""
+    """The answerer of requests: an episode's session, or a service without episodes."""
 
     async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
         """Answer one request."""
@@ -80,7 +80,7 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where an agent finds its episode."""
+    """The address of an agent's episode."""
 
     base_url: str
     """For clients of OpenAI's API: it ends with /v1."""
@@ -106,7 +106,7 @@ class _Guest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """What all episodes of a server have in common."""
+    """The options that all episodes of a server share."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -119,7 +119,7 @@ class EndpointOptions:
     ignore: frozenset[str] = frozenset()
     """Parameters that cannot be done here and are ignored instead of refused."""
     rules: ServerRules = field(default_factory=lambda: ServerRules(max_requests=MAX_REQUESTS))
-    """What is demanded of every request. Its token opens every episode, and is demanded for what belongs to none; None lets
+    """The rules of every request. Its token opens every episode, and is demanded for what belongs to none; None lets
     everyone ask that."""
 
 

@@ -1,4 +1,4 @@
-"""How the endpoint reads requests and writes answers, whatever they are about.
+"""Reading and writing of the endpoint's requests and answers, whatever their API.
 
     BadRequest                              an error in the form that the client's library reads (`guarded`)
     a value of a type that no check knows   a sentence, and no stack trace (`readable`)

@@ -47,7 +47,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 MAX_KEPT = 256
 TEXTS = "message.output_text.logprobs"
-"""What a request includes for logprobs."""
+"""The item by which a request asks for logprobs."""
 
 
 class ResponseCache:

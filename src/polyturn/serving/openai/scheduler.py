@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLD = ("base_url", "anthropic_base_url", "api_key", "reward_key", "task", "model", "episode_id")
-"""What an agent may ask for, as parameters of these names."""
+"""The parameters that an agent may ask for."""
 REWARDS = ("returned", "posted", "final")
 
 
@@ -106,7 +106,7 @@ class BlackBox(SessionScheduler):
     """"run": temperature, top_p and top_k are the run's, as the trainer's logprobs are; "request": those of the requests,
     for evaluation."""
     reward: str | None = None
-    """Who may say what an episode is worth, before the run's reward functions do. "returned": the function, by what it
+    """The source of an episode's reward, before the run's reward functions. "returned": the function, by what it
     returns; "posted": also whoever posts one with the reward key, which a function has as a parameter and a command on a
     file descriptor; "final": nobody, the reward functions have the last word. None is "returned" for a function and "final"
     for a command, whose environment code of the model's may read."""

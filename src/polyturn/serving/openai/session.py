@@ -58,12 +58,12 @@ class _Conversation:
     ask: ChatRequest
     node: _Node
     reply: asyncio.Future[ChatResponse] | None
-    """Where the agent waits; None while the loop waits for the agent."""
+    """The reply that the agent waits for; None while the loop waits for the agent."""
     task: asyncio.Task[None] | None = None
     place: _AfterTurn | None = None
     """The turn that the loop waits behind."""
     heard: asyncio.Future[Reply] | None = None
-    """Where the loop waits."""
+    """The request that the loop waits for."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class _Begun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRules:
-    """What requests may ask for."""
+    """The limits of requests."""
 
     samples_as_asked: bool = False
     """Whether a request's temperature, top_p and top_k are followed. A trainer needs the run's."""
@@ -112,7 +112,7 @@ class AgentSession:
         self._has_root = False
         self._is_ready = asyncio.Event()
         self._over: StopReason | None = None
-        """What cut the latest request off; None where it was answered in full."""
+        """The reason that cut the latest request off; None where it was answered in full."""
         self._is_aborted = False
 
     async def run(self, agent: Callable[[], Awaitable[None]]) -> StopReason:

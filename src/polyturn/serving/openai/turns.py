@@ -1,4 +1,4 @@
-"""What an agent's messages are as messages of an episode, and a turn as the agent is told it.
+"""An agent's messages as messages of an episode, and a turn in the form that the agent reads.
 
     {"role": "tool", "tool_call_id": "call_0_0", …}  ->  Message(role="tool", name="add", …)
     OpenTurn  ->  Said(content, reasoning, calls, ids, …), and the message that the next request repeats if it goes on

@@ -1,1 +1,1 @@
-"""What the framework relies on in a plug-in, as suites that its author runs: one module for each kind."""
+"""The contracts of plug-ins, as suites that their authors run: one module for each kind."""

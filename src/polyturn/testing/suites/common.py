@@ -1,4 +1,4 @@
-"""What the suites share: a list of problems that becomes one error, and instruments for what a plug-in holds and blocks.
+"""Shared by the suites: a list of problems that becomes one error, and instruments for what a plug-in holds and blocks.
 
     async with Findings("interaction Tutor") as found:
         found.expect(is_text, "start_interaction returned 3; return the id as text")
@@ -22,13 +22,13 @@ from typing import Any
 from polyturn.core.errors import one_line
 
 LONGEST_BLOCK_S = 0.25
-"""How long an async method may keep the event loop from everything else."""
+"""Seconds that an async method may keep the event loop from everything else."""
 NUM_BLOCKS = 3
 """So many calls that block are a habit; fewer may be what is done but once, an import or a compilation."""
 NUM_EPISODES = 30
-"""How many episodes are played to see what is left of them."""
+"""Number of episodes are played to see what is left of them."""
 DEADLINE_S = 60.0
-"""How long one call of a plug-in may take in a test."""
+"""Seconds that one call of a plug-in may take in a test."""
 
 
 class ContractError(AssertionError):

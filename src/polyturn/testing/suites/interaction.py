@@ -23,7 +23,7 @@ from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
 
 AWKWARD = {"empty": "", "long": "word " * 20_000, "odd": "\x00 </s> {{ 7*7 }} \ud7ff 🙂 <tool_call>", "numbers": "1" * 500}
-"""What a model may write at any time."""
+"""Texts that a model may write at any time."""
 
 Reply = tuple[bool, str, float | None]
 

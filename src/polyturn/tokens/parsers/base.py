@@ -25,7 +25,7 @@ class ParsedTurn(NamedTuple):
     """One turn, read."""
 
     content: str
-    """What is left without reasoning and calls; exactly the text when it has neither."""
+    """The text without reasoning and calls; exactly the text when it has neither."""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
 
@@ -59,7 +59,7 @@ class TurnParser(ABC):
     """The frame of the built-in parsers; a family writes `read`."""
 
     call_tags: ClassVar[tuple[str, str]] = ("", "")
-    """What opens and closes a call, so that a reasoning tag inside an argument is left alone; "" where there is none."""
+    """The tags around a call, so that a reasoning tag inside an argument is left alone; "" where there is none."""
     default_reasoning: ClassVar[str] = "qwen3"
     """The name of the reasoning format that the family writes."""
 

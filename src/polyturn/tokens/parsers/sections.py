@@ -1,4 +1,4 @@
-"""What the formats with one section around all calls share: the calls inside, and a section that holds none.
+"""Shared by formats with one section around all calls: the calls inside, and a section that holds none.
 
 SECTION-BEGIN CALL-BEGIN head SEPARATOR {json} CALL-END CALL-BEGIN … CALL-END SECTION-END
 

@@ -1,4 +1,4 @@
-"""What the formats with tags around each argument share: named values one behind the other, up to a closing tag.
+"""Shared by formats with tags around each argument: named values one behind the other, up to a closing tag.
 
 <parameter=city>          a tag with the name, the value's text, a closing tag; a closing tag inside a value does not end it
 Köln                      unless another parameter, or the end, stands behind it

@@ -1,4 +1,4 @@
-"""How a run in a sandbox ended, in the words of SandboxFusion's `run_code`: what its clients read, whoever ran the program.
+"""The result of a run in a sandbox in the words of SandboxFusion's `run_code`, whoever ran the program.
 
 RunResult(status="timeout")   ->   {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", …}, …}
 """

@@ -36,18 +36,18 @@ from polyturn.tools.python_sandbox.seccomp import filter_program
 from polyturn.tools.python_sandbox.standstill import go_on, stand_still
 
 START_S = 20.0
-"""How long a sandbox may take to start on a busy machine."""
+"""Seconds that a sandbox may take to start on a busy machine."""
 GRACE_S = 0.5
-"""How long code whose time is over may take to notice, before its sandbox is killed."""
+"""Seconds that code whose time is over may take to notice, before its sandbox is killed."""
 MAX_FETCHED_BYTES = 16 << 20
-"""What the files that a program hands back may have together; a file beyond it is not handed back."""
+"""The size of all files that a program hands back; a file beyond it is not handed back."""
 MAX_WORDS_BYTES = 64 << 10
-"""How much may stand on the channel for answers before the answer is there: what code writes there by itself."""
+"""The bytes on the channel for answers before the answer is there: those that code writes there by itself."""
 MAX_LINE_BYTES = 512
 """An answer's line, and what each file adds to it."""
 MAX_FILE_BYTES_OF_LINE = 16
 LEAST_MEMORY_MB = 64
-"""What the interpreter itself needs, and a little."""
+"""The memory of the interpreter itself, and a little."""
 _ENTER = 'for door in $POLYTURN_DOORS; do echo $$ > "$door" || exit 125; done; exec "$@"'
 _COUNT = itertools.count()
 
@@ -332,7 +332,7 @@ def _worker() -> str:
 
 
 class _Printed:
-    """What came out of one stream: the first bytes are kept, all are counted."""
+    """The output of one stream: the first bytes are kept, all are counted."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self._kept = bytearray()

@@ -37,7 +37,7 @@ INSTALL = "install bubblewrap (`make system`, or `apt-get install bubblewrap`)"
 
 
 class Isolation(enum.Enum):
-    """What stands between the code and the machine."""
+    """The barrier between the code and the machine."""
 
     ROOT = "bubblewrap, as a user of its own"
     USER = "bubblewrap, in a user namespace"

@@ -1,4 +1,4 @@
-"""How far code in a sandbox may go, and how a run of it ended.
+"""The limits of code in a sandbox, and the result of a run.
 
 Limits(timeout_s=10, memory_mb=512)  ->  RunResult(status="timeout", stdout="1\\n", exit_code=None, ...)
 """
@@ -17,7 +17,7 @@ OUTPUT_OF_PROGRAMS = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one sandbox may use."""
+    """The limits of one sandbox."""
 
     timeout_s: float = 10.0
     """Wall time of one run."""
@@ -28,7 +28,7 @@ class SandboxLimits:
     processes: int = 32
     """Processes and threads at once."""
     output_bytes: int = 65_536
-    """How much of stdout, and of stderr, is kept; the rest is read and thrown away."""
+    """The bytes of stdout, and of stderr, that are kept; the rest is read and thrown away."""
     flood_bytes: int = 16 << 20
     """Output of one run after which the sandbox is killed."""
     disk_mb: int = 64
@@ -56,7 +56,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended."""
+    """The result of a run."""
 
     status: str
     """ok, error (an exception), exit (it ended itself), timeout, output (it printed without end), killed (a limit or a

@@ -65,7 +65,7 @@ class WarmPool:
 
     @property
     def num_ready(self) -> int:
-        """How many sandboxes wait."""
+        """Number of sandboxes that wait."""
         return len(self._ready)
 
     def open(self) -> None:

@@ -1,4 +1,4 @@
-"""Between two calls a sandbox stands still: what a call left running goes on with the next one, and not before.
+"""Between two calls a sandbox stands still: processes that a call left running go on with the next one, and not before.
 
     call 1 starts a thread, a daemon      ->  both stop with the end of the call
     call 2                                ->  both go on for as long as it runs
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LIMIT_S = 2.0
-"""How long the processes of a sandbox may take to stand still."""
+"""Seconds that the processes of a sandbox may take to stand still."""
 _PAUSE_S = 0.0002
 _STILL = "TtZXx"
 """States of a process that does not run: stopped, traced, dead."""

@@ -70,7 +70,7 @@ class PythonSandbox(BaseTool):
 
     @property
     def max_concurrency(self) -> int:
-        """How many of its calls run at once; others wait for their turn, which is no part of their deadline."""
+        """Number of its calls that run at once; others wait for their turn, which is no part of their deadline."""
         return self._num_workers
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: reads a request, runs its code, says how it ended. Standard library only.
+"""The process inside a sandbox: reads a request, runs its code, reports its end. Standard library only.
 
 It is given to the interpreter as source text, so that no file of the library is visible inside.
 

@@ -56,7 +56,7 @@ DEFAULTS: Mapping[str, Any] = {
     "multi_turn_scheduler": None,
     "bf16": None,
 }
-"""What ms-swift takes where an argument is not written, as far as it differs from native defaults."""
+"""ms-swift's defaults, as far as they differ from native ones."""
 _SAID_OTHERWISE = (
     "output_dir", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_ratio", "num_train_epochs",
     "max_steps",

@@ -32,10 +32,10 @@ _HUB = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[\w-][\w.-]*/[\w.-]+)(?::(?P<s
 """A data set of a hub, with the one of its configurations that is read."""
 _READ = (".jsonl", ".parquet", ".ndjson")
 _FILES = (*_READ, ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip")
-"""How the name of a file with rows ends."""
+"""Suffixes of files with rows."""
 
 NO_LIMIT_TURNS = 100
-"""What `max_turns: null` becomes: an episode must end."""
+"""The meaning of `max_turns: null`: an episode must end."""
 REWARD_OPTIONS = (
     "cosine_min_len_value_wrong", "cosine_max_len_value_wrong", "cosine_min_len_value_correct",
     "cosine_max_len_value_correct", "cosine_max_len", "repetition_n_grams", "repetition_max_penalty", "soft_max_length",

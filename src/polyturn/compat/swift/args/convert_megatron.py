@@ -1,4 +1,4 @@
-"""Converters of what `megatron rlhf` says otherwise than `swift rlhf`: how a model is split, and how long a run is."""
+"""Converters of arguments in which `megatron rlhf` differs from `swift rlhf`: parallel sizes, and the length of a run."""
 
 from __future__ import annotations
 
