@@ -20,10 +20,11 @@ import numpy as np
 from polyturn.algorithms.advantages.assign import first_not_finite
 from polyturn.api.event_loop import in_thread
 from polyturn.api.signals import Signals
+from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.training.update import Revised
+from polyturn.training.update import Revise, Revised
 
 if TYPE_CHECKING:
     from polyturn.api.run import Run
@@ -32,16 +33,31 @@ if TYPE_CHECKING:
 class TrainingStep:
     """One step that is about to be taken. What is set here is what is trained."""
 
-    __slots__ = ("_changed", "_done", "_go", "_groups", "_samples", "metrics", "number")  # a misspelt name sets nothing
+    __slots__ = (
+        "_changed",
+        "_done",
+        "_go",
+        "_groups",
+        "_samples",
+        "_vocab_size",
+        "metrics",
+        "number",
+    )  # a misspelt name sets nothing
 
     def __init__(
-        self, number: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]
+        self,
+        number: int,
+        groups: Sequence[TrajectoryGroup],
+        samples: Sequence[TrainSample],
+        metrics: Mapping[str, float],
+        *,
+        vocab_size: int,
     ) -> None:
         self.number = number
         """Counts from 1."""
         self.metrics: dict[str, float] = dict(metrics)
         """Of rollout and samples; of the loss and the rest as well once `update` has returned."""
-        self._groups, self._samples = groups, samples
+        self._groups, self._samples, self._vocab_size = groups, samples, vocab_size
         self._changed: str | None = None
         self._go, self._done = threading.Event(), threading.Event()
 
@@ -55,6 +71,9 @@ class TrainingStep:
         _check_list("step.groups", groups, TrajectoryGroup, write="step.groups = step.groups[:2]")
         if len({group.id for group in groups}) != len(groups):
             raise ConfigError("step.groups has a group twice; give each once")
+        for trajectory in (t for group in groups for t in group.trajectories):
+            for segment in trajectory.segments:
+                self._check_ids(f"step.groups: trajectory {trajectory.id!r}", segment.token_ids)
         self._change("groups")
         self._groups = list(groups)
 
@@ -73,6 +92,8 @@ class TrainingStep:
         _check_list("step.samples", samples, TrainSample, write="step.samples = [s for s in step.samples if …]")
         if (bad := first_not_finite(samples)) is not None:
             raise ConfigError(f"step {self.number} was given {bad}; give a finite number for each token")
+        for sample in samples:
+            self._check_ids(f"step.samples: {sample.id}", sample.token_ids)
         self._change("samples")
         self._samples = list(samples)
 
@@ -115,6 +136,13 @@ class TrainingStep:
                 "of groups, so set one of the two"
             )
         self._changed = what
+
+    def _check_ids(self, what: str, ids: Ids) -> None:
+        if (outside := ids[(ids < 0) | (ids >= self._vocab_size)]).size:
+            raise ConfigError(
+                f"{what} has the token id {outside[0]}, which the model does not know; give ids from 0 to "
+                f"{self._vocab_size - 1}"
+            )
 
     def _revised(self) -> Revised:
         return Revised(self._groups, self._samples)
@@ -183,15 +211,19 @@ class StepHooks:
         self._signals.append(Signals())
         return self._signals[-1]
 
-    def revise(
-        self, taken: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]
-    ) -> Revised:
-        """Hand a step over and wait until it may be taken; called in the training thread."""
-        self._now = step = TrainingStep(taken + 1, groups, samples, metrics)
-        if not self._is_over:
-            self.steps.put(step)
-            step._go.wait()
-        return step._revised()
+    def revise(self, vocab_size: int) -> Revise:
+        """Return what hands the steps of a model of `vocab_size` token ids over; called in the training thread."""
+
+        def hand_over(
+            taken: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]
+        ) -> Revised:
+            self._now = step = TrainingStep(taken + 1, groups, samples, metrics, vocab_size=vocab_size)
+            if not self._is_over:
+                self.steps.put(step)
+                step._go.wait()
+            return step._revised()
+
+        return hand_over
 
     def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
         """Give a step that was taken its metrics."""

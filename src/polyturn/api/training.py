@@ -89,8 +89,8 @@ class RunOptions:
     """Makes what notes an interruption."""
     on_folder: Callable[[Path], object] = lambda folder: None
     """Is told the run's folder, once it is chosen."""
-    revise: Revise | None = None
-    """May change what each step trains on."""
+    revise: Callable[[int], Revise] | None = None
+    """Given the number of token ids that the model knows, makes what may change each step."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
     """Is told the numbers of each step."""
 
@@ -240,7 +240,8 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         if latest is None:
             warm = warm_start(parts, observer, signals, folder=folder, again=line, on_resume=keep_settings)
         trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
-        trainer.update.revise = options.revise
+        if options.revise is not None:
+            trainer.update.revise = options.revise(int(parts.model.config.get_text_config().vocab_size))
         if latest is not None:
             loading = time.monotonic()
             trainer.resume(latest)

@@ -11,6 +11,7 @@ index t describes token t; the shift to targets happens once, in `batching/layou
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.arrays import Record, float_array, ids_array
-from polyturn.core.errors import AlignmentError
+from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.media import Media
 from polyturn.core.routing import Routes, routes_array
 
@@ -81,6 +82,12 @@ class TrainSample(Record):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.token_ids):
                 raise AlignmentError(f"sample {self.id}: {name} has {len(array)} entries for {len(self.token_ids)} tokens")
+
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(
+                f"sample {self.id}: its temperature is {self.temperature}, and log-probabilities are log_softmax(logits / "
+                "temperature); give a number above 0, and 1 for greedy decoding, whose log-probabilities engines give at 1"
+            )
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -20,8 +20,9 @@ from polyturn.api.ranks import this_rank
 from polyturn.api.stepping import TrainingStep
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
 from polyturn.rewards.router import RewardRouter
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
@@ -383,7 +384,7 @@ def test_half_a_launcher_is_told_what_begins_several_ranks(
 
 
 def test_what_a_step_cannot_be_given_is_one_sentence() -> None:
-    step = TrainingStep(1, [], [], {})
+    step = TrainingStep(1, [], [], {}, vocab_size=3)
     for name in ("groups", "samples", "advantages"):
         with pytest.raises(polyturn.ConfigError, match=rf"step\.{name} is a NoneType"):
             setattr(step, name, None)
@@ -393,7 +394,7 @@ def test_what_a_step_cannot_be_given_is_one_sentence() -> None:
         step.advantage = []  # type: ignore[attr-defined]
     ids = np.arange(3, dtype=np.int32)
     sample = TrainSample(id=SampleId("g", "g/0", 0), token_ids=ids, loss_weights=np.ones(3, np.float32), turn_ids=ids)
-    step = TrainingStep(1, [], [sample], {})
+    step = TrainingStep(1, [], [sample], {}, vocab_size=3)
     with pytest.raises(polyturn.ConfigError, match=r"step\.advantages\[0\] has the shape \(\) and its sample 3 tokens"):
         step.advantages = [1.0]
     for value in (np.nan, np.inf):
@@ -401,6 +402,18 @@ def test_what_a_step_cannot_be_given_is_one_sentence() -> None:
             step.advantages = [[0.0, value, 0.0]]
         with pytest.raises(polyturn.ConfigError, match=r"step 1 was given loss_weights with (nan|inf) at token 0"):
             step.samples = [sample.replace(loss_weights=[value, 1.0, 1.0])]
+    for unknown in (3, -1):
+        with pytest.raises(polyturn.ConfigError, match=rf"step\.samples: .*g/0.* has the token id {unknown}.* from 0 to 2"):
+            step.samples = [sample.replace(token_ids=[0, 1, unknown])]
+        segment = Segment(spans=(Span(ids=[0, unknown], source=SpanSource.PROMPT),))
+        odd = Trajectory(
+            id="g/0", task=polyturn.Task(id="t", prompt=()), segments=(segment,), turns=(), stop_reason=StopReason.STOP
+        )
+        with pytest.raises(polyturn.ConfigError, match=rf"step\.groups: trajectory 'g/0' has the token id {unknown}"):
+            step.groups = [TrajectoryGroup(id="g", task=polyturn.Task(id="t", prompt=()), trajectories=(odd,))]
+    for temperature in (0.0, -1.0, np.nan, np.inf):
+        with pytest.raises(polyturn.ConfigError, match=r"its temperature is .*; give a number above 0, and 1 for greedy"):
+            sample.replace(temperature=temperature)
     for held in (step.samples, step.advantages, step.groups):
         assert isinstance(held, tuple), "one that is set in a list of its own would be lost"
     step.advantages = [np.zeros(3, np.float32)]
@@ -408,14 +421,14 @@ def test_what_a_step_cannot_be_given_is_one_sentence() -> None:
 
 def test_a_step_is_not_given_a_group_twice() -> None:
     group = TrajectoryGroup(id="g", task=polyturn.Task(id="t", prompt=()), trajectories=())
-    step = TrainingStep(1, [group], [], {})
+    step = TrainingStep(1, [group], [], {}, vocab_size=3)
     with pytest.raises(polyturn.ConfigError, match=r"step\.groups has a group twice"):
         step.groups = [group, group]
     step.groups = [group]
 
 
 def test_what_a_step_refused_does_not_count_as_set() -> None:
-    step = TrainingStep(1, [], [], {})
+    step = TrainingStep(1, [], [], {}, vocab_size=3)
     with pytest.raises(polyturn.ConfigError, match=r"step\.groups has a int"):
         step.groups = [1]  # type: ignore[list-item]
     step.samples = []
