@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -32,14 +31,14 @@ from polyturn.core.errors import ConfigError, EngineError, MissingModuleError, S
 from polyturn.core.reward import as_flag, as_score, shown
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.environments.base import Adapter
-from polyturn.environments.openenv_codec import OpenEnvCodec
+from polyturn.environments.openenv_codec import OpenEnvCodec, loads
 from polyturn.rollout.calls import keeps_deadlines
 
 if TYPE_CHECKING:
     import aiohttp
 
 INSTALL = "openenv-core"
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 8 << 20
 _OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
 """Error codes of an action that the environment does not take: the model is told, and the episode goes on."""
 
@@ -226,8 +225,8 @@ class OpenEnvSession:
         try:
             async with asyncio.timeout(options.timeout_s):
                 async with self._http.get(f"{slot.url}/schema", allow_redirects=False) as reply:
-                    said = await whole(reply.content.iter_any())
-                schema = dict(json.loads(said)) if reply.status == 200 else {}
+                    said = await whole(reply.content.iter_any(), limit=MAX_MESSAGE_BYTES)
+                schema = dict(loads(said.decode())) if reply.status == 200 else {}
                 self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES, autoping=False)
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, RecursionError) as problem:
             raise self._lost(f"cannot be reached ({one_line(problem) or 'no answer in time'})") from problem
@@ -308,6 +307,7 @@ class OpenEnvSession:
                 if not is_early:
                     await self._socket.send_json({"type": kind, "data": data})
                 said = await self._answers.get()
+                await asyncio.sleep(0)  # what was sent with it comes in
         except TimeoutError as problem:
             self._reading.cancel()  # an end by agreement would take as long again
             raise self._lost(f"took longer than {self._adapter.options.timeout_s:g} s for a {kind}") from problem
@@ -315,10 +315,11 @@ class OpenEnvSession:
             raise self._lost(f"hung up at a {kind}") from problem
         if said is None:
             raise self._lost(f"hung up at a {kind}")
-        if is_early:
-            raise self._lost(f"answered more than it was asked, before a {kind}: {said!r:.200}")
+        # Once it has hung up, nothing but that is left.
+        if is_early or not (self._answers.empty() or self._reading.done()):
+            raise self._lost(f"answered more than it was asked, {'before' if is_early else 'at'} a {kind}: {said!r:.200}")
         try:
-            answer = json.loads(said)
+            answer = loads(said)
             found = answer["data"]
             told = self._refusal(found, kind) if answer["type"] == "error" else dict(found)
             if answer["type"] not in ("error", "observation"):

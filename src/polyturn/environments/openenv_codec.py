@@ -20,6 +20,20 @@ from typing import Any
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BASE = frozenset({"metadata"})
 """Fields of every action that no model writes."""
+MAX_VALUES = 1 << 18
+"""Values of a message. More take seconds to parse, and no other thread runs meanwhile."""
+
+
+def loads(said: str) -> Any:
+    """Return what a server's message says.
+
+    Raises:
+        ValueError: it is no JSON, or of too many values.
+        RecursionError: it is nested too deeply.
+    """
+    if sum(map(said.count, "[{,")) > MAX_VALUES:  # those in texts as well, which costs no parsing
+        raise ValueError(f"a message of more than {MAX_VALUES} values")
+    return json.loads(said)
 
 
 class OpenEnvCodec:

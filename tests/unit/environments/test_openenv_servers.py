@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 from polyturn.environments import find_adapter
-from polyturn.environments.openenv import OpenEnv
+from polyturn.environments.openenv import MAX_MESSAGE_BYTES, OpenEnv
+from polyturn.environments.openenv_codec import MAX_VALUES
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
@@ -26,7 +28,7 @@ TEXT, CLOSE, PING, PONG = 0x1, 0x8, 0x9, 0xA
 MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 SCHEMA = json.dumps({"action": {"properties": {"say": {"type": "string"}}}}).encode()
 
-GENERATES = asyncio.Event()
+GENERATES = PerLoop(asyncio.Event)
 """Set while the model may say something."""
 
 Serve = Callable[["Socket"], Awaitable[object]]
@@ -34,8 +36,8 @@ Serve = Callable[["Socket"], Awaitable[object]]
 
 def frame(opcode: int, payload: bytes = b"", *, is_last: bool = True, is_packed: bool = False) -> bytes:
     size = len(payload)
-    length = bytes([size]) if size < 126 else b"\x7e" + size.to_bytes(2, "big")
-    return bytes([is_last << 7 | is_packed << 6 | opcode]) + length + payload
+    kind, width = (size, 0) if size < 126 else (126, 2) if size < 1 << 16 else (127, 8)
+    return bytes([is_last << 7 | is_packed << 6 | opcode, kind]) + (size.to_bytes(width, "big") if width else b"") + payload
 
 
 def says(observation: str, *, done: bool = False) -> bytes:
@@ -78,6 +80,28 @@ async def answers_twice(socket: Socket) -> None:
     await socket.hear()
 
 
+async def answers_unasked(socket: Socket) -> None:
+    """Answers once more while the model takes its time."""
+    GENERATES().clear()
+    await socket.hear()
+    await socket.send(frame(TEXT, says("begin")))
+    await asyncio.sleep(0.05)
+    await socket.send(frame(TEXT, says("begin")) + frame(PING, b"?"))
+    await socket.hear(PONG)
+    GENERATES().set()
+    await socket.hear()
+
+
+async def speaks_without_end(socket: Socket) -> None:
+    await socket.hear()
+    await socket.send(frame(TEXT, says("x" * MAX_MESSAGE_BYTES)))
+
+
+async def lists_without_end(socket: Socket) -> None:
+    await socket.hear()
+    await socket.send(frame(TEXT, b"[" + b"[]," * MAX_VALUES + b"[]]"))
+
+
 async def floods(socket: Socket) -> None:
     await socket.hear()
     while True:
@@ -116,11 +140,11 @@ async def packs_unasked(socket: Socket) -> None:
 
 async def needs_pongs(socket: Socket) -> None:
     """Waits for the answer to its ping while the model takes its time; real servers hang up without one."""
-    GENERATES.clear()
+    GENERATES().clear()
     await socket.hear()
     await socket.send(frame(TEXT, says("begin")) + frame(PING, b"?"))
     assert await socket.hear(PONG) == b"?"
-    GENERATES.set()
+    GENERATES().set()
     await socket.hear()
     await socket.send(frame(TEXT, says("end", done=True)))
 
@@ -129,7 +153,7 @@ async def play(
     serve: Serve, *, schema: bytes = SCHEMA, headers: str = "", is_slow: bool = False, latency_s: float = 0.0
 ) -> Trajectory:
     """Return an episode of two turns with a server that goes by `serve` once it is connected."""
-    GENERATES.set()
+    GENERATES().set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -166,7 +190,7 @@ async def play(
     generate = context.engine.generate
 
     async def generate_then(request: GenerateRequest) -> Completion:
-        await GENERATES.wait()
+        await GENERATES().wait()
         return await generate(request)
 
     context.engine.generate = generate_then  # type: ignore[method-assign]
@@ -196,8 +220,11 @@ async def test_what_the_protocol_allows_is_played(serve: Serve, options: dict[st
 @pytest.mark.parametrize(
     ("serve", "said"),
     [
-        (answers_twice, "answered more than it was asked, before a step: "),
-        (floods, "answered more than it was asked, before a step: "),
+        (answers_twice, "answered more than it was asked, at a reset: "),
+        (answers_unasked, "answered more than it was asked, before a step: "),
+        (floods, "answered more than it was asked, at a reset: "),
+        (speaks_without_end, "hung up at a reset"),
+        (lists_without_end, "answered a reset with "),
         (drips, "took longer than 1 s for a reset"),
         (only_pings, "took longer than 1 s for a reset"),
         (packs_unasked, "hung up at a reset"),
