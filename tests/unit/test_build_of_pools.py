@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from polyturn import build
+from polyturn.build import parts
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -87,3 +89,22 @@ def test_what_cannot_work_is_one_sentence(tmp_path: Path, overrides: tuple[str, 
     launch = LAUNCH if not any("urls" in override for override in overrides) else LAUNCH[:2]
     with pytest.raises(ConfigError, match=says.replace("{", r"\{").replace("}", r"\}")):
         build_pool(tmp_path, *launch, *overrides)
+
+
+@pytest.mark.parametrize("replica", ["", ".1"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_log_that_is_no_file_is_refused_before_weights_are_loaded(
+    tmp_path: Path, kind: str, replica: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody reads holds the server up once it is full."""
+    log = Path(f"{tmp_path}/server.log{replica}")
+    if kind == "pipe":
+        os.mkfifo(log)
+    elif kind == "device":
+        log.symlink_to("/dev/full")
+    else:
+        log.mkdir()
+    launched = (*LAUNCH, "engine.launch.replicas=2", f"engine.launch.log={tmp_path / 'server.log'}")
+    monkeypatch.setattr(parts, "build_model", pytest.fail)
+    with pytest.raises(ConfigError, match=r"server\.log.* is (no regular file|a folder).*name another engine\.launch\.log"):
+        build_pool(tmp_path, *launched)

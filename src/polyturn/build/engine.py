@@ -17,8 +17,9 @@ from polyturn.core.routing import RouteShape
 from polyturn.core.signature import takes_any_keyword
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 from polyturn.engines.foreign import ForeignEngine, making
-from polyturn.engines.options import OwnEngineOptions
+from polyturn.engines.options import OwnEngineOptions, ServerOptions
 from polyturn.engines.recovery import ServerPool
+from polyturn.infra.writable import check_file_writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -102,6 +103,20 @@ def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | Non
             "mixture of experts"
         )
     return None if routers is None or routing.replay == "off" else routers.shape
+
+
+def check_engine(place: ConfigSource) -> None:
+    """Refuse what can be refused before any weights are loaded: an engine that is not there, logs that cannot be written.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
+    find_engine(place)
+    options = place.config.engine
+    if isinstance(options, ServerOptions) and options.launch is not None:
+        for number in range(options.launch.replicas):
+            if (log := options.launch.log_of(number)) is not None:
+                check_file_writable(log, instead="name another engine.launch.log")
 
 
 def find_engine(place: ConfigSource) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyturn.algorithms.options import RoutingOptions
-from polyturn.build.engine import build_engine, find_engine, route_shape
+from polyturn.build.engine import build_engine, check_engine, route_shape
 from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, on_gpu, set_up_torch
 from polyturn.build.policies import FurtherPolicies, build_policies
@@ -114,7 +114,7 @@ def build_parts(
     config, rollout = place.config, place.config.rollout
     check_plugins(place)
     if engine is None:
-        find_engine(place)  # a name that leads nowhere is to cost no load
+        check_engine(place)
     set_up_torch(config)
     codec = build_codec(place, checkpoint=checkpoint)
     tools = build_tools(place, codec=codec)

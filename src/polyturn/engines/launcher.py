@@ -103,6 +103,7 @@ class Server:
         command = [part.replace("{host}", host).replace("{port}", str(port)) for part in spec.command]
         memory = SessionMemory()
         try:
+            log.parent.mkdir(parents=True, exist_ok=True)
             process = ManagedProcess(command, env={**os.environ, **spec.env}, log=log)
         except OSError as problem:
             raise EngineError(f"the server {spec.command[0]!r} cannot be started ({one_line(problem)})") from problem

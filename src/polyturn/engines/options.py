@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -75,6 +76,10 @@ class LaunchOptions:
                 f"engine.launch has {self.replicas} replicas and names GPUs for {len(self.devices)}; give "
                 'engine.launch.devices one entry for each, such as ["0,1", "2,3"]'
             )
+
+    def log_of(self, number: int) -> Path | None:
+        """Return the file that the output of a server goes to."""
+        return None if self.log is None else Path(self.log if number == 0 else f"{self.log}.{number}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,8 +127,7 @@ def _launches(
             args=[*wide, *([FLAG] if asks else []), *launch.args],
             env={**devices, **(client.routes_env if asks else {}), **launch.env},
         )
-        log = None if launch.log is None else Path(launch.log if number == 0 else f"{launch.log}.{number}")
-        specs.append(dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=log))
+        specs.append(dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=launch.log_of(number)))
     return specs
 
 

@@ -80,9 +80,9 @@ async def test_a_server_that_ignores_the_polite_signal_is_killed():
 
 
 async def test_the_log_is_kept_where_one_is_named(tmp_path):
-    server = await Server.start(spec(log=tmp_path / "server.log"))
+    server = await Server.start(spec(log=tmp_path / "logs" / "server.log"))
     await server.stop()
-    assert (tmp_path / "server.log").read_text() == "serving\n"
+    assert (tmp_path / "logs" / "server.log").read_text() == "serving\n"
 
 
 CHILD_WITH_MEMORY = """
