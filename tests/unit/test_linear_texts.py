@@ -5,16 +5,33 @@ import sys
 import pytest
 
 from polyturn.compat.swift.schedulers import _unfenced
+from polyturn.core.hiding import hide
 from polyturn.environments.gymnasium import uncoloured
+from polyturn.rewards.judge import read_verdict
+from polyturn.rewards.math import is_near
 from polyturn.tokens.text_codec import _without_calls
 
 SIZE = 1 << 20
+
+
+def verdict(text):
+    with pytest.raises(ValueError, match="is no JSON"):
+        read_verdict(text, low=0, high=1)
+
+
 HOSTILE = {
     "blank behind a fence": (_unfenced, "```\n" + " " * SIZE + "x"),
     "lines behind a fence": (_unfenced, "```" + "\n" * SIZE + "x"),
     "blanks before text": (_unfenced, "```\n" + ("x" + "\n " * 20) * (SIZE // 41) + "x"),
     "calls that nobody closes": (_without_calls, "<tool_call>\n" * (SIZE // 12)),
     "colours that nobody ends": (uncoloured, "\x1b[41m" * (SIZE // 5)),
+    "a line drawn with dashes": (hide, "-" * SIZE),
+    "flags without end": (hide, "--token" * (SIZE // 7)),
+    "names of flags in an address": (hide, "x://" + "-a" * (SIZE // 2)),
+    "digits of an answer": (lambda text: is_near(text, "5"), "0" * SIZE),
+    "lines behind a judge's fence": (verdict, "```" + "\n" * SIZE + "x"),
+    "blanks behind a judge's fence": (verdict, "```json" + " " * SIZE + "x```"),
+    "fences of a judge": (verdict, "```\n" * (SIZE // 4) + "x"),
 }
 
 

@@ -53,8 +53,9 @@ _HEADER = re.compile(
     r"(?!\*\*\*|\$\{)[^\s'\",}]+",
     re.IGNORECASE,
 )
-_FLAG = re.compile(r"(--(?:[\w-]+-)?(?:token|api-key|secret|password)[ =])(?!\*\*\*|\$\{)[^\s'\"]{3,}", re.IGNORECASE)
-_IS_FLAG = re.compile(r"--(?:[\w-]+-)?(?:token|api-key|secret|password)", re.IGNORECASE)
+_SECRET_FLAG = r"(?<![\w-])--(?:[\w-]+-)?(?:token|api-key|secret|password)"
+_FLAG = re.compile(rf"({_SECRET_FLAG}[ =])(?!\*\*\*|\$\{{)[^\s'\"]{{3,}}", re.IGNORECASE)
+_IS_FLAG = re.compile(_SECRET_FLAG, re.IGNORECASE)
 _TOKEN = re.compile(r"(\btoken['\"]?\s*[:=]\s*['\"]?)(?!\*\*\*|\$\{)(?=[\w.~+/-]*\d)[\w.~+/-]{16,}", re.IGNORECASE)
 """A value behind the bare word, long and with a digit: what a token of a vocabulary, or one that is missing, is not."""
 

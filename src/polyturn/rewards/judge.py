@@ -54,7 +54,7 @@ it says. Answer with one JSON object and nothing else: {{"reason": "one sentence
 
 MAX_REASON = 10_000
 """Characters of a reason that are recorded."""
-_FENCE = re.compile(r"\A```(?:json)?\s*\n(.*?)\n?```\Z", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?[ \t]*+\n(.*)```", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
     Raises:
         ValueError: it is something else, or the score is out of range; the message continues "the answer …".
     """
-    fenced = _FENCE.match(text.strip())
+    fenced = _FENCE.fullmatch(text.strip())
     try:
         read = json.loads(fenced.group(1) if fenced else text)
     except (ValueError, RecursionError):

@@ -65,6 +65,8 @@ def stated_score(solution_str: Any, ground_truth: Any) -> float:
 
 def is_near(answer: str, truth: str) -> bool:
     """Return whether two answers are the same mathematics, or numbers that differ by 1e-4 or by a factor of 100."""
+    if len(answer) > MAX_CHARS:
+        return False
     pairs = [(a, t * scale) for a in _numbers(answer) for t in _numbers(truth) for scale in (0.01, 1.0, 100.0)]
     return any(isclose(a, t, rel_tol=_NEAR) for a, t in pairs) or is_equal(answer, truth)
 
