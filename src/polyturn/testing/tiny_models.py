@@ -8,6 +8,8 @@ guards only against special tokens fails here too. It is deterministic: the same
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -33,7 +35,17 @@ def tiny_tokenizer(
     Raises:
         ConfigError: `vocab_size` has no room for the bytes and the added tokens.
     """
-    return train_tokenizer(_canned_texts() if texts is None else texts, vocab_size=vocab_size, chat_template=chat_template)
+    if texts is not None:
+        return train_tokenizer(texts, vocab_size=vocab_size, chat_template=chat_template)
+    tokenizer = copy.deepcopy(_trained(vocab_size))
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@functools.cache
+def _trained(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the canned texts, which is trained once per process."""
+    return train_tokenizer(_canned_texts(), vocab_size=vocab_size)
 
 
 def _canned_texts() -> list[str]:
