@@ -15,11 +15,10 @@ from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.environments.scripted import play
 from polyturn.store.stored_run import open_store
+from support.cases import needs
 from support.runs import call_command
 
-pytest.importorskip("gymnasium", reason="pip install 'polyturn[environments]'")
-pytest.importorskip("textarena", reason="pip install 'polyturn[environments]'")
-pytest.importorskip("reasoning_gym", reason="pip install 'polyturn[environments]'")
+pytestmark = needs("gymnasium", "textarena", "reasoning_gym", extra="environments")
 
 call = functools.partial(call_command, main)
 

@@ -8,6 +8,7 @@ under `if TYPE_CHECKING:`, which never runs.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -113,6 +114,7 @@ def _walk(node: ast.AST, module: str, is_package: bool, *, at_top: bool = True, 
         yield from _walk(child, module, is_package, at_top=inner, runs=runs)
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     found = []
     for path in sorted(SRC.rglob("*.py")):
@@ -121,9 +123,6 @@ def all_imports() -> list[Import]:
         module = ".".join(parts[:-1] if is_package else parts)
         found += imports_of(path.read_text(), module, is_package=is_package)
     return found
-
-
-IMPORTS = all_imports()
 
 
 def test_the_walk_sees_imports_in_functions_relative_ones_and_those_for_annotations() -> None:
@@ -159,13 +158,13 @@ def test_every_package_has_a_rank_and_none_is_missed() -> None:
     }
     assert packages <= set(RANK_OF), "give the new package a rank here"
     assert "core" in packages
-    assert {i.package for i in IMPORTS} >= packages - {"core"}
+    assert {i.package for i in all_imports()} >= packages - {"core"}
 
 
 def test_imports_point_down() -> None:
     wrong = [
         str(i)
-        for i in IMPORTS
+        for i in all_imports()
         if i.imported_package
         and i.imported_package != i.package
         and RANK_OF[i.imported_package] > RANK_OF.get(i.package, len(RANKS))
@@ -175,7 +174,7 @@ def test_imports_point_down() -> None:
 
 def test_no_two_modules_need_each_other() -> None:
     graph: dict[str, set[str]] = {}
-    for i in IMPORTS:
+    for i in all_imports():
         if i.at_top and i.imported_package is not None:
             graph.setdefault(i.module, set()).add(i.target)
     order = list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the cycle
@@ -185,7 +184,7 @@ def test_no_two_modules_need_each_other() -> None:
 def test_core_needs_the_standard_library_and_numpy_only() -> None:
     wrong = [
         str(i)
-        for i in IMPORTS
+        for i in all_imports()
         if i.package == "core"
         and i.imported_package != "core"
         and _root(i.target) not in {*sys.stdlib_module_names, "numpy"}
@@ -194,18 +193,18 @@ def test_core_needs_the_standard_library_and_numpy_only() -> None:
 
 
 def test_rollout_reaches_engines_only_through_the_protocols() -> None:
-    assert not [str(i) for i in IMPORTS if i.package == "rollout" and i.imported_package == "engines"]
+    assert not [str(i) for i in all_imports() if i.package == "rollout" and i.imported_package == "engines"]
 
 
 def test_nothing_below_cluster_imports_ray() -> None:
-    assert not [str(i) for i in IMPORTS if _root(i.target) == "ray" and i.package not in MAY_IMPORT_RAY]
+    assert not [str(i) for i in all_imports() if _root(i.target) == "ray" and i.package not in MAY_IMPORT_RAY]
 
 
 def test_nothing_below_training_imports_torch_when_it_is_imported_but_the_tensor_code() -> None:
     heavy = {"torch", "transformers"}
     wrong = [
         str(i)
-        for i in IMPORTS
+        for i in all_imports()
         if i.runs and i.at_top and _root(i.target) in heavy and i.package not in MAY_IMPORT_TORCH_AT_THE_TOP
     ]
     assert not wrong
@@ -239,7 +238,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
 
 
 def test_compat_is_reached_by_entry_points_alone() -> None:
-    wrong = [str(i) for i in IMPORTS if i.imported_package == "compat" and i.package != "compat"]
+    wrong = [str(i) for i in all_imports() if i.imported_package == "compat" and i.package != "compat"]
     assert not wrong, "a library that polyturn stands in for is asked through core.stand_in and config.dialect"
 
 

@@ -20,10 +20,10 @@ from polyturn.rewards.router import RewardRouter, Weighing
 from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.limits import Limits
+from support.cases import needs
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install 'polyturn[environments]'")
-pytest.importorskip("textarena", reason="pip install 'polyturn[environments]'")
-pytest.importorskip("reasoning_gym", reason="pip install 'polyturn[environments]'")
+pytestmark = needs("textarena", "reasoning_gym", extra="environments")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gymnasium", reason="pip install 'polyturn[environments]'")
-pytest.importorskip("textarena", reason="pip install 'polyturn[environments]'")
-pytest.importorskip("reasoning_gym", reason="pip install 'polyturn[environments]'")
+from support.cases import needs
+
+pytestmark = needs("gymnasium", "textarena", "reasoning_gym", extra="environments")
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -28,9 +28,9 @@ from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
+from support.cases import needs
 
-pytest.importorskip("gem", reason="pip install 'polyturn[environments]'")
-pytest.importorskip("skyrl_gym", reason="pip install 'polyturn[environments]'")
+pytestmark = needs("gem", "skyrl_gym", extra="environments")
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "tests/data/environments"

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import agents
 import aiohttp
 import anthropic
 import numpy as np
@@ -360,6 +359,8 @@ async def test_a_program_that_an_agent_leaves_running_holds_up_no_episode(tmp_pa
 @pytest.mark.parametrize("is_streamed", [True, False])
 async def test_an_agents_framework_with_a_hand_over(api: str, is_streamed: bool):
     """Its runner calls the tool, hands over to another agent, and each of the two has a history of its own."""
+    import agents  # which takes a second
+
     agents.set_tracing_disabled(True)
 
     @agents.function_tool
