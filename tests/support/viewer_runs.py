@@ -105,10 +105,10 @@ def _add_step(folder: Path, step: int, task_id: str) -> None:
 
 def until(page: Any, expression: str) -> None:
     """Wait until an expression holds in a page; playwright's own way evaluates text, which the pages' policy forbids."""
-    for _ in range(900):
+    for _ in range(9000):
         if page.evaluate(expression):
             return
-        page.wait_for_timeout(100)
+        page.wait_for_timeout(10)
     raise AssertionError(f"{expression} did not come true")
 
 

@@ -62,14 +62,21 @@ def address(runs: Path) -> Iterator[str]:
 
 @pytest.fixture
 def visit(browser, address: str) -> Iterator[object]:
-    """Open an address and return what stands there; that a request is refused is an error on the console, a crash is not."""
+    """Open an address and return what stands there; that a request is refused is an error on the console, a crash is not.
+
+    The pages of one run are opened as by links, those of another run as if they were the first.
+    """
     page = browser.new_page(viewport={"width": 390, "height": 800}, base_url=address)
     page.set_default_timeout(60_000)
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"{page.url}: {error}"))
 
     def opened(way: str) -> str:
-        page.goto("about:blank")
+        former, wanted = page.url.partition("#/")[2], way.partition("/")[0]
+        if former.partition("/")[0] == wanted and former != way:
+            page.evaluate("document.querySelector('main').replaceChildren()")
+        else:
+            page.goto("about:blank")
         page.goto(f"/#/{way}")
         until(page, "document.querySelector('main').children.length > 0")
         said: str = page.inner_text("main")
