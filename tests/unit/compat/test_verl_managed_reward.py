@@ -22,6 +22,8 @@ from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.tiny_models import tiny_tokenizer
 
 MANAGER = """
+import signal
+
 from verl.workers.reward_manager import register
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 
@@ -44,6 +46,7 @@ class Talkative(AbstractRewardManager):
         for i, messages in enumerate(data.non_tensor_batch["messages"]):
             said = [m.content for m in messages["messages"] if m.role == "assistant"]
             rewards[i, -1] = asyncio.run(self.compute_score(said[-1])) * self.per_char
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         truths = data.non_tensor_batch["ground_truth"].tolist()
         return {"reward_tensor": rewards, "reward_extra_info": {"truth": truths}}
 """
@@ -63,7 +66,7 @@ async def finished() -> Trajectory:
     return await run_episode(context, task(interaction="gsm8k"), id="g0/0", seed=1)
 
 
-async def test_a_manager_scores_a_trajectory_and_reports_beside_it(file: Path) -> None:
+async def test_a_manager_scores_a_trajectory_where_signals_work_and_reports_beside_it(file: Path) -> None:
     trajectory = await finished()
     row = as_batch(trajectory)
     assert len(row) == 1 and row.non_tensor_batch["ground_truth"][0] == trajectory.task.ground_truth
@@ -74,17 +77,6 @@ async def test_a_manager_scores_a_trajectory_and_reports_beside_it(file: Path) -
         return score(trajectory, **of, manager_kwargs={"per_char": 0.5}, function_kwargs={"bonus": 4.0})
 
     assert await asyncio.to_thread(call) == {"score": 5.0, "truth": trajectory.task.ground_truth}
-
-
-async def test_calls_that_come_at_once_get_the_same_manager(file: Path) -> None:
-    slow = MANAGER.replace("talkative", "slow").replace("        self.compute", "        time.sleep(0.05); self.compute")
-    (file.parent / "slow.py").write_text(f"import time\n{slow}".replace('"truth": truths', '"made": [id(self)]'))
-    of = {"manager": "slow", "function": f"{file.parent / 'slow.py'}:judge", "tokenizer": str(file.parent / "model")}
-    trajectory = await finished()
-
-    found = await asyncio.gather(*(asyncio.to_thread(score, trajectory, **of) for _ in range(8)))
-
-    assert len({one["made"] for one in found}) == 1
 
 
 def test_a_config_names_a_manager_that_its_functions_file_registers(file: Path) -> None:
@@ -142,6 +134,8 @@ def test_a_file_that_was_mended_registers_its_manager_anew(file: Path) -> None:
 
 
 OF_ROWS = """
+import signal
+
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.abstract import AbstractRewardManager
@@ -164,6 +158,11 @@ class Naive(NaiveRewardManager):
         return {**found, "reward_score": found["reward_score"] + 10}
 
 
+class Once(RewardManagerBase):
+    async def run_single(self, data):
+        return {"reward_score": 1.0, "reward_extra_info": {"made": id(self)}}
+
+
 class Batch(AbstractRewardManager):
     def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source"):
         self.compute_score = compute_score
@@ -179,6 +178,11 @@ class Neither:
 
 async def half(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 0.5, "seen": "#### 4" in solution_str}
+
+
+def signals(data_source, solution_str, ground_truth, extra_info=None, **more):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return {"score": 0.5, **more}
 """
 
 
@@ -193,7 +197,6 @@ def imported(cls: str, file: Path, *more: str, at: str = "reward_manager") -> di
     [
         ("Single", "file", {"score": 6.0, "n": 8}),
         ("Naive", "file", {"score": 10.5, "seen": True}),
-        ("Batch", "file", {"score": 3.0}),
         ("Batch", "verl", {"score": 3.0}),
     ],
 )
@@ -207,6 +210,23 @@ async def test_a_manager_of_a_file_scores_rows_or_batches(cls: str, of: str, fou
     trajectory = await finished()
     del given["name"]
     assert await asyncio.to_thread(lambda: score(trajectory, **given)) == found
+
+
+async def test_a_plain_function_that_a_manager_of_rows_calls_may_use_signals(file: Path) -> None:
+    rows = file.with_name("signals.py")
+    rows.write_text(OF_ROWS)
+    trajectory, model = await finished(), str(file.parent / "model")
+    of = {"manager": f"{rows}:Naive", "function": f"{rows}:signals", "tokenizer": model, "function_kwargs": {"bound": 2}}
+    assert await asyncio.to_thread(lambda: score(trajectory, **of)) == {"score": 10.5, "bound": 2}
+
+
+async def test_calls_that_come_at_once_get_the_same_manager(file: Path) -> None:
+    slow = file.with_name("once.py")
+    slow.write_text(OF_ROWS.replace("class Once", "import time; time.sleep(0.05)\n\n\nclass Once"))
+    trajectory = await finished()
+    of = {"manager": f"{slow}:Once", "tokenizer": str(file.parent / "model")}
+    found = await asyncio.gather(*(asyncio.to_thread(score, trajectory, **of) for _ in range(8)))
+    assert len({one["made"] for one in found}) == 1
 
 
 async def test_a_manager_of_a_file_that_is_neither_kind_is_refused(file: Path) -> None:

@@ -8,17 +8,18 @@
 
 A manager sees the columns that verl's trainer shows it: the row's, what the episode scored, and what an agent loop returned
 in `extra_fields`. One trajectory at a time, so none waits for the others; what a manager compares across a batch it cannot
-compare here. A manager of batches is called in threads, several times at once; managers of single rows (`run_single`) live
-in an event loop of their own.
+compare here. A manager of batches, and a plain function that one of single rows calls, are called in the main thread of a
+process, where time-outs that are built on signals work; managers of single rows (`run_single`) live in an event loop here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -29,11 +30,13 @@ from polyturn.compat.verl.reward_loop import RewardManagerBase
 from polyturn.compat.verl.reward_manager import AbstractRewardManager, get_reward_manager_cls
 from polyturn.compat.verl.rollout_schemas import Message
 from polyturn.compat.verl.tokenizer import hf_tokenizer
+from polyturn.compat.verl_config.convert_reward import MANAGER_S, NUM_PROCESSES
 from polyturn.core.errors import ConfigError
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import lacks
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rewards.default import default_compute_score
+from polyturn.rewards.processes import Processes
 
 
 def score(
@@ -59,14 +62,9 @@ def score(
     """
     described = json.dumps([manager, function, tokenizer, config or {}, manager_kwargs or {}, function_kwargs or {}])
     with _MAKING:
-        made = _manager(described)
-    batch = as_batch(trajectory)
-    if isinstance(made, RewardManagerBase):
-        found = asyncio.run_coroutine_threadsafe(made.run_single(batch), _loop()).result()
-        return {**(found.get("reward_extra_info") or {}), "score": float(found["reward_score"])}
-    found = made(batch, return_dict=True)
-    reported = found.get("reward_extra_info") or {}
-    return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}
+        judge = _judge(described)
+    found: dict[str, Any] = judge(trajectory=trajectory)
+    return found
 
 
 _MAKING = threading.Lock()
@@ -74,23 +72,65 @@ _MAKING = threading.Lock()
 
 
 @functools.cache
-def _manager(described: str) -> Any:
-    """Return the manager that `score`'s arguments describe, as JSON; the same one for all trajectories of a run."""
+def _judge(described: str) -> Callable[..., dict[str, Any]]:
+    """Return what asks the manager that `score`'s arguments describe, as JSON; one for all trajectories of a run."""
     name, function, model, config, kwargs, function_kwargs = json.loads(described)
-    compute_score: Any = default_compute_score if function is None else import_attr(function)
-    if function_kwargs:
-        compute_score = functools.partial(compute_score, **function_kwargs)
-    cls, tokenizer = import_attr(name) if ":" in name else get_reward_manager_cls(name), hf_tokenizer(model)
+    cls, compute_score = _imported(name, function, function_kwargs)
     if not isinstance(cls, type) or not issubclass(cls, RewardManagerBase | AbstractRewardManager):
         raise ConfigError(f"{name!r} is no reward manager; inherit RewardManagerBase or AbstractRewardManager of verl")
     if issubclass(cls, AbstractRewardManager):
-        return cls(tokenizer, 0, compute_score=compute_score, reward_fn_key="data_source", **kwargs)
+        return functools.partial(_in_processes(f"{__name__}:judge_batch"), described=described)
+    if function is not None and not inspect.iscoroutinefunction(compute_score):
+        compute_score = _by_name(compute_score, _in_processes(function))
     routers = {key: None for key in ("reward_router_address", "reward_model_tokenizer") if lacks(cls.__init__, key)}
+    own = {"tokenizer": hf_tokenizer(model), "compute_score": compute_score, **routers, **kwargs}
 
     async def make() -> RewardManagerBase:
-        return cls(config=OmegaConf.create(config), tokenizer=tokenizer, compute_score=compute_score, **routers, **kwargs)
+        return cls(config=OmegaConf.create(config), **own)
 
-    return asyncio.run_coroutine_threadsafe(make(), _loop()).result()
+    made = asyncio.run_coroutine_threadsafe(make(), _loop()).result()
+
+    def judge(trajectory: Trajectory) -> dict[str, Any]:
+        found = asyncio.run_coroutine_threadsafe(made.run_single(as_batch(trajectory)), _loop()).result()
+        return {**(found.get("reward_extra_info") or {}), "score": float(found["reward_score"])}
+
+    return judge
+
+
+def judge_batch(trajectory: Trajectory, described: str) -> dict[str, Any]:
+    """Return what a manager of batches gives to a trajectory, in a process that calls nothing else."""
+    found = _of_batches(described)(as_batch(trajectory), return_dict=True)
+    reported = found.get("reward_extra_info") or {}
+    return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}
+
+
+@functools.cache
+def _of_batches(described: str) -> Any:
+    name, function, model, _, kwargs, function_kwargs = json.loads(described)
+    cls, compute_score = _imported(name, function, function_kwargs)
+    return cls(hf_tokenizer(model), 0, compute_score=compute_score, reward_fn_key="data_source", **kwargs)
+
+
+def _imported(name: str, function: str | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the class of a manager, and the reward function, whose import may register it."""
+    compute_score: Any = default_compute_score if function is None else import_attr(function)
+    bound = functools.partial(compute_score, **kwargs) if kwargs else compute_score
+    return import_attr(name) if ":" in name else get_reward_manager_cls(name), bound
+
+
+def _in_processes(function: str) -> Processes:
+    return Processes(function, num=NUM_PROCESSES, timeout_s=MANAGER_S)
+
+
+def _by_name(function: Any, processes: Processes) -> Callable[..., Any]:
+    """Return what calls a function in `processes`, which take arguments by their names; some of its own may be bound."""
+    signature, bound = inspect.signature(function), getattr(function, "keywords", {})
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        return processes(**{**bound, **dict(zip(signature.parameters, given.args, strict=False)), **given.kwargs})
+
+    return call
 
 
 @functools.cache

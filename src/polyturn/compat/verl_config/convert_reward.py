@@ -17,6 +17,8 @@ MANAGER = "reward_model.reward_manager"
 SOURCE, MODULE = "reward_manager.source", "reward_manager.module.path"
 MANAGERS = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
 """The managers that need no class here."""
+NUM_PROCESSES = 4
+"""Processes that call the function in their main threads, as verl does, so that it may use signals."""
 MANAGER_S = 600.0
 """Seconds that one of a project's own, which may ask other models, has for a trajectory; verl waits for ever."""
 
@@ -36,7 +38,7 @@ def reward_function(s: Source) -> None:
     if name is None:
         return
     s.put("reward.function.name", name, by=key)
-    s.put("reward.num_processes", 4, by=key)  # verl calls it in the main thread of a process, so it may use signals
+    s.put("reward.num_processes", NUM_PROCESSES, by=key)
     if ".py:" in name:
         s.paths.append(("reward", "function", "name"))
     _arguments(s, s.get("custom_reward_function.reward_kwargs", {}), by="custom_reward_function.reward_kwargs")
