@@ -44,6 +44,8 @@ class Namespace:
     library: Path | None = None
     """A file with the names of all modules of the library itself, none of which is a project's own, each with the digests
     of its file in the releases."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Modules that are not offered, and those below them -> a sentence: why, or what does the same here."""
 
     def package_names(self) -> frozenset[str]:
         """Return every package: those with a body, and all that stand above a module."""
@@ -138,11 +140,12 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 
     def _why_not(self, fullname: str) -> str:
         parent = fullname.rpartition(".")[0]
-        here = [n for n in self._known if n.rpartition(".")[0] == parent]
-        hint = f" {parent} has {', '.join(n.rpartition('.')[2] for n in here)}." if here else ""
+        here = [n.rpartition(".")[2] for n in self._known if n.rpartition(".")[0] == parent]
+        hint = f" {parent} has {', '.join(here)}." if here else did_you_mean(fullname, self._known)
+        instead = (f" {why}" for name, why in self.namespace.instead.items() if f"{fullname}.".startswith(f"{name}."))
         return (
             f"No module named {fullname!r}: polyturn, which stands in for {self.namespace.root}, does not offer it."
-            f"{hint or did_you_mean(fullname, self._known)}"
+            f"{next(instead, hint)}"
         )
 
     def _is_there_really(self) -> bool:

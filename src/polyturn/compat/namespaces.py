@@ -83,8 +83,26 @@ _HERE = {
     "verl.workers.reward_manager.prime": "polyturn.compat.verl.reward_manager",
     "verl.workers.reward_manager.registry": "polyturn.compat.verl.reward_manager",
     "verl.workers.reward_manager.abstract": "polyturn.compat.verl.reward_manager",
+    "verl.trainer.ppo.reward": "polyturn.compat.verl.reward_manager",
 }
 """Modules that only code written for verl needs."""
+
+_SFT = "Supervised training is `polyturn sft CONFIG`."
+_GENERATION = (
+    "`polyturn rollout CONFIG` writes completions, `polyturn eval` scores them, `polyturn rescore` with another reward."
+)
+_TRAINER = (
+    "verl's trainer and its workers are not here, and a program built of them does not run; what polyturn trains is what "
+    "verl.trainer.main_ppo is asked for, with rewards, tools, interactions, agent loops, estimators and losses of your own."
+)
+_INSTEAD = {
+    **dict.fromkeys((f"verl.trainer.{name}" for name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer")), _SFT),
+    **dict.fromkeys((f"verl.trainer.main_{name}" for name in ("generation", "generation_server", "eval")), _GENERATION),
+    **dict.fromkeys((f"verl.{name}" for name in ("single_controller", "models", "checkpoint_engine")), _TRAINER),
+    **dict.fromkeys((f"verl.trainer.{name}" for name in ("ppo.ray_trainer", "ppo.v1", "constants_ppo")), _TRAINER),
+    **dict.fromkeys((f"verl.workers.{name}" for name in ("fsdp_workers", "megatron_workers", "actor", "critic")), _TRAINER),
+    "verl.model_merger": "The folder `model` of a checkpoint is a Hugging Face folder, and needs no merging.",
+}
 
 VERL = Namespace(
     root="verl",
@@ -101,9 +119,10 @@ VERL = Namespace(
         "verl.workers.config": ("polyturn.compat.verl.configs",),
         "verl.utils.reward_score.sandbox_fusion": ("polyturn.compat.verl.code_scorers",),
         "verl.utils.reward_score": ("polyturn.rewards.default",),
-        "verl.experimental.agent_loop": ("polyturn.compat.verl.agent_loop",),
+        "verl.experimental.agent_loop": ("polyturn.compat.verl.agent_loop", "polyturn.compat.verl.tool_agent_loop"),
     },
     library=Path(__file__).parent / "verl" / "modules.txt",
+    instead=_INSTEAD,
 )
 
 _SWIFT = "polyturn.compat.swift"

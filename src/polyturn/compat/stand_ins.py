@@ -65,6 +65,7 @@ VERL = StandIn(
     name="verl",
     install=functools.partial(install, "verl"),
     shims=_SHIMS,
+    programs={"torchrun": "polyturn.compat.verl.torchrun"},
     takes_overrides=True,
     adapt_scheduler=_agent_loop,
     adapt_estimator=_estimator,

@@ -19,6 +19,7 @@ import polyturn.tools.schema
 from polyturn import compat
 from polyturn.compat.finder import AliasFinder, Namespace, digest
 from polyturn.compat.namespaces import NAMESPACES, VERL
+from polyturn.compat.verl import torchrun
 from polyturn.compat.verl_config.command import tell_changes
 from polyturn.core.errors import ConfigError, MissingModuleError, UnknownNameError
 from polyturn.core.registry import import_attr, import_file
@@ -99,6 +100,24 @@ def test_an_unknown_submodule_says_what_there_is() -> None:
         exec("from verl.tools import nothing_like_this")
     with pytest.raises(UnknownNameError, match="compat has no namespace 'verI'"):
         compat.install("verI")
+
+
+def test_a_program_of_verl_that_is_not_here_says_what_does_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compat.install("verl")
+    for name, said in (("ppo.ray_trainer", "a program built of them does not run"), ("main_eval", "polyturn rescore")):
+        with pytest.raises(ModuleNotFoundError, match=said):
+            importlib.import_module(f"verl.trainer.{name}")
+    started: list[str] = []
+    monkeypatch.setattr(torchrun.runpy, "run_module", lambda name, **_: started.append(name))
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc_per_node", "", "-m", "verl.trainer.fsdp_sft_trainer", "a=b"])
+    with pytest.raises(SystemExit):
+        torchrun.main()
+    assert "polyturn sft" in capsys.readouterr().err and not started
+    monkeypatch.setattr(sys, "argv", ["torchrun", "-m", "mine.train", "-m"])
+    torchrun.main()
+    assert started == ["torch.distributed.run"]
 
 
 def test_verl_itself_wins_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import polyturn.compat.verl
 from polyturn import compat
@@ -19,6 +21,7 @@ from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl import hdfs_io, reward_manager
 from polyturn.compat.verl.agent_loop_utils import (
     add_generation_prompt_for_gpt_oss,
+    build_gpt_oss_tool_response_text,
     format_gpt_oss_tool_response_manually,
 )
 from polyturn.compat.verl.protocol import DataProto, collate_fn
@@ -60,6 +63,7 @@ def test_a_tool_speaks_to_gpt_oss_in_its_format() -> None:
     """The shape that the model was trained on."""
     said = add_generation_prompt_for_gpt_oss(format_gpt_oss_tool_response_manually("4", "add"))
     assert said == "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|><|start|>assistant"
+    assert build_gpt_oss_tool_response_text([{"role": "tool", "content": "4"}], ["add"]) == said
 
 
 def test_a_batch_gives_rows_and_parts() -> None:
@@ -107,6 +111,17 @@ def test_managers_are_registered_once() -> None:
         reward_manager.register("in_test")(int)
     with pytest.raises(UnknownNameError, match="Unknown reward manager: in_tst"):
         reward_manager.get_reward_manager_cls("in_tst")
+
+
+@pytest.mark.parametrize("above", [(), ("reward",)])
+def test_the_reward_function_of_a_tree_is_read_from_its_file(above: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "grade.py").write_text("def grade(text, bonus=0.0):\n    return len(text) + bonus\n")
+    tree: dict[str, Any] = {"path": str(tmp_path / "grade.py"), "name": "grade", "reward_kwargs": {"bonus": 2}}
+    for name in ("custom_reward_function", *above):
+        tree = {name: tree}
+    function = reward_manager.get_custom_reward_fn(OmegaConf.create(tree))
+    assert function is not None and function("abc") == 5
+    assert reward_manager.get_custom_reward_fn({"custom_reward_function": {"path": None}}) is None
 
 
 def test_ids_are_read_from_whatever_a_tokenizer_returns() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def resolve_config_path(config_path: str) -> str:
@@ -27,3 +29,9 @@ def format_gpt_oss_tool_response_manually(tool_response: str, tool_call_name: st
 def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
     """Return a text of that format with the opening of the assistant's turn."""
     return f"{message_content}<|start|>assistant"
+
+
+def build_gpt_oss_tool_response_text(messages: Sequence[Mapping[str, Any]], tool_call_names: Sequence[str]) -> str:
+    """Return what tools say to gpt-oss after a turn, each under its name, with the opening of the assistant's turn."""
+    said = [format_gpt_oss_tool_response_manually(m["content"], n) for m, n in zip(messages, tool_call_names, strict=True)]
+    return add_generation_prompt_for_gpt_oss("".join(said))

@@ -11,6 +11,7 @@ as `managed_reward` shows them trajectories. A function that raises is an error 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from polyturn.compat.verl.import_utils import load_extern_object
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
 from polyturn.core.registry import is_same_source
 from polyturn.rewards.default import default_compute_score
@@ -197,6 +199,14 @@ class DAPORewardManager(NaiveRewardManager):
             info["overlong_reward"].append(penalty)
             info["overlong"].append(penalty < 0)
         return score + float(penalty)
+
+
+def get_custom_reward_fn(config: Mapping[str, Any]) -> RawRewardFn | None:
+    """Return the function that `custom_reward_function` names in a tree of keys, with its `reward_kwargs`; or None."""
+    of = (config.get("reward") or config).get("custom_reward_function") or {}
+    if not of.get("path"):
+        return None
+    return functools.partial(load_extern_object(of["path"], of["name"]), **(of.get("reward_kwargs") or {}))
 
 
 async def parallel_compute_score_async(

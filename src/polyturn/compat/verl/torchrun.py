@@ -1,0 +1,33 @@
+"""What `torchrun` runs under `polyturn run-as verl`: torch's own, once it is known that the program is here.
+
+Separate because without it each of the processes that torch starts would fail by itself, and torch would report on them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import runpy
+import sys
+
+from polyturn.cli.main import guarded
+from polyturn.core.errors import ConfigError
+
+
+def main() -> None:
+    """Refuse a program of verl that is not here, in one sentence; run all others."""
+    guarded(_check_program)
+    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+
+
+def _check_program() -> None:
+    for option, name in itertools.pairwise(sys.argv[1:]):
+        if option == "-m" and name.startswith("verl."):
+            try:
+                importlib.util.find_spec(name)
+            except ModuleNotFoundError as problem:
+                raise ConfigError(str(problem)) from problem
+
+
+if __name__ == "__main__":
+    main()
