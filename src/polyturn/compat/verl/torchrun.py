@@ -1,4 +1,4 @@
-"""What `torchrun` runs under `polyturn run-as verl`: torch's own, once it is known that the program is here.
+"""torchrun under `polyturn run-as verl`: torch's own, once it is known that the program is here.
 
 Separate because without it each of the processes that torch starts would fail by itself, and torch would report on them.
 """
