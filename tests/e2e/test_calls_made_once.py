@@ -6,8 +6,6 @@ The tool and the interaction write every call into a file; one call, the first t
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 
 from polyturn.cli.main import main
 from support.crash_injection import ledger_problems
-from support.forked import run_forked
+from support.forked import run_forked, run_program
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 call = partial(call_command, main)
@@ -151,13 +149,7 @@ print([turn.tool_results[0].content for turn in trajectory.turns[:-1]])
 
 
 def test_a_tool_is_called_once_for_every_call_across_two_kills(tmp_path: Path):
-    (tmp_path / "life.py").write_text(TOOL)
-
-    def live(die_at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(tmp_path / "life.py"), str(tmp_path), str(die_at)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    assert [live(2).returncode, live(5).returncode] == [-9, -9]
-    last = live(-1)
-    assert last.returncode == 0 and last.stdout.strip() == "['1', '2', '3', '4', '5', '6']", last.stderr
+    assert [run_program(TOOL, tmp_path, die_at).returncode for die_at in (2, 5)] == [-9, -9]
+    last = run_program(TOOL, tmp_path, -1)
+    assert last.returncode == 0 and last.out.strip() == "['1', '2', '3', '4', '5', '6']", last.err
     assert (tmp_path / "calls.txt").read_text().split() == ["1", "2", "3", "4", "5", "6"]

@@ -25,7 +25,7 @@ import torch
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
 from polyturn.training.checkpoint import Checkpoints
-from support.forked import ONE_THREAD, Forked
+from support.forked import ONE_THREAD, Forked, run_program
 from support.runs import call_command, write_tiny_run
 from support.states import tensors_in
 
@@ -146,8 +146,7 @@ with Signals():
     logging.warning("first")
     assert done.wait(60)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said == "1 first\n1 interrupted; a checkpoint is being written\n"
+    assert run_program(code).out == "1 first\n1 interrupted; a checkpoint is being written\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
@@ -158,7 +157,7 @@ def test_a_signal_that_is_ignored_stays_so(number: signal.Signals):
         "from polyturn.api.signals import Signals\n"
         f"with Signals() as noted:\n    os.kill(os.getpid(), {int(number)})\n    print(noted.received)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert run_program(code).out == "[]\n"
 
 
 @pytest.mark.parametrize(

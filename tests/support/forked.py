@@ -138,9 +138,26 @@ def run_forked(*arguments: object, cwd: Path | None = None, env: Mapping[str, st
     return run
 
 
+def run_program(code: str, *arguments: object, cwd: Path | None = None) -> Forked:
+    """Run a program to its end, as `python -c` would."""
+    run = Forked(code, *arguments, cwd=cwd, call="support.forked:run_code")
+    try:
+        run.wait(280)
+    finally:
+        run.kill()
+    return run
+
+
+def run_code() -> None:
+    """Run the program that `sys.argv[1]` is: what a `Forked` may call in place of a command."""
+    code, sys.argv[:2] = sys.argv[1], ["-c"]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
 def run_file() -> None:
     """Run the program in the file `sys.argv[1]`: what a `Forked` may call in place of a command."""
-    runpy.run_path(sys.argv[1], run_name="__main__")
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @functools.cache

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.forked import run_program
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "one-sample.md"
@@ -37,8 +37,9 @@ print(json.dumps({"way": on_way, "page": house.documented(on_way), "mark": house
 @pytest.fixture(scope="module")
 def traced() -> dict[str, Any]:
     """What a run in a process of its own passed: the trace changes asyncio and torch while it lasts."""
-    done = subprocess.run([sys.executable, "-c", TRACE], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    done = run_program(TRACE, cwd=ROOT)
+    assert done.returncode == 0, done.err
+    found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
     return found
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.run_folders import find_runs
 from polyturn.testing.episodes import scripted_context, task
+from support.forked import run_forked
 from support.runs import write_tiny_run
 
 LENGTH = """
@@ -175,10 +174,8 @@ def test_a_reward_that_ends_what_all_of_it_runs_in_is_told_in_a_sentence(
 ):
     (tmp_path / "mine.py").write_text("import asyncio, sys\n\n" + code)
     monkeypatch.chdir(tmp_path)
-    called = subprocess.run(
-        [sys.executable, "-m", "polyturn", "rescore", run_folder, "--reward", "mine.py:f"], capture_output=True, text=True
-    )
-    assert called.returncode == 2 and said in called.stderr and "Traceback" not in called.stderr, called
+    called = run_forked("rescore", run_folder, "--reward", "mine.py:f")
+    assert called.returncode == 2 and said in called.err and "Traceback" not in called.err, called.err
 
 
 def test_runs_are_listed_with_where_they_are(run_folder: Path, capsys: pytest.CaptureFixture[str]):

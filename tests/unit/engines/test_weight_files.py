@@ -1,8 +1,7 @@
 """New weights as a checkpoint: written once, and while they are pushed still the trainer's own tensors."""
 
 import json
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.weight_files import WeightFolder
+from support.forked import run_program
 
 
 def test_what_is_pushed_is_the_trainers_own_and_what_is_given_later_was_written(tmp_path):
@@ -48,7 +48,7 @@ def test_who_starts_next_removes_the_weights_of_a_process_that_was_killed_and_of
     (tmp_path / "polyturn-weights-of-an-older-version").mkdir()
     with WeightFolder(tmp_path, root=tmp_path):
         living = set(tmp_path.iterdir())
-        subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], check=False)
+        assert run_program(OWNER, tmp_path).returncode == -signal.SIGKILL
         assert len(set(tmp_path.iterdir()) - living) == 1, "a killed process removes nothing"
         with WeightFolder(tmp_path, root=tmp_path) as third:
             assert set(tmp_path.iterdir()) - living == {third._root}

@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
 from polyturn.training.journal_file import JournalFile
+from support.forked import Forked
 
 
 class Killed(BaseException):
@@ -251,8 +251,7 @@ async def test_an_opponent_that_is_written_is_asked_again_and_must_say_the_same(
 
 def test_it_goes_on_where_a_process_was_killed(tmp_path: Path):
     pytest.importorskip("gymnasium")
-    died = subprocess.run([sys.executable, __file__, str(tmp_path / "parts")], timeout=60, check=False)
-    assert died.returncode == -signal.SIGKILL
+    assert Forked(__file__, tmp_path / "parts", call="support.forked:run_file").wait(60) == -signal.SIGKILL
     adapter = find_adapter("gymnasium:FrozenLake8x8-v1")
     parts, asked, counts = asyncio.run(life(tmp_path / "parts", adapter, FROZEN))
     whole, _, _ = asyncio.run(life(tmp_path / "whole", adapter, FROZEN))

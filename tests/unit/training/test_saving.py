@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.shards import read_shards, write_shards
+from support.forked import Forked, run_program
 from support.models import tiny_model
 from support.states import stored
 
@@ -81,9 +81,10 @@ def stuck(folder):
 saver.save(2, {"step": 2}, export=stuck)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
+    run = Forked(script, tmp_path, call="support.forked:run_code")
+    run.wait_until(lambda: run.out == "writing\n")
+    run.kill()
+    run.wait(60)
     checkpoints = Checkpoints(tmp_path)
     latest = checkpoints.latest()
     assert latest is not None and checkpoints.load(latest) == {"step": 1}
@@ -109,9 +110,8 @@ FileSystemWriter.finish = killed
 saver.save(2, {"step": 2}, export=Path.mkdir, stored={"policy": policy})
 saver.wait()
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # where `support` is
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=env)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run_program(script, tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.err
     assert any((tmp_path / ".draft-000002" / "policy").glob("*.distcp")), "it was in the middle of it"
     checkpoints = Checkpoints(tmp_path)
     latest = checkpoints.latest()
