@@ -123,13 +123,6 @@ def test_tensor_parallel_must_divide_the_ranks(tmp_path):
     assert done.code == 2 and "tensor_parallel is 3 and there are 8 ranks; it must divide them" in done.err
 
 
-def test_dropout_of_an_adapter_is_not_split_within_layers(tmp_path):
-    (tmp_path / "run.yaml").write_text(CONFIGS["eight GPUs"])
-    split = ["train.distributed.tensor_parallel=2", "model.lora={rank: 4, dropout: 0.1}"]
-    done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", *split)
-    assert done.code == 2 and "model.lora.dropout is 0.1" in done.err and "set dropout to 0" in done.err
-
-
 def test_the_retired_strategy_names_the_backend_in_its_place(tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIGS["laptop"])
     done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", "train.distributed.strategy=megatron")

@@ -87,16 +87,6 @@ def test_when_no_part_can_be_read_that_is_the_sentence(run: Path):
     assert RunView(run).page({})["total"] == 0
 
 
-def test_half_a_line_and_noise_in_the_metrics_cost_those_lines_only(run: Path):
-    with (run / "metrics.jsonl").open("ab") as file:
-        file.write(b"\xff\xfe garbage\n[1, 2]\n" + b'{"step": 2, "reward/mean": 0.9}\n{"step": 3, "rew')
-    view = RunView(run)
-    assert view.summary()["last_step"] == 2
-    assert any("metrics.jsonl are damaged" in p for p in view.problems())
-    listed = call("runs", run.parent)
-    assert listed.code == 0 and "0.900" in listed.out
-
-
 def test_without_a_config_everything_is_shown(run: Path):
     (run / "config.yaml").unlink()
     assert RunView(run).config() == "" and call("show", run).code == 0 and call("runs", run.parent).code == 0

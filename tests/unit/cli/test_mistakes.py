@@ -30,7 +30,7 @@ call = functools.partial(call_command, main)
             "warm_start={steps: 3, conversations: shwn.jsonl}",
             "warm_start.conversations is 'shwn.jsonl', and there is no such",
         ),
-        ("warm_start={steps: 3, conversations: null}", "warm_start.steps is 3 and warm_start.conversations is not set"),
+        ("warm_start={steps: 3, conversations: null}", "steps is 3 and warm_start.conversations is not set; name a jsonl"),
         ("out=/proc/none", "the folder '/proc/none' cannot be made or written (FileNotFoundError"),
     ],
 )

@@ -79,11 +79,6 @@ async def test_turns_count_from_one_and_all_columns_of_the_row_arrive() -> None:
     assert [m.text for m in trajectory.messages] == ["Hi", "a", "Again 1.", "b"]
 
 
-async def test_every_turns_tokens_are_trained_although_the_step_returns_none() -> None:
-    trajectory = await play(Again, ["a", "b", "c"])
-    assert spans(trajectory) == [("sampled", "a", True), ("sampled", "b", True), ("sampled", "c", True)]
-
-
 async def test_both_forms_of_the_constructor_are_understood() -> None:
     class Early(Again):
         def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
@@ -237,15 +232,6 @@ async def test_a_run_of_ones_own_trains_only_what_it_returns() -> None:
     weights = [bool(s.loss_weights.any()) for s in trajectory.segments]
     assert weights == [False, True, False]
     assert trajectory.turns[1].info[OUTPUTS][0]["messages"][-1]["content"] == "b"
-
-
-async def test_a_message_that_says_loss_false_is_left_out() -> None:
-    class Silent(Again):
-        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-            infer_request.messages[-1]["loss"] = False
-            return super().step(infer_request, response_choice, current_turn)
-
-    assert [s[2] for s in spans(await play(Silent, ["a", "b"], max_turns=2))] == [False, True]
 
 
 # --- how a trajectory ends ----------------------------------------------------------------------------------------------

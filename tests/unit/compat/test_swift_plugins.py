@@ -100,20 +100,6 @@ async def test_a_frozen_lake_that_is_won_ends_with_its_infos_and_a_score_for_eac
     assert not driver._lives
 
 
-async def test_an_environment_is_closed_once_where_a_limit_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[object] = []
-    real = envs["frozen_lake"].close
-
-    async def close(env: Any) -> None:
-        closed.append(env)
-        await real(env)
-
-    monkeypatch.setattr(envs["frozen_lake"], "close", close)
-    trajectory, _ = await play("gym_scheduler", ["hm"], frozen(0), max_turns=2)
-    assert trajectory.stop_reason is StopReason.MAX_TURNS
-    assert len(closed) == 1
-
-
 # --- ReAct --------------------------------------------------------------------------------------------------------------
 
 
