@@ -73,19 +73,20 @@ def has_key(model: type, path: list[str]) -> bool:
     return any(has_key(kind, path[1:]) for kind in inner) if inner else len(path) == 1 or "dict" in str(key.annotation)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_key_that_a_page_names_exists(page: Path):
-    named = set(re.findall(rf"`((?:{ANY})(?:\.[a-z_]+)+)(?::[^`]*)?`", page.read_text(encoding="utf-8")))
+def named(pattern: str) -> set[tuple[str, str]]:
+    """Return which page names what."""
+    return {(page.stem, name) for page in PAGES for name in re.findall(pattern, page.read_text(encoding="utf-8"))}
+
+
+def test_every_key_that_a_page_names_exists():
     files = ("py", "yaml", "jsonl", "png", "md", "json", "parquet")
-    keys = {name for name in named if name.rsplit(".")[-1] not in files}
-    code = {name for name in keys if f"polyturn.{name}" in SOURCE}
-    assert not {name for name in keys - code if not has_key(RunConfig, name.split("."))}
+    keys = {one for one in named(rf"`((?:{ANY})(?:\.[a-z_]+)+)(?::[^`]*)?`") if one[1].rsplit(".")[-1] not in files}
+    code = {one for one in keys if f"polyturn.{one[1]}" in SOURCE}
+    assert not {one for one in keys - code if not has_key(RunConfig, one[1].split("."))}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_metric_that_a_page_names_is_recorded(page: Path):
+def test_every_metric_that_a_page_names_is_recorded():
     """Its name, or what it begins with, stands in the source in quotes."""
-    text = page.read_text(encoding="utf-8")
-    for name in re.findall(rf"`((?:{RECORDED})/[a-z0-9_]+)`", text):
+    for page, name in named(rf"`((?:{RECORDED})/[a-z0-9_]+)`"):
         begins = [name.rsplit("_", k)[0] for k in range(name.count("_") + 1)]
-        assert any(f'"{begin}' in SOURCE for begin in begins), name
+        assert any(f'"{begin}' in SOURCE for begin in begins), (page, name)

@@ -15,16 +15,14 @@ PAGE = Path(__file__).parents[2] / "docs/algorithms.md"
 OWN = [n for n in policy_losses if policy_losses.resolve(n).__module__.startswith("polyturn.algorithms")]
 
 
-@pytest.mark.parametrize("name", [*OWN, *MODES, *kl_estimators, *REJECTIONS])
-def test_what_can_be_chosen_is_in_a_table(name):
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    assert any(f"`{name}`" in row.split("|")[1] for row in rows)
+def test_what_can_be_chosen_is_in_a_table():
+    firsts = [line.split("|")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert [n for n in (*OWN, *MODES, *kl_estimators, *REJECTIONS) if not any(f"`{n}`" in first for first in firsts)] == []
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_each_loss_has_a_source_in_its_docstring(name):
-    docstring = policy_losses.resolve(name).__doc__ or ""
-    assert name == "none" or re.search(r"Source: .+\d{4}", docstring)
+def test_each_loss_has_a_source_in_its_docstring():
+    without = [n for n in OWN if not re.search(r"Source: .+\d{4}", policy_losses.resolve(n).__doc__ or "")]
+    assert without == ["none"]
 
 
 @pytest.mark.parametrize("name", OWN)

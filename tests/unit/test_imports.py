@@ -225,11 +225,11 @@ def test_core_can_be_used_without_torch(module: str) -> None:
     assert _python(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("name", [n for n in dir(polyturn) if n != "__version__"])
-def test_every_public_name_loads_and_knows_its_own_name(name: str) -> None:
-    found = getattr(polyturn, name)
-    if not isinstance(found, Registry):  # a decorator is a verb, and `rollout` a package that can be called
-        assert found.__name__ == {"declare": "Traits", "rollout": "polyturn.rollout"}.get(name, name)
+def test_every_public_name_loads_and_knows_its_own_name() -> None:
+    found = {name: getattr(polyturn, name) for name in dir(polyturn) if name != "__version__"}
+    own = {name: one.__name__ for name, one in found.items() if not isinstance(one, Registry)}
+    # A decorator is a verb, and `rollout` a package that can be called.
+    assert own == {name: {"declare": "Traits", "rollout": "polyturn.rollout"}.get(name, name) for name in own}
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error() -> None:

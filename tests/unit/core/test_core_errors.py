@@ -14,12 +14,11 @@ from polyturn.core.errors import PolyturnError, ToolError, did_you_mean, one_lin
 TREE = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, PolyturnError) and e is not PolyturnError]
 
 
-@pytest.mark.parametrize("error", TREE)
-def test_every_error_is_also_the_standard_type_that_it_refines(error: type[PolyturnError]) -> None:
-    standard = [c for c in error.__mro__ if c.__module__ == "builtins" and c not in (Exception, BaseException, object)]
-    assert standard
-    with pytest.raises(standard[0], match=r"^the sentence$"):
-        raise error("the sentence")
+def test_every_error_is_also_the_standard_type_that_it_refines() -> None:
+    for error in TREE:
+        standard = [c for c in error.__mro__ if c.__module__ == "builtins" and c not in (Exception, BaseException, object)]
+        with pytest.raises(standard[0], match=r"^the sentence$"):
+            raise error("the sentence")
 
 
 def test_a_tool_error_is_outside_the_tree() -> None:
