@@ -9,6 +9,7 @@ import asyncio
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,25 +89,27 @@ def ended(work: str, *, then: str = "pass", before: str = "") -> subprocess.Comp
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    ("work", "named"),
-    [
-        ("leave(asyncio.create_task(ignores()))", "at the end of the run"),
-        ("leave(asyncio.create_task(blocks_at_last())); await asyncio.sleep(0)", "at the end of the run"),
-        ("await anext(leave(words()))", "at the end of the run"),
-        ("leave(asyncio.create_task(stands_still_when_cancelled())); await asyncio.sleep(0.1)", "because it stands still"),
-        ("await anext(leave(stands_still()))", "because it stands still"),
-        ("leave(asyncio.create_task(ignores())).get_loop().create_task(exits()); await asyncio.sleep(0)", "SystemExit(7)"),
-        ("leave(threading.Thread(target=time.sleep, args=(3600,), name='mine')).start()", "the thread 'mine'"),
-        ("leave(asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600))", "the thread 'asyncio_0'"),
-        ("atexit.register(time.sleep, 3600)", "an exit handler"),
-    ],
-)
-def test_what_is_left_is_named_and_keeps_nothing(work: str, named: str):
-    done = ended(work, before=IMPATIENT)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-    assert "at the end of the" in done.stderr and "abandoned" in done.stderr and named in done.stderr
-    assert "Traceback" not in done.stderr and "was destroyed" not in done.stderr and "Exception ignored" not in done.stderr
+LEFT = [
+    ("leave(asyncio.create_task(ignores()))", "at the end of the run"),
+    ("leave(asyncio.create_task(blocks_at_last())); await asyncio.sleep(0)", "at the end of the run"),
+    ("await anext(leave(words()))", "at the end of the run"),
+    ("leave(asyncio.create_task(stands_still_when_cancelled())); await asyncio.sleep(0.1)", "because it stands still"),
+    ("await anext(leave(stands_still()))", "because it stands still"),
+    ("leave(asyncio.create_task(ignores())).get_loop().create_task(exits()); await asyncio.sleep(0)", "SystemExit(7)"),
+    ("leave(threading.Thread(target=time.sleep, args=(3600,), name='mine')).start()", "the thread 'mine'"),
+    ("leave(asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600))", "the thread 'asyncio_0'"),
+    ("atexit.register(time.sleep, 3600)", "an exit handler"),
+]
+"""Work, and what is said of it."""
+
+
+def test_what_is_left_is_named_and_keeps_nothing():
+    with ThreadPoolExecutor(len(LEFT)) as threads:  # each waits
+        ran = threads.map(lambda one: ended(one[0], before=IMPATIENT), LEFT)
+    for (_, named), done in zip(LEFT, ran, strict=True):
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+        assert "at the end of the" in done.stderr and "abandoned" in done.stderr and named in done.stderr
+        assert not any(words in done.stderr for words in ("Traceback", "was destroyed", "Exception ignored")), done.stderr
 
 
 def test_nothing_is_said_where_nothing_is_left():

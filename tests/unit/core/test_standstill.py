@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,29 +52,33 @@ end_process(program)
 
 def ended(folder: Path, work: str, *, then: str = "pass", held_s: float = 0.4) -> subprocess.CompletedProcess[str]:
     """Return what a program left whose coroutine did `work`."""
+    folder.mkdir(exist_ok=True)
     file = folder / "program.py"
     file.write_text(PROGRAM.format(work=textwrap.indent(textwrap.dedent(work), "    "), then=then, held_s=held_s))
     return subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    ("work", "then", "place"),
-    [
-        pytest.param("time.sleep(3600)", "", "the event loop: work", marks=pytest.mark.slow),
-        ("await asyncio.sleep(0.6)\nwhile True:\n    pass", "", "the event loop: work"),
-        ("Stands()\ngc.collect()", "", "Stands.__del__"),
-        ("drop()", "", "Stands.__del__"),
-        ("await DaemonThreads(name='t').run(drop)", "", "a thread: Stands.__del__"),
-        ("asyncio.get_running_loop().call_soon(drop)\nawait asyncio.sleep(1)", "", "Stands.__del__"),
-        ("pass", "drop()", "a thread: Stands.__del__"),
-    ],
-)
-def test_what_never_gives_its_thread_back_ends_the_process_with_its_name(tmp_path: Path, work: str, then: str, place: str):
-    done = ended(tmp_path, work, then=then or "pass")
-    assert done.returncode == 2 and done.stdout == ("done\n" if then else ""), done.stderr
-    assert place in done.stderr and "program.py:" in done.stderr and "--resume" in done.stderr, done.stderr
-    held = float(re.search(r"for (\S+) s a plug-in has held", done.stderr)[1])
-    assert 0.4 <= held < 240  # the clock of a process that has just begun
+NEVER = [
+    ("time.sleep(3600)", "", "the event loop: work"),
+    ("await asyncio.sleep(0.6)\nwhile True:\n    pass", "", "the event loop: work"),
+    ("Stands()\ngc.collect()", "", "Stands.__del__"),
+    ("drop()", "", "Stands.__del__"),
+    ("await DaemonThreads(name='t').run(drop)", "", "a thread: Stands.__del__"),
+    ("asyncio.get_running_loop().call_soon(drop)\nawait asyncio.sleep(1)", "", "Stands.__del__"),
+    ("pass", "drop()", "a thread: Stands.__del__"),
+]
+"""Work, what follows the coroutine, and what is named."""
+
+
+def test_what_never_gives_its_thread_back_ends_the_process_with_its_name(tmp_path: Path):
+    with ThreadPoolExecutor(len(NEVER)) as threads:  # each waits
+        tried = enumerate(NEVER)
+        ran = threads.map(lambda one: ended(tmp_path / str(one[0]), one[1][0], then=one[1][1] or "pass"), tried)
+    for (_, then, place), done in zip(NEVER, ran, strict=True):
+        assert done.returncode == 2 and done.stdout == ("done\n" if then else ""), done.stderr
+        assert place in done.stderr and "program.py:" in done.stderr and "--resume" in done.stderr, done.stderr
+        held = float(re.search(r"for (\S+) s a plug-in has held", done.stderr)[1])
+        assert 0.4 <= held < 240  # the clock of a process that has just begun
 
 
 def test_a_plugin_of_an_installed_package_that_holds_the_loop_ends_the_process(tmp_path: Path):

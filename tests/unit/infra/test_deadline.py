@@ -319,4 +319,4 @@ def _cancels() -> int:
 async def test_waiting_for_a_thread_is_no_part_of_a_plain_functions_time() -> None:
     bounded = CallWithDeadline(name="few", timeout_s=3.0)
     bounded._threads = DaemonThreads(name="few", max_threads=1)
-    assert await asyncio.gather(*(bounded.run(partial(time.sleep, 1.0)) for _ in range(4))) == [None] * 4
+    assert await asyncio.gather(*(bounded.run(partial(time.sleep, 0.8)) for _ in range(4))) == [None] * 4

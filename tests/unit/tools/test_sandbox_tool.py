@@ -106,7 +106,7 @@ async def test_code_waits_for_its_turn_outside_of_its_deadline() -> None:
     """Else endless programs of some episodes would be the time-outs of others, and open the tool's breaker."""
 
     async def answer(asked: dict[str, Any], number: int) -> Any:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.7)
         return {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "1"}}
 
     async with serve(answer) as served:
