@@ -10,7 +10,7 @@ import pytest
 from polyturn.cli import doctor
 
 
-def test_the_environment_and_every_extra_are_named(capsys: pytest.CaptureFixture[str]):
+def test_the_environment_every_extra_and_servers_of_other_environments_are_named(capsys: pytest.CaptureFixture[str]):
     doctor.run(as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["torch"].startswith(metadata.version("torch"))
@@ -20,6 +20,7 @@ def test_the_environment_and_every_extra_are_named(capsys: pytest.CaptureFixture
         "an extra without a feature that it is for, or the reverse"
     )
     assert told["extras"]["train"]["missing"] == []
+    assert set(told["servers"]) == {"vllm", "sglang"}
 
 
 def test_what_is_missing_comes_with_the_command_that_brings_it(
@@ -38,12 +39,5 @@ def test_what_is_missing_comes_with_the_command_that_brings_it(
     shown = capsys.readouterr().out
     assert "missing duckdb: pip install 'polyturn[view]'" in shown
     assert "not installed: pip install 'polyturn[train]'" in shown
-
-
-def test_servers_that_live_in_another_environment_are_named_with_what_to_set(capsys: pytest.CaptureFixture[str]):
-    doctor.run(as_json=False)
-    shown = capsys.readouterr().out
-    assert "launching vLLM servers" in shown and "launching SGLang servers" in shown
-    assert "evaluating models behind an endpoint" in shown
-    doctor.run(as_json=True)
-    assert set(json.loads(capsys.readouterr().out)["servers"]) == {"vllm", "sglang"}
+    for feature in ("launching vLLM servers", "launching SGLang servers", "evaluating models behind an endpoint"):
+        assert feature in shown
