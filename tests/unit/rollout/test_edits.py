@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyturn.core.messages import Message
-from polyturn.rollout.edits import LEFT_OUT, shorten
+from polyturn.core.messages import Message, Origin
+from polyturn.rollout.edits import LEFT_OUT, shorten, with_known_origin
 from polyturn.rollout.limits import ContextPolicy
 
 LONG = "a reply that is longer than the note that takes its place"
@@ -66,3 +66,22 @@ def test_the_prompt_and_the_newest_observation_always_stay_and_what_is_returned_
     if found is not None:
         assert at_most(room)(found)
         assert list(found[:2]) == messages[:2] and found[-1] == messages[-1] and found[-2] == messages[-2]
+
+
+def test_a_message_has_the_origin_of_the_one_that_says_the_same_and_else_the_environments():
+    owner, model, other = Origin.OWNER, Origin.MODEL, Origin.ENVIRONMENT
+    held = [
+        Message(role="user", content="a", origin=owner),
+        Message(role="assistant", content="b", origin=model),
+        Message(role="user", content="c", origin=owner),
+        Message(role="user", content="c", origin=other),
+    ]
+
+    def origins(*said: Message) -> list[Origin | None]:
+        return [m.origin for m in with_known_origin(said, held)]
+
+    a, b, c = (Message(role=m.role, content=m.content) for m in held[:3])
+    assert origins(a, b, Message(role="user", content="new")) == [owner, model, other]
+    assert origins(a, a) == [owner, other], "each of those held is one message"
+    assert origins(c, c) == [other, other], "of two that say the same, the less trusted"
+    assert origins(Message(role="user", content="a", origin=model), a) == [model, owner], "what is said stays"

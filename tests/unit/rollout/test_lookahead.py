@@ -18,6 +18,7 @@ from polyturn.core.trajectory import SpanSource, Trajectory, TrajectoryGroup
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.simulated_user import SimulatedUser
 from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.schedulers.lookahead import Lookahead
@@ -41,7 +42,9 @@ def judge_by_length(asked: dict[str, Any], number: int) -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": str(len(talk) / 10)}}]}
 
 
-async def looked(server: LocalService, *, rewards: Any = None, limits: Limits | None = None, **kwargs: Any) -> Trajectory:
+async def looked(
+    server: LocalService, *, rewards: Any = None, limits: Limits | None = None, on_start: Any = None, **kwargs: Any
+) -> Trajectory:
     scheduler = Lookahead(judge={"base_url": server.url, "model": "j"}, **kwargs)
     said = iter(range(1000))
     context = scripted_context(
@@ -53,7 +56,7 @@ async def looked(server: LocalService, *, rewards: Any = None, limits: Limits | 
     scoring = SimpleNamespace(scores_turns=True, gives_reward=True)
     context = dataclasses.replace(context, rewarder=RewardRouter(function=rewards, scheduler=scoring))
     one = dataclasses.replace(task("Hello.", data_source=None), interaction=InteractionRef(name="asker"))
-    return await run_episode(context, one, id="e", seed=5)
+    return await run_episode(context, one, id="e", seed=5, on_start=on_start)
 
 
 async def test_a_turn_is_worth_the_mean_of_what_comes_of_it() -> None:
@@ -69,8 +72,10 @@ async def test_a_turn_is_worth_the_mean_of_what_comes_of_it() -> None:
 
 
 async def test_continuations_are_recorded_and_not_trained() -> None:
+    live: list[Episode] = []
     async with serve(judge_by_length) as server:
-        found = await looked(server, num_repeat_rollouts=2, window=1)
+        found = await looked(server, num_repeat_rollouts=2, window=1, on_start=live.append)
+    assert live[0].resources.num_sampled == sum(int(s.sampled_mask.sum()) for s in found.segments)
     main = [s for s in found.segments if s.agent == "assistant"]
     asides = [s for s in found.segments if s.agent == "lookahead"]
     assert len(main) == 1 and main[0].parent is None and main[0].loss_weights.any()

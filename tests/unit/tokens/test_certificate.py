@@ -11,6 +11,7 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.markers import add_template_markers
+from polyturn.tokens.trials import KINDS, trials
 from support.cases import each
 
 CODEC = Codec(tiny_tokenizer())
@@ -101,6 +102,12 @@ def test_a_template_that_leaves_out_what_the_model_said_is_refused() -> None:
     assert found.strategy == "none"
     with pytest.raises(TemplateError, match="leaves out what an assistant message says"):
         found.require()
+
+
+@pytest.mark.parametrize("takes_system", [False, True])
+def test_a_template_is_tried_with_a_system_message_where_it_takes_one(takes_system: bool) -> None:
+    tried = trials(2 * len(KINDS), seed=0, kinds=KINDS, takes_system=takes_system, control=[])
+    assert {trial.prompt[0].role for trial in tried} == ({"user", "system"} if takes_system else {"user"})
 
 
 def test_a_codec_without_template_is_an_error_of_the_report() -> None:
