@@ -96,6 +96,8 @@ def test_the_loss_is_the_mean_over_targets_of_half_the_squared_error_clipped_aro
     assert found["critic/value_loss"] == pytest.approx(sum(errors) / len(errors), rel=1e-5)
     unclipped = reduce(critic(clip=None).forward_backward(batch))
     assert unclipped["critic/clip_fraction"] == 0 and unclipped["critic/value_loss"] <= found["critic/value_loss"]
+    inside = reduce(critic(clip=9.0).forward_backward(batch))
+    assert inside["critic/clip_fraction"] == 0 and inside["critic/value_loss"] == unclipped["critic/value_loss"]
 
 
 def test_the_gradient_does_not_depend_on_micro_batches_and_nan_returns_teach_nothing() -> None:
