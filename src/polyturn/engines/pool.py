@@ -342,6 +342,7 @@ class EnginePool(BaseEngine):
         if replica.is_up or loop.time() >= replica.probes_at:
             replica.epoch += 1
             replica.probes_at = loop.time() + replica.pause_s
+            loop.call_later(replica.pause_s, self.admission.admit)  # no answer may come that would look at the queue
             logger.warning(
                 "%s is left out (%s); %d requests run there, and those that fail are asked of another server",
                 replica.name,
@@ -349,7 +350,6 @@ class EnginePool(BaseEngine):
                 len(replica.running),
             )
             replica.pause_s = min(2 * replica.pause_s, LAST_RETRY_S)
-            loop.call_later(replica.pause_s / 2, self.admission.admit)
         was_one_live = any(one.is_live for one in self._replicas)
         replica.is_up = False
         if was_one_live and not any(one.is_live for one in self._replicas):

@@ -90,6 +90,24 @@ def test_a_hung_server_is_left_after_its_time_and_used_again_when_it_is_back() -
     assert sum(done) == 8
 
 
+def test_a_server_that_was_lost_often_is_tried_when_its_pause_ends_although_nothing_else_happens() -> None:
+    async def main() -> list[str]:
+        engines = [FailingEngine(Speed(step_s=0.1), plan=lambda r: 10_000, name=f"s{i}") for i in range(2)]
+        pool = EnginePool(engines, slots=1)
+        pool.replicas[0].pause_s = 60.0  # the longest, as behind many losses
+        engines[0].kill()
+        busy = asyncio.create_task(pool.generate(ask("g/0")))  # lost there, then a thousand seconds on the other one
+        await asyncio.sleep(1)
+        engines[0].restart()
+        waiting = asyncio.create_task(pool.generate(ask("g/1")))
+        await asyncio.sleep(60)
+        running = list(pool.replicas[0].running)
+        busy.cancel(), waiting.cancel()
+        return running
+
+    assert run_virtual(main()) == ["g/1/0"]
+
+
 def test_a_request_waits_while_all_are_down_and_fails_by_name_when_none_returns() -> None:
     async def main(returns: bool) -> Completion:
         engines = servers(1)
