@@ -89,7 +89,7 @@ class Admission:
                 break
             assert isinstance(waiting, PooledRequest)
             self._leave(waiting)
-            if waiting.place.done():
+            if waiting.place.done():  # aborted, and its caller has not run yet
                 continue
             session = waiting.request.session_id
             home = self._homes.get(session)

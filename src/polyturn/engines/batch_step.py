@@ -39,7 +39,7 @@ MAX_LOGITS = 2**24
 MAX_WAIT = 4
 """Decoding steps for which a prompt waits for others, while fewer than a quarter of the rows have one to be prefilled."""
 MIN_DENSITY = 0.75
-"""SlotRequest slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
+"""Running slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
 
 EXTENT_STEP = 32
 """Attention looks at contexts rounded up to a multiple of this."""
@@ -138,7 +138,7 @@ class BatchStep:
             if (running := slots.running[row]) is not None and running.shown is not None:
                 return self._prefill_shown(row, running.shown)
         todo = np.minimum(todo, self._prefill_chunk)
-        order = np.argsort(todo, kind="stable")[::-1]
+        order = np.argsort(todo, kind="stable")[::-1]  # neighbours are of like length, so that little of a chunk is padding
         most = 1 if self._is_alone else max(1, 8 * self._prefill_chunk // int(todo[order[0]]))
         rows, todo = rows[order[:most]], todo[order[:most]]
         width = int(todo[0])
@@ -288,8 +288,8 @@ class BatchStep:
     ) -> list[Ended]:
         """Keep the samples before which every draft was right, up to a stop token; return the requests that end."""
         slots = self._slots
-        num_right = (tokens[:, :-1] == drafts).cumprod(axis=1).sum(axis=1)
-        is_stop = (tokens[:, :, None] == slots.stop[rows][:, None]).any(axis=2)
+        num_right = (tokens[:, :-1] == drafts).cumprod(axis=1).sum(axis=1)  # [n] up to the first wrong one
+        is_stop = (tokens[:, :, None] == slots.stop[rows][:, None]).any(axis=2)  # [n, Q]
         first_stop = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), tokens.shape[1])
         num_kept = np.minimum(num_right, first_stop) + 1
         row, step = np.nonzero(np.arange(tokens.shape[1]) < num_kept[:, None])
@@ -307,7 +307,7 @@ class BatchStep:
         for index, num in enumerate(num_kept.tolist()):
             running = slots.running[rows[index]]
             assert running is not None
-            del running.unused[:num]
+            del running.unused[:num]  # those behind stay for the next tokens, which are drawn as without drafts
             if running.follower is not None:
                 running.follower.extend(tokens[index, :num].tolist())
             if has_ended[index]:
@@ -357,7 +357,7 @@ class BatchStep:
         """Run `module` on [B, Q] ids, each looking at the positions up to its own, of `extent`."""
         start = time.perf_counter()
         with torch.inference_mode():
-            hidden = torch.arange(extent, device=self._device) > self._tensor(positions).unsqueeze(-1)
+            hidden = torch.arange(extent, device=self._device) > self._tensor(positions).unsqueeze(-1)  # [B, Q, extent]
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
             out = module(
                 input_ids=self._tensor(ids.astype(np.int64, copy=False)),

@@ -1,10 +1,10 @@
 """ChatPartner: a model behind an endpoint that says one thing at a time: a simulated user, a judge.
 
-    voice = ChatPartner(ChatPartnerSettings(base_url="http://127.0.0.1:8000/v1", model="user"))
-    said = await voice.say([{"role": "system", …}, {"role": "user", …}], seed=7)     ->  Said(text="…")
+    partner = ChatPartner(ChatPartnerSettings(base_url="http://127.0.0.1:8000/v1", model="user"), who="user.yaml")
+    await partner.say([{"role": "system", …}, {"role": "user", …}], seed=7)     ->  ChatReply(text="…")
 
-Separate from `ChatEngine`, which plays the model that is evaluated: a voice is part of the environment, is asked with plain
-messages, has a cache for repeatability, and its thoughts are nobody's business, so they are stripped.
+Separate from `ChatEngine`, which plays the model that is evaluated: a partner is part of the environment, is asked with
+plain messages, has a cache for repeatability, and its reasoning, which the evaluated model must not read, is stripped.
 """
 
 from __future__ import annotations

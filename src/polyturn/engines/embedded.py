@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,6 +32,7 @@ from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines import slot_attention
 from polyturn.engines.base import EngineSetup, MeanOverTime
 from polyturn.engines.batch_step import BatchStep
+from polyturn.engines.continuation import nothing
 from polyturn.engines.media import ShownPrompts
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.routers import Routers
@@ -83,10 +83,14 @@ class EmbeddedEngine:
         Raises:
             ConfigError: `routes` is asked of a model without experts, a layer has no full attention, or a number is below 1.
         """
-        _check_positive(num_slots=num_slots, max_context=max_context, prefill_chunk=prefill_chunk)
+        for name, value in (("num_slots", num_slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
         self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
         self.module = slot_attention.use(share_parameters(model))
-        routers = _routers_of(self.module) if routes else None
+        routers = Routers.of(self.module) if routes else None
+        if routes and routers is None:
+            raise ConfigError(f"{type(model).__name__} has no experts, so that there are no routes; leave `routes` out")
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
         self.version = 0  # of the policy whose parameters they are now
@@ -165,7 +169,7 @@ class EmbeddedEngine:
             return
         if running.slot < 0:
             self._waiting.remove(running)
-            self._deliver(running, _nothing(running))
+            self._deliver(running, nothing(self.version))
         else:
             self._finish(running, FinishReason.ABORT)
 
@@ -191,11 +195,11 @@ class EmbeddedEngine:
         self.version = version
         for running in self._requests.values():
             start = 0 if running.slot < 0 else int(self._slots.known[running.slot] - self._slots.prompt[running.slot])
-            if running.versions[-1][0] == start:
+            if running.versions[-1][0] == start:  # no token came from the version before
                 running.versions.pop()
             running.versions.append((start, version))
         if not keep_kv:
-            self._slots.cached[:] = 0
+            self._slots.cached[:] = 0  # also of idle sessions, whose next turn would attend to keys of the old weights
 
     async def close(self) -> None:
         """Fail what runs or waits, and forget every session."""
@@ -225,7 +229,7 @@ class EmbeddedEngine:
                 # Decoding gets three quarters of the time when the rest of the loop is busy, in bursts of bounded length.
                 budget = min(3 * self._others_s, self.max_burst_s)
                 while True:
-                    if self._waiting:  # give slots to those that wait, as far as there are any
+                    if self._waiting:
                         self._drop_late()
                         self._waiting, copies = self._seating.admit(self._waiting)
                         self._steps.copy(copies)
@@ -258,7 +262,7 @@ class EmbeddedEngine:
         now = asyncio.get_running_loop().time()
         for running in [r for r in self._waiting if r.request.deadline is not None and r.request.deadline < now]:
             self._waiting.remove(running)
-            self._deliver(running, _nothing(running))
+            self._deliver(running, nothing(self.version))
 
     # -- the end of a request ----------------------------------------------------------------------------------------
 
@@ -268,11 +272,12 @@ class EmbeddedEngine:
         ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
         ids.flags.writeable = logprobs.flags.writeable = False
         routes = slots.routes_of(slot, running.request.routed_from)
-        self._seating.leave(running)
+        self._seating.leave(running)  # behind the reads: another request may take the slot from here on
         completion = Completion(
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=reason,
+            # A version that came behind the last token sampled none of them.
             policy_versions=tuple(run for run in running.versions if run[0] < max(1, len(ids))),
             routed_experts=routes,
             info={"prefilled_tokens": running.prefilled},
@@ -318,31 +323,7 @@ def share_parameters(model: _Module) -> _Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer
-    twin = copy.deepcopy(model, memo)
-    return twin.eval()
-
-
-def _routers_of(model: PreTrainedModel) -> Routers:
-    if (routers := Routers.of(model)) is None:
-        raise ConfigError(f"{type(model).__name__} has no experts, so that there are no routes; leave `routes` out")
-    return routers
-
-
-def _check_positive(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
-
-
-def _nothing(running: SlotRequest) -> Completion:
-    """Return the completion of a request that ended before its first token."""
-    return Completion(
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        finish_reason=FinishReason.ABORT,
-        policy_versions=tuple(running.versions),
-        info={"prefilled_tokens": 0},
-    )
+    return copy.deepcopy(model, memo).eval()
 
 
 def build(setup: EngineSetup) -> Engine:

@@ -94,7 +94,7 @@ class SlotCache(Cache):
     def _put(self, store: Tensor, states: Tensor) -> Tensor:
         _, heads, capacity, width = store.shape
         flat = self._flat.get((heads, capacity))
-        if flat is None:
+        if flat is None:  # the same for every layer of this shape in a pass
             head = torch.arange(heads, device=store.device).view(1, -1, 1)
             flat = ((self._write_slots.unsqueeze(1) * heads + head) * capacity + self._positions.unsqueeze(1)).view(-1)
             self._flat[heads, capacity] = flat

@@ -1,9 +1,9 @@
 """PendingRequest: one request on its way to a server and back, until it is answered, ended by its caller, late, or given up.
 
-    flight = Flight(link.url, post=…, abort=…, busy_limit_s=60)
-    reply = await flight.fly(deadline)      the server's JSON; None where it was ended before the server took it
-    flight.end()                            from the caller: return what there is
-    flight.give_up(EngineLostError(…))      from whoever finds out that the server is no more
+    pending = PendingRequest(url, abort=…, abort_later=…, busy_limit_s=60)
+    reply = await pending.fly(post, deadline=…)     the server's JSON; None where it was ended before the server took it
+    pending.end()                                   from the caller: return what there is
+    pending.give_up(EngineLostError(…))             from whoever finds out that the server is no more
 
 To end a request the server is asked to abort it, again and again, because the request itself may still be on its way there.
 """
@@ -89,7 +89,7 @@ class PendingRequest:
         except asyncio.CancelledError:
             self._sent.cancel()
             self._abort_later(self._id)
-            task = asyncio.current_task()
+            task = asyncio.current_task()  # cancelled by its own caller, or only its request by `give_up`
             if self._problem is not None and (task is None or not task.cancelling()):
                 raise self._problem from None
             raise
@@ -128,7 +128,7 @@ class PendingRequest:
                     timer.cancel()
         grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
         while not sent.done():
-            if self._is_refused:
+            if self._is_refused:  # it sleeps before it is sent again, and the server holds nothing of it
                 sent.cancel()
                 return None
             if loop.time() > grace:

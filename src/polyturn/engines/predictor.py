@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from polyturn.core.generation import GenerateRequest
 
 _TURNS_OF_ALL = 2.0
-"""Number of turns of a group weigh as much as what is known of all groups."""
+"""The mean of all groups weighs as much as so many turns of the group."""
 _TURNS_OF_GROUP = 4.0
-"""Number of turns of an episode weigh as much as what is known of its group."""
+"""The mean of its group weighs as much as so many turns of the episode."""
 _ENDS_OF_ALL = 4.0
-"""Number of episodes of a group that reached a turn weigh as much as those of all groups."""
+"""The chance to end of all groups weighs as much as so many episodes of the group that reached the turn."""
 _MAX_GROUPS = 8192
 """Groups that are remembered, the newest: more than ever run at once."""
 
@@ -56,12 +56,6 @@ class _LiveEpisode:
     turn: int = -1
     is_admitted: bool = False
     turns: _TurnStats = field(default_factory=_TurnStats)
-
-    def end_turn(self) -> float:
-        """Return the work of the turn that is over."""
-        seconds = self.work_s - self.asked_at_s
-        self.turns.add(seconds)
-        return seconds
 
 
 @dataclass(slots=True)
@@ -150,9 +144,8 @@ class WorkPredictor:
         return 0 if live is None else live.group.num_started
 
     def _end_turn(self, live: _LiveEpisode) -> None:
-        seconds = live.end_turn()
-        self._all.turns.add(seconds)
-        live.group.turns.add(seconds)
+        for turns in (live.turns, live.group.turns, self._all.turns):
+            turns.add(live.work_s - live.asked_at_s)
 
     def _still(self, group: _Group) -> list[float]:
         """Return how many turns a member of `group` is expected to have still, by the index of the present one."""

@@ -38,7 +38,6 @@ from polyturn.tokens.multimodal import MediaProcessor
 logger = logging.getLogger(__name__)
 
 _MAIN = "from polyturn.engines.process_main import main; main()"
-_TAIL_BYTES = 4000
 _END_S = 10.0
 """Seconds that the process may take to end by itself before it is killed."""
 _CLOSED = "the embedded engine was closed while the request ran"
@@ -154,7 +153,10 @@ class ProcessEngine:
         async with self._updating:
             memory, slot = self._memory, 1 - self._live_slot
             assert memory is not None
-            tensors = tensors_of(self._model) if weights is None else self._named(weights)
+            if weights is None:
+                tensors = tensors_of(self._model)
+            else:  # under the names that they have in the memory: of a tied one the first
+                tensors = {self._first_names.get(name, name): tensor for name, tensor in weights.items()}
             await asyncio.to_thread(memory.write, slot, tensors)
             await self._ask("update", version, slot, keep_kv)
             self._live_slot, self.version = slot, version
@@ -248,9 +250,10 @@ class ProcessEngine:
             return
         self._process.wait(1.0)
         status = self._process.returncode
+        meaning = " (killed; the machine may be out of memory)" if status == -9 else ""
         self._lost = (
             f"the process of the embedded engine {'hung up' if status is None else f'ended with status {status}'}"
-            f"{_meaning(status)}; its last lines:\n{self._process.tail() or '(it wrote nothing)'}"
+            f"{meaning}; its last lines:\n{self._process.tail() or '(it wrote nothing)'}"
         )
         self._fail_all(EngineLostError(self._lost))
 
@@ -262,10 +265,6 @@ class ProcessEngine:
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(error)
-
-    def _named(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors under the names that they have in the memory."""
-        return {self._first_names.get(name, name): tensor for name, tensor in weights.items()}
 
 
 class _ModelPickler(pickle.Pickler):
@@ -289,7 +288,3 @@ def _pickled(model: PreTrainedModel, media: MediaProcessor | None) -> bytes:
             f"the model cannot be sent to a process of its own ({one_line(problem)}); set engine.process: shared"
         ) from problem
     return file.getvalue()
-
-
-def _meaning(status: int | None) -> str:
-    return " (killed; the machine may be out of memory)" if status == -9 else ""

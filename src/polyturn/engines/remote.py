@@ -158,16 +158,13 @@ class RemoteEngine(ServerDialect, BaseEngine):
                         if cut := before_banned(request, parts):
                             parts[-1] = cut
                             continue
-                        if not self._goes_on(request, parts[-1], flight) or self._updates == updates:
+                        is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
+                        was_cut = parts[-1].finish_reason is FinishReason.ABORT and not flight.is_ended and not is_late
+                        if not was_cut or self._updates == updates:  # only an update cuts what its caller wants whole
                             return joined(parts)
         finally:
             self.num_busy += flight.num_busy
             del self._live[request.request_id]
-
-    def _goes_on(self, request: GenerateRequest, part: Completion, flight: PendingRequest) -> bool:
-        """Return whether `part` was cut by something that its caller did not ask for."""
-        is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
-        return part.finish_reason is FinishReason.ABORT and not flight.is_ended and not is_late
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what there is. Unknown ids are fine."""
@@ -208,7 +205,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._is_open.clear()
         try:
             await self._pause()
-            self._updates += 1
+            self._updates += 1  # before the load: what a failed one cuts short goes on as well
             try:
                 if self._way in FOLDER_WAYS:
                     await self._load(await weights.folder_at(None if self._keeper is None else self._keeper.server), version)

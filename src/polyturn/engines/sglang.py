@@ -27,7 +27,6 @@ from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
 from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
 from polyturn.engines.remote import RemoteEngine
-from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers
 from polyturn.engines.weight_checksums import ServerChecksums
@@ -47,12 +46,8 @@ class SglangEngine(RemoteEngine):
     """One SGLang server."""
 
     name = "sglang"
-
-    def __init__(self, url: str, model: ServedModel, **options: Any) -> None:
-        """See `RemoteEngine`."""
-        super().__init__(url, model, **options)
-        self._has_sessions = True
-        """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""
+    _has_sessions = True
+    """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""
 
     @property
     def capabilities(self) -> EngineCapabilities:

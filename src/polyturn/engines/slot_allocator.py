@@ -95,7 +95,7 @@ class SlotAllocator:
         else:
             cached = 0
             donor, shared, soon = slots.donor(prompt) if self._share_prefixes else (-1, 0, 0)
-            if soon - shared >= MIN_SHARED_PREFIX:
+            if soon - shared >= MIN_SHARED_PREFIX:  # a sibling computes it now; copying it then costs less
                 return False
             slot, evicted = slots.claim()
             if slot < 0:
@@ -106,7 +106,7 @@ class SlotAllocator:
             shared = running.before(shared)
             if shared < MIN_SHARED_PREFIX:
                 shared = 0
-            elif donor == slot:
+            elif donor == slot:  # the claimed slot held the prefix itself
                 cached = shared
             else:
                 copies.append(PrefixCopy(donor, slot, shared))

@@ -202,7 +202,7 @@ class Slots:
                 key = (1, int(self.last_used[slot])) if self.cached[slot] else (0, 0)
             if key < best_key:
                 best, best_key = slot, key
-                if key[0] == 0:
+                if key[0] == 0:  # nothing is better than empty
                     break
         if best < 0:
             return -1, None

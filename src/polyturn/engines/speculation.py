@@ -18,7 +18,7 @@ Place: TypeAlias = tuple[list[int], int]
 """Ids of some request, and an index into them."""
 
 CONTEXTS = (12, 4)
-"""Number of last tokens are looked up, the longer context first."""
+"""Numbers of last tokens that are looked up, the longer context first."""
 MAX_ENTRIES = 2**16
 """Contexts of one generation; the oldest of two is forgotten as a whole when the newer one is full."""
 MAX_WIDTH = 16
@@ -79,6 +79,7 @@ class Drafts:
         """Note that a step that fed `num_tokens` took so long."""
         size = num_tokens.bit_length()
         known = self._seconds.get(size, seconds)
+        # A width that once was slow by chance is never tried again; fading, it comes to look worth a try.
         for larger in self._seconds:
             if larger > size:
                 self._seconds[larger] *= FORGET

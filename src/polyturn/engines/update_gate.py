@@ -63,7 +63,7 @@ class UpdateGate(EngineWrapper):
                     self._is_idle.set()
             parts.append(part)
             is_suspended = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
-            if not is_suspended or self.mode == "wait":
+            if not is_suspended or self.mode == "wait":  # `wait` aborts nobody, so that the engine itself cut it
                 return joined(parts)
 
     async def abort(self, request_id: str) -> None:

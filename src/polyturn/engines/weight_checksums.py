@@ -164,9 +164,7 @@ def _sums(names: Sequence[str], num_workers: int) -> Iterator[tuple[tuple[int, s
             for chosen in itertools.combinations(parts, size):
                 for count in copies:
                     yield tuple((count, name) for part in chosen for name in part)
-                if size == 1:
-                    continue
-                for single in range(size):  # one of them cut over the ranks, the others on several of them
+                for single in range(size if size > 1 else 0):  # one of them cut over the ranks, the others on several
                     for count in copies[1:]:
                         yield tuple((1 if at == single else count, n) for at, part in enumerate(chosen) for n in part)
 

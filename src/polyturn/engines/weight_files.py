@@ -84,6 +84,7 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> N
     """Write the weights of a checkpoint as they come, each piece into a file of its own, and the index that names these."""
     from safetensors.torch import save_file
 
+    # The number of files stands in each one's name and is known only at the end, so that they are renamed then.
     drafts: list[Path] = []
     file_of: dict[str, int] = {}
     size = 0

@@ -140,7 +140,7 @@ class StreamedTensors(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         number, (at, held) = self._at[name], self._held
         if at != number:
-            held, self._held = {}, (-1, {})
+            held, self._held = {}, (-1, {})  # frees the bucket before the next is brought: two may not fit
             held = self._bring(self._buckets[number])
             self._held = (number, held)
         return held[name]
