@@ -154,9 +154,7 @@ class History(HistoryState):
                 )
             if self._waiting:
                 raise SchedulerError(_BOTH)
-            said = messages[-1].text
-            addition = self._encoder.continuation((said, messages[-1].origin or Origin.ENVIRONMENT))
-            self._happen(self._edited, list(messages), (), said, addition)
+            self._happen(self._edited, list(messages), (), messages[-1].text, self._continuation(messages[-1]))
         elif self.builder.is_open:
             self._happen(self._edited, list(messages), self._waiting, None, NO_IDS)
         else:
@@ -221,10 +219,14 @@ class History(HistoryState):
         if shorter is None:
             return False
         # Counted before the edit: what the environment added is as many tokens, however little of it is shown again.
-        num_new = self.next_prompt().num_new
-        self._happen(self._edited, shorter, (), None, NO_IDS)
+        num_new, said = self.next_prompt().num_new, self._said
+        self._happen(self._edited, shorter, (), said, NO_IDS if said is None else self._continuation(shorter[-1]))
         self.show(self.next_prompt()._replace(num_new=num_new))
         return True
+
+    def _continuation(self, message: Message) -> Ids:
+        """Return the ids of an assistant message behind the generation prompt, for the next turn to go on with."""
+        return self._encoder.continuation((message.text, message.origin or Origin.ENVIRONMENT))
 
     def fork(
         self,

@@ -81,6 +81,23 @@ def shortens(found: History) -> None:
     assert found.shorten(limits)
 
 
+def shortens_what_goes_on(found: History) -> None:
+    for _ in range(3):
+        found.record(say(found, "3"), Reply(messages=(user("No, it is not that, by far."),)))
+    goes_on(found)
+    limits = Limits(max_context=found.next_prompt().length, context_policy=ContextPolicy.DROP_OLDEST)
+    assert found.shorten(limits)
+
+
+def shortens_a_prefill(found: History) -> None:
+    for _ in range(3):
+        found.record(say(found, "3"), Reply(messages=(user("No, it is not that, by far."),)))
+    say(found, "It is 3")
+    found.rewrite([*found.messages[:-1], Message(role="assistant", content="It is not", origin=Origin.OWNER)], goes_on=True)
+    limits = Limits(max_context=found.next_prompt().length, context_policy=ContextPolicy.DROP_OLDEST)
+    assert found.shorten(limits)
+
+
 def weighs(found: History) -> None:
     turn = say(found, "It is 3")
     found.weigh(turn, 0.5)
@@ -90,8 +107,18 @@ def weighs(found: History) -> None:
 
 EDITS: list[tuple[Callable[[History], None], type[Any]]] = [
     (answers, Append), (edits, Render), (goes_on, Continue), (prefills, Render), (gives_ids, Given), (shortens, Append),
-    (weighs, Append),
+    (shortens_what_goes_on, Continue), (shortens_a_prefill, Continue), (weighs, Append),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "said"), [(shortens_what_goes_on, "It is no,"), (shortens_a_prefill, "It is not")])
+def test_a_message_that_goes_on_still_does_in_a_history_that_was_shortened(edit: Callable[[History], None], said: str):
+    found = history()
+    edit(found)
+    shown = tiny_codec().decode(found.context)
+    assert shown.endswith(f"<|im_start|>assistant\n{said}") and shown.count("<|im_start|>assistant") < 4
+    turn = say(found, " 4.")
+    assert turn.message.text == f"{said} 4." and found.messages[-1] is turn.message
 
 
 def test_what_the_next_prompt_encodes_is_everything_at_first_and_then_what_is_new():
