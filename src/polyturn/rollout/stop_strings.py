@@ -47,10 +47,10 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
         # A seed of its own for each piece: with the same one a piece would draw the numbers of the piece before again.
         sampling = dataclasses.replace(request.sampling, max_tokens=size, seed=None if seed is None else seed + held)
         prompt = request.prompt_ids if whole is None else np.concatenate([request.prompt_ids, whole.token_ids])
-        name = f"{request.request_id}+{held}"
         routes = None if whole is None else whole.routed_experts
         known = request.routed_from + (0 if routes is None else len(routes))
-        asked = dataclasses.replace(request, request_id=name, prompt_ids=prompt, sampling=sampling, routed_from=known)
+        # Under the request's own id, by which an abort reaches whichever piece is being sampled.
+        asked = dataclasses.replace(request, prompt_ids=prompt, sampling=sampling, routed_from=known)
         piece = await engine.generate(asked)
         whole = piece if whole is None else _joined(whole, piece)
         found = find_stop(whole.token_ids.tolist(), stops, codec)

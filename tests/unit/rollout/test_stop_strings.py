@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
-from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.rollout.stop_strings import find_stop, generate_until
+from polyturn.rollout.stop_strings import PIECE, find_stop, generate_until
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 
 CODEC = tiny_codec()
@@ -23,14 +25,31 @@ def request(max_tokens: int = 500) -> GenerateRequest:
     )
 
 
-def engine_that_says(text: str) -> ScriptedEngine:
+class AbortedEngine(ScriptedEngine):
+    """Is told, by the caller's id of the request, to abort the piece of this number."""
+
+    is_aborted_in = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if self.num_requests + 1 == self.is_aborted_in:
+            self._latency_s = 1.0  # without the abort it answers then, and the test fails
+            aborting = asyncio.create_task(self.abort("r"))  # runs while the piece below is being waited for
+            completion = await super().generate(request)
+            await aborting
+            return completion
+        return await super().generate(request)
+
+
+def engine_that_says(text: str, *, is_aborted_in: int = 0) -> ScriptedEngine:
     """Goes on with the text from wherever the prompt ends, as a model does."""
     ids = turn_ids(text)
 
     def answer(asked: GenerateRequest) -> np.ndarray:
         return ids[len(asked.prompt_ids) - 2 :]
 
-    return ScriptedEngine(answer)
+    engine = AbortedEngine(answer)
+    engine.is_aborted_in = is_aborted_in
+    return engine
 
 
 async def test_a_completion_ends_with_the_token_that_completes_the_string():
@@ -49,6 +68,13 @@ async def test_a_completion_without_the_string_is_what_the_engine_says_in_one_go
     assert np.array_equal(ended.completion.token_ids, turn_ids(SAID)) and ended.stop is None and ended.num_dropped == 0
     cut = await generate_until(engine_that_says(SAID), request(70), stops=["###"], codec=CODEC)
     assert len(cut.completion.token_ids) == 70 and cut.completion.finish_reason is FinishReason.LENGTH
+
+
+async def test_an_abort_ends_whichever_piece_is_being_sampled():
+    engine = engine_that_says(SAID, is_aborted_in=3)
+    ended = await generate_until(engine, request(), stops=["###"], codec=CODEC)
+    assert engine.num_requests == 3 and len(ended.completion.token_ids) == 2 * PIECE
+    assert ended.completion.finish_reason is FinishReason.ABORT and ended.stop is None
 
 
 def test_of_several_strings_the_first_to_be_complete_ends_it():
