@@ -72,6 +72,45 @@ def test_no_pattern_of_markdown_repeats_without_a_bound():
         assert not [kind for kind in long for begins in "`*![" if re.fullmatch(kind, begins)], "it would be sought at each"
 
 
+LAID_OUT = """async (text) => {
+  const { rendered } = await import("/static/markdown.js"), { el } = await import("/static/base.js");
+  const box = el("div", { class: "text rich" }, ...rendered(text));
+  return [box.querySelectorAll("*").length, box.textContent];
+}"""
+MANY = [
+    *("[a](https://x.y) ", "*a* ", "`a` ", "# a\n", "- a\n", "|a|\n|-|\n", "> a\n\n", "a\n\n", "```\na\n```\n"),
+    "```\n" + "if a " * 19_000,
+    "|a|b|\n|-|-|\n" + "|a|b|\n" * 15_000,
+]
+
+
+def test_a_text_becomes_no_more_elements_than_a_browser_lays_out_at_once_and_is_there_to_its_end(page):
+    page.goto("/#/0/about")
+    for some in MANY:
+        count, shown = page.evaluate(LAID_OUT, some * (99_000 // len(some)) + " END")
+        assert 4900 < count < 5100 and "END" in shown and "the rest stands as it was written" in shown, some[:20]
+        count, shown = page.evaluate(LAID_OUT, some[:400])
+        assert "the rest" not in shown
+    count, shown = page.evaluate(LAID_OUT, f"[{'[1],[2],' * 12_000}3]")
+    assert 4900 < count < 5100 and shown.endswith("3\n]")
+    count, _ = page.evaluate(LAID_OUT, "|a" * 20_000 + "\n" + "|-" * 200 + "\n" + "|b" * 20_000)
+    assert count < 10, "a rule with fewer cells than its head makes no table"
+
+
+def test_a_row_with_more_cells_than_its_head_keeps_what_they_say(page):
+    page.goto("/#/0/about")
+    _, shown = page.evaluate(LAID_OUT, "|a|b|\n|-|-|\n|1|2|3|\n|4|\n|a|b|c|\n|-|-|\n")
+    assert shown == "ab12|34ab|c--"
+    assert page.evaluate(LAID_OUT, "|a|b|c|\n|-|-|\n") == [1, "|a|b|c|\n|-|-|"], "a rule has a cell for each of the head"
+
+
+def test_marks_on_one_letter_are_bounded(page):
+    """As in Unicode's stream-safe text; a browser needs minutes for thousands."""
+    page.goto("/#/0/about")
+    _, shown = page.evaluate(LAID_OUT, "a" + "\u0301" * 90_000 + "b" + "\u0301" * 30 + "c")
+    assert shown == "a" + "\u0301" * 30 + "\ufffd" + "b" + "\u0301" * 30 + "c"
+
+
 def test_two_trajectories_stand_turn_beside_turn_and_long_texts_scroll_together(page, keep):
     page.goto("/#/0/compare?a=g0/0&as=1&al=train&b=g1/0&bs=2&bl=train")
     playwright.expect(page.locator("main [role=status]")).to_contain_text("3 of 4 messages differ, the first in turn 0.")
@@ -140,3 +179,28 @@ def test_tokens_can_be_coloured_by_the_entropy_of_the_policy(page):
     assert page.locator(".legend").inner_text().split("\n") == ["below 0.1 nats (certain)", "≥ 0.1", "≥ 0.5", "≥ 1.5"]
     page.locator(".tokens .s-sampled.heat3").last.click()
     assert "entropy of the policy (nats) 2" in page.inner_text(".side-panel").replace("\n", " ")
+
+
+def test_a_difference_between_engine_and_trainer_that_is_rounding_has_no_colour(page):
+    """On a scale that is the same in every trajectory, also where no difference is larger."""
+
+    def answer(route) -> None:
+        data = route.fetch().json()
+        (segment,) = data["segments"]
+        sampled = [t for t, engine in enumerate(segment["logprobs"]) if engine is not None]
+        segment["policy_logprobs"] = [None if engine is None else engine - 1e-7 for engine in segment["logprobs"]]
+        if "large=1" in page.url:
+            segment["policy_logprobs"][sampled[0]] = segment["logprobs"][sampled[0]] - 2e-3
+        route.fulfill(json=data)
+
+    page.route("**/api/runs/0/trajectory?*", answer)
+    way = "/#/0/one?id=g0/0&step=1&split=train&show=tokens&colour=difference"
+    page.goto(way)
+    page.wait_for_selector(".tokens .s-sampled.heat0")
+    coloured = page.locator(".tokens [data-at]:is(.heat1, .heat2, .heat3, .heat-1, .heat-2, .heat-3)")
+    assert coloured.count() == 0
+    ground = "getComputedStyle(document.querySelector('.tokens .s-sampled.heat0')).backgroundColor"
+    assert page.evaluate(ground) == "rgba(0, 0, 0, 0)"
+    page.goto(f"{way}&large=1")
+    playwright.expect(coloured).to_have_count(1)
+    assert "heat1" in (coloured.get_attribute("class") or "")

@@ -1,8 +1,10 @@
 // What every page uses: elements, requests, the address and what the frame remembers of it.
 //   #/0/curves   #/0/trajectories?min_reward=1   #/0/one?id=g5/2&step=3&split=train   #/0/compare?a=…&b=…
 
-// Control characters and those that turn the direction of writing are seen, not obeyed, in every text and title of every element.
-const legible = (text) => (typeof text === "string" ? text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd") : text);
+// Control characters and those that turn the direction of writing are seen, not obeyed, in every text and title of every element; of
+// marks on one letter so many count as in Unicode's stream-safe text (UAX 15), because a browser needs minutes to place thousands.
+const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]|(?<=\p{M}{30})\p{M}+/gu;
+const legible = (text) => (typeof text === "string" ? text.replace(UNSEEN, "\ufffd") : text);
 const SPOKEN = ["title", "alt", "aria-label"];
 
 function filled(element, attributes, children) {

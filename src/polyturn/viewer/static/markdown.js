@@ -1,19 +1,21 @@
 // Markdown as elements: headings, lists, tables, quotes, code with colours, and JSON laid out. Made of text nodes alone, so that
 // nothing in a text can become an element or load anything: a picture is shown where the text itself holds it (data:), a link is
 // followed on a click. Every repetition in a pattern is bounded, and a long one holds no character that could begin it anew, so that a
-// text costs time in proportion to its length.
+// text costs time in proportion to its length; what is left of it after `MOST_ELEMENTS` stands as it was written.
 
 import { el } from "/static/base.js";
 
 const MOST_JSON = 200_000; // characters of a text that is looked at as JSON
+const MOST_ELEMENTS = 5000; // of one text: a browser needs seconds to lay out as many as 100,000 characters can ask for
 const INLINE = /`([^`\n]{1,2000})`|\*\*([^*\n]{1,2000})\*\*|(?<![\w*])\*([^*\s][^*\n]{0,2000})\*(?![\w*])|(!?)\[([^[\]\n]{0,300})\]\((https?:[^)\s]{1,2000}|data:image\/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]{1,100000})\)/g;
 const CODE = /("(?:[^"\\\n]|\\.){0,2000}"|'(?:[^'\\\n]|\\.){0,2000}')|(\/\/[^\n]{0,2000}|#[^\n]{0,2000})|\b(\d[\d_.]{0,40}(?:e[+-]?\d{1,5})?)\b|\b(and|as|assert|async|await|break|case|catch|class|const|continue|def|del|do|elif|else|except|export|false|False|finally|fn|for|from|function|if|import|in|is|lambda|let|new|None|not|null|or|pass|raise|return|self|struct|switch|this|throw|true|True|try|type|var|while|with|yield)\b/g;
 
-// Split a text by a pattern: what stands between its matches as text, each match as `make` has it.
-function pieces(text, pattern, make) {
+// Split a text by a pattern: what stands between its matches as text, each match as `make` has it, as long as elements are left.
+function pieces(text, pattern, budget, make) {
   const found = [];
   let end = 0;
   for (const match of text.matchAll(pattern)) {
+    if (budget.left-- <= 0) break;
     if (match.index > end) found.push(text.slice(end, match.index));
     found.push(make(match));
     end = match.index + match[0].length;
@@ -22,7 +24,9 @@ function pieces(text, pattern, make) {
   return found;
 }
 
-export const inline = (text) => pieces(text, INLINE, ([, code, strong, soft, isPicture, label, url]) => {
+const whole = () => ({ left: MOST_ELEMENTS });
+
+export const inline = (text, budget = whole()) => pieces(text, INLINE, budget, ([, code, strong, soft, isPicture, label, url]) => {
   if (code !== undefined) return el("code", {}, code);
   if (strong !== undefined) return el("strong", {}, strong);
   if (soft !== undefined) return el("em", {}, soft);
@@ -33,8 +37,8 @@ export const inline = (text) => pieces(text, INLINE, ([, code, strong, soft, isP
 
 export const picture = (source, label) => el("img", { src: source, alt: label, loading: "lazy", decoding: "async" });
 
-export const code = (text, language = "") => el("pre", { class: "code", tabindex: 0, "data-language": language || null },
-  ...pieces(text, CODE, ([whole, string, comment, number]) => el("span", { class: string ? "in-string" : comment ? "in-comment" : number ? "in-number" : "in-keyword" }, whole)));
+export const code = (text, language = "", budget = whole()) => el("pre", { class: "code", tabindex: 0, "data-language": language || null },
+  ...pieces(text, CODE, budget, ([word, string, comment, number]) => el("span", { class: string ? "in-string" : comment ? "in-comment" : number ? "in-number" : "in-keyword" }, word)));
 
 function asJson(text) {
   if (text.length > MOST_JSON || !/^\s*[[{]/.test(text)) return null;
@@ -44,43 +48,55 @@ function asJson(text) {
   } catch { return null; }
 }
 
-const cells = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((one) => one.trim());
+// The cells of a row; where there are more than `most`, the last one holds the others, too.
+function cells(line, most = Infinity) {
+  const found = line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|");
+  if (found.length > most) found.splice(most - 1, Infinity, found.slice(most - 1).join("|"));
+  return found.map((one) => one.trim());
+}
 const isRule = (line) => /^[\s|:-]{3,500}$/.test(line) && line.includes("-") && line.includes("|");
 
 // A text as elements, for a box of the class "text".
 export function rendered(text) {
   const json = asJson(text);
   if (json !== null) return [code(json, "json")];
-  const lines = text.split("\n"), found = [];
+  const lines = text.split("\n"), found = [], budget = whole();
+  const make = (...of) => { budget.left--; return el(...of); };
   const run = (at, holds) => { let end = at; while (end < lines.length && holds(lines[end], end)) end++; return end; };
-  for (let at = 0; at < lines.length;) {
+  const each = (at, holds, of) => { const made = []; while (at + made.length < lines.length && budget.left > 0 && holds(lines[at + made.length])) made.push(of(lines[at + made.length])); return made; };
+  const row = (one, name, width) => make("tr", {}, ...cells(one, width).map((cell) => make(name, name === "th" ? { scope: "col" } : {}, ...inline(cell, budget))));
+  const isTable = (at) => lines[at].includes("|") && isRule(lines[at + 1] ?? "") && cells(lines[at]).length === cells(lines[at + 1]).length;
+  let at = 0;
+  while (at < lines.length && budget.left > 0) {
     const line = lines[at], fence = /^\s{0,3}(`{3,10}|~{3,10})\s{0,9}([\w+#.-]{0,30})/.exec(line), heading = /^(#{1,6}) (.*)/.exec(line), bullet = /^(\s{0,40})([-*+]|\d{1,9}[.)]) /;
     if (fence) {
       const end = run(at + 1, (one) => !one.trimStart().startsWith(fence[1]));
-      found.push(code(lines.slice(at + 1, end).join("\n"), fence[2]));
+      budget.left--;
+      found.push(code(lines.slice(at + 1, end).join("\n"), fence[2], budget));
       at = end + 1;
     } else if (heading) {
-      found.push(el("p", { class: "heading" }, el("span", { class: "muted" }, `${heading[1]} `), ...inline(heading[2])));
+      found.push(make("p", { class: "heading" }, make("span", { class: "muted" }, `${heading[1]} `), ...inline(heading[2], budget)));
       at++;
     } else if (bullet.test(line)) {
-      const end = run(at, (one) => bullet.test(one));
-      found.push(el("ul", {}, ...lines.slice(at, end).map((one) => { const [head, indent, mark] = bullet.exec(one); return el("li", { class: `in${Math.min(4, Math.floor(indent.length / 2))}`, "data-mark": /\d/.test(mark) ? mark : "•" }, ...inline(one.slice(head.length))); })));
-      at = end;
-    } else if (line.includes("|") && isRule(lines[at + 1] ?? "")) {
-      const end = run(at + 2, (one) => one.includes("|"));
-      const row = (one, name) => el("tr", {}, ...cells(one).map((cell) => el(name, name === "th" ? { scope: "col" } : {}, ...inline(cell))));
-      found.push(el("div", { class: "scroll" }, el("table", { class: "plain" }, el("thead", {}, row(line, "th")), el("tbody", {}, ...lines.slice(at + 2, end).map((one) => row(one, "td"))))));
-      at = end;
+      const items = each(at, (one) => bullet.test(one), (one) => { const [head, indent, mark] = bullet.exec(one); return make("li", { class: `in${Math.min(4, Math.floor(indent.length / 2))}`, "data-mark": /\d/.test(mark) ? mark : "•" }, ...inline(one.slice(head.length), budget)); });
+      found.push(make("ul", {}, ...items));
+      at += items.length;
+    } else if (isTable(at)) {
+      const width = cells(line).length, rows = each(at + 2, (one) => one.includes("|"), (one) => row(one, "td", width));
+      found.push(make("div", { class: "scroll" }, make("table", { class: "plain" }, make("thead", {}, row(line, "th")), make("tbody", {}, ...rows))));
+      at += 2 + rows.length;
     } else if (/^\s{0,3}> ?/.test(line)) {
       const end = run(at, (one) => /^\s{0,3}>/.test(one));
-      found.push(el("blockquote", {}, ...inline(lines.slice(at, end).map((one) => one.replace(/^\s{0,3}> ?/, "")).join("\n"))));
+      found.push(make("blockquote", {}, ...inline(lines.slice(at, end).map((one) => one.replace(/^\s{0,3}> ?/, "")).join("\n"), budget)));
       at = end;
     } else {
-      const end = run(at, (one, n) => n === at || (one.trim() !== "" && !/^\s{0,40}(#{1,6} |`{3}|~{3}|> ?|[-*+] |\d{1,9}[.)] )/.test(one) && !isRule(lines[n + 1] ?? "")));
+      const end = run(at, (one, n) => n === at || (one.trim() !== "" && !/^\s{0,40}(#{1,6} |`{3}|~{3}|> ?|[-*+] |\d{1,9}[.)] )/.test(one) && !isTable(n)));
       const words = lines.slice(at, end).join("\n");
-      if (words.trim()) found.push(el("p", {}, ...inline(words)));
+      if (words.trim()) found.push(make("p", {}, ...inline(words, budget)));
       at = end;
     }
   }
+  if (at < lines.length) found.push(el("p", {}, lines.slice(at).join("\n")));
+  if (budget.left < 0 || at < lines.length) found.push(el("p", { class: "muted" }, `Its first ${MOST_ELEMENTS} parts are laid out; the rest stands as it was written.`));
   return found;
 }
