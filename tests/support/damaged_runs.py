@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from polyturn.store.parquet_store import list_parts
 
 Row = dict[str, Any]
+LONG = "x" * 5000
 HOSTILE = "<img src=x onerror='window.pwned = 1'>\u202e\x1b[31m"
 
 
@@ -71,6 +72,14 @@ SHOWN: dict[str, Callable[[Row], object]] = {
     "long question": lambda row: row.update(question="q" * 3_000_000),
     "long error": lambda row: row.update(error="x" * 2_000_000),
     "names": lambda row: row.update(id=HOSTILE, group=HOSTILE, data_source=HOSTILE, dropped=HOSTILE, task_id="'; drop"),
+    "lengths": lambda row: [
+        row.update(
+            dict.fromkeys(("id", "group", "data_source", "dropped", "task_id", "error"), LONG), components=[(LONG, 1.0)]
+        ),
+        *(one.update(name=LONG) for one in row["tool_calls"] + row["tool_results"] + row["messages"]),
+        row["segments"][0].update(agent=LONG),
+        row["tool_results"][0].update(error=LONG),
+    ],
     "numbers": lambda row: row.update(reward=float("nan"), generate_s=float("inf"), num_turns=-1, min_version=-9, step=-5),
     "parts": lambda row: row.update(components=[("a", float("inf")), ("b", float("nan"))]),
     "logprobs": lambda row: row.update(logprobs=[float("nan")] * len(row["logprobs"])),
@@ -141,6 +150,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "no folder": leave_no_folder,
     "a link": lead_out,
     "long name": write("metrics.jsonl", line(**{"x" * 1_000_000: 1.0, HOSTILE: 2})),
+    "long names": write("metrics.jsonl", line(**{f"{'rollout/stop_' * (i > 9)}{chr(97 + i) * 900}": i for i in range(20)})),
     "many names": write("metrics.jsonl", line(**{f"a/{i}": i for i in range(20_000)})),
     "not finite": write("metrics.jsonl", b'{"step":1,"time/step_s":NaN,"eval/a/success":-Infinity}\n'),
     "extremes": write("metrics.jsonl", line(**{"time/step_s": 1e308, "reward/mean": 1e308, "tokens/sampled": 1e308}) * 3),

@@ -16,6 +16,9 @@ from polyturn.core.contained import contained
 from polyturn.core.errors import DataError
 from polyturn.core.metrics_file import MAX_BYTES, parse_lines
 
+MAX_NAME = 1000
+"""Characters that the name of a metric may have in an address and on a page."""
+
 
 class MetricFile:
     """A file of metrics that grows while it is read."""
@@ -25,6 +28,7 @@ class MetricFile:
         self.lines: list[dict[str, Any]] = []
         self.names: dict[str, None] = {}
         """The names with a number in any line, in the order in which they came."""
+        self._long_names: set[str] = set()  # their beginnings
         self.problem = ""
         self.is_there = True  # until it has been looked for
         self.written_at = 0.0
@@ -48,6 +52,7 @@ class MetricFile:
         size, self.written_at = about.st_size, about.st_mtime
         if size < self._read_to or about.st_ino != self._file:  # a resumed run drops the steps that it takes again
             self.lines, self.names, self._read_to, self._bad_lines, self._file = [], {}, 0, 0, about.st_ino
+            self._long_names = set()
         with path.open("rb") as file:
             file.seek(self._read_to)
             new = file.read(max(0, MAX_BYTES - self._read_to))
@@ -61,7 +66,8 @@ class MetricFile:
                 continue
             self.lines.append(values)
             if not values.keys() <= self.names.keys():
-                self.names.update(dict.fromkeys(values))
+                self.names.update(dict.fromkeys(name for name in values if len(name) <= MAX_NAME))
+                self._long_names.update(name[:40] for name in values if len(name) > MAX_NAME)
 
     def steps(self) -> list[dict[str, Any]]:
         """Return one dict a step, in order: the lines of one step joined."""
@@ -73,4 +79,6 @@ class MetricFile:
     def problems(self) -> list[str]:
         """Return a sentence for each thing of the file that cannot be read."""
         damaged = f"{self._bad_lines} lines of {self._name} are damaged and were skipped" if self._bad_lines else ""
-        return [text for text in (self.problem, damaged) if text]
+        first = f"the first begins with {min(self._long_names)!r}" if self._long_names else ""
+        long = f"{self._name} has names of more than {MAX_NAME} characters, which are not shown; {first}" if first else ""
+        return [text for text in (self.problem, damaged, long) if text]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.damaged_runs import FILES, HOSTILE, SHOWN, UNREADABLE, change_row, join_parts
+from support.damaged_runs import FILES, HOSTILE, LONG, SHOWN, UNREADABLE, change_row, join_parts
 from support.services import served_app
 from support.viewer_runs import add_step, until
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 
 DAMAGES = (
     "flipped", "steps as texts", "one id", "extremes", "a far step", "noise of metrics", "config's keys", "config's size",
-    "alarms", "a link to labels", "lock",
+    "alarms", "a link to labels", "lock", "long names",
 )  # fmt: skip
 TABS = ("curves", "trajectories", "distributions", "groups?split=*", "timeline", "about")
 ADDRESSES = (
@@ -43,7 +43,7 @@ def runs(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         FILES[name](shutil.copytree(folder / "good", folder / f"run{number}"))
     for name in ("odd", "row"):
         shutil.copytree(folder / "good", folder / name)
-    for row, change in enumerate((SHOWN["names"], SHOWN["numbers"], SHOWN["timings"], SHOWN["parts"])):
+    for row, change in enumerate(SHOWN[name] for name in ("names", "numbers", "timings", "parts", "lengths")):
         change_row(folder / "odd", change, row)
     for row in (17, 11):
         change_row(folder / "row", UNREADABLE["no spans"], row)
@@ -112,6 +112,21 @@ def test_hostile_names_and_numbers_are_text_on_every_page(visit):
     visit.page.get_by_role("link", name="Why this advantage?").click()
     visit.page.wait_for_selector(".answer")
     assert shown in visit.page.inner_text("main h2")
+
+
+def test_long_names_widen_no_page(visit):
+    """Metrics, ids, tools, parts of a reward: on their own pages, beside another run, and where they are filters."""
+    names = f"{DAMAGES.index('long names') + 3}/curves"
+    for way in (names, f"{names}?metric=stop", f"0/curves?with={names.partition('/')[0]}"):
+        visit(way)
+        playwright.expect(visit.page.locator(".chart")).not_to_have_count(0)
+        assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), way
+    assert visit.page.locator("nav .facet").count() > 10
+    known = f"id={LONG}&step=1&split=train"
+    for page in ("one", "why", "task"):
+        assert "cannot" not in visit(f"1/{page}?{known}&task_id={LONG}")
+    visit(f"1/compare?a={LONG}&as=1&al=train&b=g32/0&bs=3&bl=train")
+    assert "x" * 1000 in visit(f"1/trajectories?group={LONG}&cols=id,group,dropped,data_source,error,task_id")
 
 
 def test_a_trajectory_that_cannot_be_read_leaves_the_one_beside_it(visit):

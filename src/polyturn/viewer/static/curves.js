@@ -4,13 +4,14 @@ import { besidePicker, el, get, kept, remember, select, state, together } from "
 import { banded, lineChart, stack } from "/static/charts.js";
 import { inline } from "/static/markdown.js";
 
-const MOST = 60;
+const MOST = 60, MOST_GROUPS = 30;
+const MOST_ASKED = 16_000; // characters of an address, of which a server takes 65,536
 const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "sampled tokens"]];
 
-// Names that hold every word, or, without words, those that a run is first judged by, which come first.
+// Names that hold every word, or, without words, those that a run is first judged by, which come first; where it has none, all.
 function chosen(info, words) {
   const names = Object.keys(info.names);
-  return (words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.slice(0, info.num_first)).slice(0, MOST);
+  return (words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.slice(0, info.num_first || MOST)).slice(0, MOST);
 }
 
 // What is drawn: a panel for metrics that are read together, where one of them is chosen, and one for each of the others.
@@ -23,8 +24,21 @@ function panels(infos, names) {
   return [...found.values()];
 }
 
-// The groups of names, `policy/` and so on, as links that show one of them.
-const groupsOf = (names) => Object.entries(Object.groupBy(names, (name) => name.split("/")[0])).filter(([, of]) => of.length).sort();
+// The groups of names, `policy/` and so on, and names without one, as buttons that show one of them.
+const groupsOf = (names) => Object.entries(Object.groupBy(names, (name) => name.replace(/\/.*/s, "/"))).sort();
+
+// The curves of a run, asked for in as many requests as their names need.
+async function drawnOf(run, window, names) {
+  const parts = [[]];
+  let size = 0;
+  for (const name of names) {
+    const more = encodeURIComponent(name).length + 6;
+    if (size && size + more > MOST_ASKED) { parts.push([]); size = 0; }
+    parts.at(-1).push(name);
+    size += more;
+  }
+  return Object.assign({}, ...await Promise.all(parts.map((name) => get(`runs/${run}/curves`, { ...window, name }))));
+}
 
 export async function curves(run, values) {
   const runs = together(run, values);
@@ -46,11 +60,12 @@ export async function curves(run, values) {
     const shown = panels(infos, [...new Set(infos.flatMap((info) => chosen(info, words)))]), names = [...new Set(shown.flatMap((panel) => panel.names))].slice(0, MOST);
     const over = axis.querySelector("select").value;
     const window = { axis: over, smooth: Number(smoothing.value) || "", low: low.value, high: high.value };
-    const drawn = await Promise.all(runs.map((index, at) => get(`runs/${index}/curves`, { ...window, name: names.filter((name) => name in infos[at].names) })));
+    const drawn = await Promise.all(runs.map((index, at) => drawnOf(index, window, names.filter((name) => Object.hasOwn(infos[at].names, name)))));
     if (mine !== asked) return; // something else was asked for since
     const range = low.value !== "" && high.value !== "" && Number(low.value) < Number(high.value) ? [Number(low.value), Number(high.value)] : null;
     grid.replaceChildren(...shown.filter((panel) => names.includes(panel.names[0])).map((panel) => chart(panel, meanings, drawn, { over, range })));
-    groups.replaceChildren(...groupsOf(Object.keys(meanings)).map(([name, of]) => el("button", { type: "button", class: "facet", "aria-pressed": String(search.value === `${name}/`), onclick: () => { search.value = search.value === `${name}/` ? "" : `${name}/`; changed(); } }, `${name} (${of.length})`)));
+    const every = groupsOf(Object.keys(meanings)), further = every.length - MOST_GROUPS;
+    groups.replaceChildren(...every.slice(0, MOST_GROUPS).map(([name, of]) => el("button", { type: "button", class: "facet", title: name, "aria-pressed": String(search.value === name), onclick: () => { search.value = search.value === name ? "" : name; changed(); } }, `${name.replace(/\/$/, "")} (${of.length})`)), ...(further > 0 ? [el("span", { class: "muted" }, `${further} further groups`)] : []));
     if (!names.length) grid.replaceChildren(el("p", { class: "muted" }, Object.keys(meanings).length ? `No metric matches; there are ${Object.keys(meanings).length}.` : "Nothing was recorded yet."));
     alarms.replaceChildren(...infos[0].alarms.slice(-3).map((alarm) => el("div", { class: "problem" }, `step ${alarm.step}: ${alarm.message}`)));
   }
@@ -69,7 +84,7 @@ export async function curves(run, values) {
     const total = Math.max(0, ...drawn.flatMap((of) => names.map((name) => of[name]?.total ?? 0)));
     const sentences = [...new Set(names.map((name) => meanings[name]).filter(Boolean))];
     const key = names.length === 1 ? null : el("div", { class: "legend" }, ...names.map((name, number) => el("span", { title: meanings[name] || null }, el("i", { class: isOne ? `ink${number % 6}` : `dash dash${number % 6}` }), name)));
-    return el("section", { class: "chart", "aria-label": title }, el("h2", {}, title), sentences.length ? el("p", { class: "meaning" }, ...inline(sentences.slice(0, 2).join(" "))) : null, key,
+    return el("section", { class: "chart", "aria-label": title }, el("h2", { title }, title), sentences.length ? el("p", { class: "meaning" }, ...inline(sentences.slice(0, 2).join(" "))) : null, key,
       lineChart(isBand ? banded(smooth) : stacked && isOne ? stack(smooth) : series, { label: title, band: isBand ? [2, 1] : null, isLog: isLog.checked, range, axis: over, onZoom: zoom }), total > 1200 ? el("p", { class: "muted" }, `${total} points; drag to see single ones`) : null);
   }
 
