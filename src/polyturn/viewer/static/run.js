@@ -38,7 +38,7 @@ export async function about(run, values, info) {
   const runs = together(run, values), found = await Promise.all(runs.map((one) => get(`runs/${one}/overview`)));
   const all = [...new Set(found.flatMap((of) => Object.keys(of.settings)))];
   const differing = all.filter((name) => new Set(found.map((of) => of.settings[name])).size > 1);
-  const config = runs.length > 1 ? words(differing.length ? "Settings that differ" : "All settings are the same", runs, found.map((of) => of.settings), differing)
+  const config = runs.length > 1 ? (differing.length ? words("Settings that differ", runs, found.map((of) => of.settings), differing) : el("h3", {}, "All settings are the same"))
     : el("section", {}, el("h3", {}, "config.yaml"), el("pre", { tabindex: 0 }, (await get(`runs/${run}/config`).catch((problem) => problem.message)) || "The run kept no configuration."));
   return { element: el("div", {}, el("h2", {}, runs.map((one) => state.runs[one].name).join(" and ")), kept ? null : el("p", { class: "muted" }, info.folder), besidePicker(run, "about", runs),
     ...found.filter((of) => of.config_problem).map((of) => el("p", { class: "muted" }, `Of its settings: ${of.config_problem}.`)),
