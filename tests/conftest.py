@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 FOLDERS = ("contract", "e2e", "golden", "property", "unit")
 """By how long a file takes, the longest first."""
 
-LONGEST = ("e2e/test_ray_cluster.py", "unit/training/test_megatron.py", "unit/training/test_fsdp.py")
+LONGEST = ("e2e/test_demo.py", "e2e/test_ray_cluster.py", "unit/training/test_megatron.py", "unit/training/test_fsdp.py")
 """Files that begin before all others, so that no core waits for one of them at the end."""
 
 ENGINES = ("vllm", "sglang")

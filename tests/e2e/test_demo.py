@@ -1,4 +1,4 @@
-"""Runs learn: a tiny model what its reward counts, and, in minutes, the quick start by the command of `make demo` its turns.
+"""Runs learn: a tiny model what its reward counts, and the quick start, by the command of `make demo`, to use its turns.
 
 docs/demo.md aims at 90 % for every seed and rounding; this asks for a little less, because another processor rounds
 in another way. Other seeds, roundings and the controls run in `make verify` (`benchmarks/_demo_seeds.py`).
@@ -19,6 +19,7 @@ from support.runs import call_command, write_tiny_run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_is_rewarded(tmp_path: Path):
     """The reward of the tiny run counts different letters: 1.0 with random weights, 2.6 after these steps."""
     settings = ["evaluation.data=null", "warm_start.conversations=null", "rollout.limits.max_tokens_per_turn=8"]
@@ -34,7 +35,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path: Path):
 SHOWN = ("before", "after", "repaired", "curve.png", "checkpoints/step-", "polyturn show")
 
 
-@pytest.mark.slow
+@pytest.mark.demo
 @pytest.mark.timeout(3300)
 def test_the_quick_start_learns_to_use_its_turns(tmp_path: Path):
     command = [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train"]
