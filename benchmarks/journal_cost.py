@@ -101,7 +101,7 @@ def main() -> None:
     for _ in range(options.repeats):
         without.append(run(options.episodes, None))
         with tempfile.TemporaryDirectory() as folder:
-            kept.append(run(options.episodes, Path(folder) / "flights"))
+            kept.append(run(options.episodes, Path(folder) / "journal"))
     turns = options.episodes * TURNS
     cpu = [1000 * (k[0] - w[0]) / turns for k, w in zip(kept, without, strict=True)]
     line = {

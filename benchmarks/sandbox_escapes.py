@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from polyturn.tools.python_sandbox.interpreter import Interpreter
-from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, find_isolation
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 
@@ -217,12 +217,12 @@ def place() -> Iterator[Path]:
 
 def attempt(name: str, code: str, outside: Path, limits: SandboxLimits = LIMITS) -> tuple[list[str], RunResult]:
     """Run one attempt in a sandbox of its own and return what is wrong (nothing: contained), and how it ended."""
-    walls, why = find_walls()
-    if walls is Isolation.NONE:
+    isolation, why = find_isolation()
+    if isolation is Isolation.NONE:
         raise SystemExit(why)
     files = sorted(p.name for p in outside.iterdir())
     wrong = []
-    sandbox = Interpreter(limits, walls=walls, python=bare_python())
+    sandbox = Interpreter(limits, isolation=isolation, python=bare_python())
     start = time.monotonic()
     try:
         inside = processes_of(sandbox)
@@ -269,8 +269,8 @@ def processes_of(sandbox: Interpreter) -> set[int]:
 
 def measure_speed(num: int = 60) -> dict[str, float]:
     """Return how long a cold start, the first call of an episode from a warm pool, and a later call take."""
-    walls, _ = find_walls()
-    start = lambda: Interpreter(SandboxLimits(), walls=walls, python=bare_python())  # noqa: E731
+    isolation, _ = find_isolation()
+    start = lambda: Interpreter(SandboxLimits(), isolation=isolation, python=bare_python())  # noqa: E731
     cold, first, later, ends = [], [], [], []
     for _ in range(num // 3):
         began = time.perf_counter()
@@ -323,7 +323,7 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "sandbox_escapes",
-                "walls": find_walls()[0].value,
+                "isolation": find_isolation()[0].value,
                 "attempts": len(names),
                 "escapes": len(escapes),
                 "escaped": escapes,

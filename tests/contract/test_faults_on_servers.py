@@ -112,7 +112,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
         asked = start_all(pool, 8, max_tokens=250)
         await until(lambda: pool.replicas[1].load == 4)
         await asyncio.sleep(0.15)
-        killed = launched._keeper.server
+        killed = launched._supervisor.server
         inodes = held(session_of(killed.pid))
         memory = {path for inode, path in shared_files().items() if inode in inodes}
         assert memory  # both servers share memory between their processes
@@ -131,7 +131,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
         assert launched.num_restarts == 1
         assert not memory & set(shared_files().values())
 
-        signal_session(launched._keeper.server.pid, signal.SIGKILL)  # more often than it may
+        signal_session(launched._supervisor.server.pid, signal.SIGKILL)  # more often than it may
         for answer in [await task for task in start_all(pool, 4, prefix="new")]:
             check(answer, model=trainer.backend.model)
         await until(lambda: pool.replicas[1].is_gone)

@@ -42,7 +42,7 @@ class Coach(BaseInteraction):
             # Until a complete turn of all others is on disk, or, of those without, the whole.
             while len(held) < 6 or not written.exists():
                 await asyncio.sleep(0.01)
-                for journal in here.glob("runs/tiny/flights/step-*.jsonl"):
+                for journal in here.glob("runs/tiny/journal/step-*.jsonl"):
                     said = [json.loads(line) for line in journal.read_text().split("\\n")[:-1] if line]
                     held |= {line["s"] for line in said if key in line and line["s"][:2] in ("g2", "g3")}
             (here / "killed").touch()
@@ -54,7 +54,7 @@ class Coach(BaseInteraction):
     async def finalize_interaction(self, instance_id=None, **kwargs):
         del self.counts[instance_id]
 """
-SEAM = """
+HOOKS = """
     async def snapshot(self, instance_id):
         return self.counts[instance_id]
 
@@ -79,24 +79,24 @@ def killed_and_resumed(folder: Path, coach: str) -> tuple[dict[str, int], dict[s
     after = (folder / "calls.txt").read_text().splitlines()
     assert not ledger_problems(folder / "runs" / "tiny", steps=3)
     lines = [json.loads(line) for line in (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    flights = next(line for line in lines if line["step"] == 2)
-    return Counter(after), flights, resumed.err
+    metrics = next(line for line in lines if line["step"] == 2)
+    return Counter(after), metrics, resumed.err
 
 
 @pytest.mark.slow
 def test_an_interaction_with_a_snapshot_is_asked_once_for_every_turn(tmp_path: Path):
-    calls, flights, said = killed_and_resumed(tmp_path, COUNTING + SEAM)
+    calls, metrics, said = killed_and_resumed(tmp_path, COUNTING + HOOKS)
     assert max(calls.values()) == 1, {made: count for made, count in calls.items() if count > 1}
     assert {made for made in calls if made.startswith("g3/1 ")} == {f"g3/1 {count}" for count in (1, 2, 3, 4)}
-    assert flights["rollout/resumed_flights"] == 6 and flights["rollout/restarted_flights"] == 0
+    assert metrics["rollout/resumed_episodes"] == 6 and metrics["rollout/restarted_episodes"] == 0
     assert "conversations in flight: 6 went on from their last complete turn, 0 start from their tasks" in said
 
 
 @pytest.mark.slow
 def test_one_without_is_asked_again_by_the_one_conversation_that_was_not_over(tmp_path: Path):
-    calls, flights, said = killed_and_resumed(tmp_path, COUNTING)
+    calls, metrics, said = killed_and_resumed(tmp_path, COUNTING)
     assert {made for made, count in calls.items() if count > 1} == {"g3/1 1"}
-    assert flights["rollout/resumed_flights"] == 5 and flights["rollout/restarted_flights"] == 1
+    assert metrics["rollout/resumed_episodes"] == 5 and metrics["rollout/restarted_episodes"] == 1
     assert "(1 times: interaction 'coach' offers no snapshot and is not declared stateless)" in said
 
 
@@ -140,8 +140,8 @@ def says(request):
     return CALL if int(request.request_id.rpartition("/")[2]) < 6 else "#### 4"
 
 
-journal = JournalFile(HERE / "flights")
-journal.resume(0, oldest=lambda ticket: 0) if (HERE / "flights").exists() else journal.begin(0)
+journal = JournalFile(HERE / "journal")
+journal.resume(0, oldest=lambda ticket: 0) if (HERE / "journal").exists() else journal.begin(0)
 context = scripted_context(says, tools=[Count()], journal=journal)
 trajectory = asyncio.run(run_episode(context, task(), id="g0/0"))
 print([turn.tool_results[0].content for turn in trajectory.turns[:-1]])

@@ -77,7 +77,7 @@ def training_lines(run: Path) -> list[dict[str, Any]]:
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers that do not depend on the clock or on what the KV cache still held."""
     machine = ("time/", "system/", "engine/queue", "engine/kv_use")
-    varying = (*machine, "tokens/prefilled", "rollout/resumed_flights", "rollout/restarted_flights")
+    varying = (*machine, "tokens/prefilled", "rollout/resumed_episodes", "rollout/restarted_episodes")
     return {k: v for k, v in line.items() if not k.startswith(varying) and not k.endswith("time_s")}
 
 

@@ -115,14 +115,14 @@ def test_conversations_in_flight_go_on_from_their_last_turn(tmp_path: Path, monk
     settings = [*BARE, *SEVERAL_TURNS, "train.steps=3", "train.checkpoint_every=2", "train.keep_checkpoints=9"]
     assert call("train", config, *settings).code == 0
     monkeypatch.undo()
-    journal = (run / "flights" / "step-000002.jsonl").read_text()
+    journal = (run / "journal" / "step-000002.jsonl").read_text()
     as_killed_after(run, 2)
-    (run / "flights" / "step-000002.jsonl").write_text(journal)
-    (run / "flights" / "step-000003.jsonl").unlink(missing_ok=True)
+    (run / "journal" / "step-000002.jsonl").write_text(journal)
+    (run / "journal" / "step-000003.jsonl").unlink(missing_ok=True)
     called = call("train", config, *settings, "--resume")
     assert called.code == 0, called.err
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert '"rollout/resumed_flights": 6.0' in lines[-1] and '"rollout/restarted_flights": 0.0' in lines[-1]
+    assert '"rollout/resumed_episodes": 6.0' in lines[-1] and '"rollout/restarted_episodes": 0.0' in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_one_of_two_workers_and_engines_may_die_and_its_conversations_go_on(addr
     steps = metrics_of(tmp_path / "runs" / "tiny")
     assert [step["step"] for step in steps][-1] == 12
     assert steps[0]["engine/replicas_live"] == 2 and steps[-1]["engine/replicas_live"] == 1
-    assert sum(step["rollout/resumed_flights"] for step in steps) >= 1
+    assert sum(step["rollout/resumed_episodes"] for step in steps) >= 1
     assert not any(step.get("rollout/failed", 0) for step in steps)
 
 
@@ -259,7 +259,7 @@ def test_a_killed_run_goes_on_with_the_conversations_of_its_workers(address, tmp
     last = max(int(p.name.removeprefix("step-")) for p in (tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*"))
     done = call_command(main, *arguments, "--resume", f"train.steps={last + 1}")
     assert done.code == 0, done.err
-    assert sum(step["rollout/resumed_flights"] for step in metrics_of(tmp_path / "runs" / "tiny")) >= 1, done.err
+    assert sum(step["rollout/resumed_episodes"] for step in metrics_of(tmp_path / "runs" / "tiny")) >= 1, done.err
 
 
 @pytest.mark.slow

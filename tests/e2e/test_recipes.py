@@ -32,7 +32,7 @@ from polyturn.config.models import RunConfig
 from polyturn.store.stored_run import open_store
 from polyturn.testing.published import PUBLISHED
 from polyturn.testing.tiny_models import tiny_tokenizer
-from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from support.models import tiny_model
 from support.runs import call_command
 from support.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
@@ -172,8 +172,8 @@ def needs(recipe: str) -> None:
     """Skip a recipe whose environment is not here."""
     if recipe == "games":
         pytest.importorskip("textarena")
-    if recipe == "sandbox" and find_walls()[0] is Isolation.NONE:
-        pytest.skip(f"code cannot be isolated here: {find_walls()[1]}")
+    if recipe == "sandbox" and find_isolation()[0] is Isolation.NONE:
+        pytest.skip(f"code cannot be isolated here: {find_isolation()[1]}")
 
 
 @pytest.mark.parametrize("recipe", [name for name in NAMES if name != "vision"])

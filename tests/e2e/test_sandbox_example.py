@@ -16,13 +16,13 @@ from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.rewards import gsm8k
 from polyturn.store.stored_run import open_store
-from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from polyturn.tools.registry import initialize_tools_from_config
 from support.runs import call_command
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sandbox"
-WALLS, WHY = find_walls()
-isolated = pytest.mark.skipif(WALLS is Isolation.NONE, reason=f"the example's code cannot be isolated here: {WHY}")
+ISOLATION, WHY = find_isolation()
+isolated = pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=f"the example's code cannot be isolated here: {WHY}")
 
 
 def named(name: str) -> Any:

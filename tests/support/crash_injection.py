@@ -34,8 +34,8 @@ class Killed:
     """How often it was killed while it trained."""
     resume_s: list[float] = field(default_factory=list)
     """Seconds that each resume took beside loading the model."""
-    resumed_flights: int = 0
-    restarted_flights: int = 0
+    resumed_episodes: int = 0
+    restarted_episodes: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -82,8 +82,8 @@ def kill_until_done(
         found.problems.append(f"the last process ended with {last.returncode}: {last.err[-2000:]}")
     found.problems += ledger_problems(run, steps=steps)
     for line in _metrics(run):
-        found.resumed_flights += int(line.get("rollout/resumed_flights") or 0)
-        found.restarted_flights += int(line.get("rollout/restarted_flights") or 0)
+        found.resumed_episodes += int(line.get("rollout/resumed_episodes") or 0)
+        found.restarted_episodes += int(line.get("rollout/restarted_episodes") or 0)
     return found
 
 
@@ -115,7 +115,7 @@ def _start(config: Path, settings: Sequence[str], run: Path) -> Forked:
 
 
 def _wait_for_life(process: Forked, run: Path) -> bool:
-    """Wait until the process writes into the journal of its flights or into its metrics; return whether it does."""
+    """Wait until the process writes into the journal of its conversations or into its metrics; return whether it does."""
     before, deadline = _latest_write(run), time.monotonic() + _PATIENCE_S
     while process.poll() is None and time.monotonic() < deadline:
         if _latest_write(run) != before:
@@ -126,7 +126,7 @@ def _wait_for_life(process: Forked, run: Path) -> bool:
 
 def _latest_write(run: Path) -> float:
     times = [0.0]
-    for path in (*run.glob("flights/*.jsonl"), run / "metrics.jsonl", run / "checkpoints"):
+    for path in (*run.glob("journal/*.jsonl"), run / "metrics.jsonl", run / "checkpoints"):
         try:
             times.append(path.stat().st_mtime)
         except FileNotFoundError:

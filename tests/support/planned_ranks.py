@@ -17,7 +17,7 @@ from polyturn.training.hf import load_model, load_unread
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes
 from polyturn.training.options import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
-from polyturn.training.process_group import GroupTeam, follow
+from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
 from support.ranks import bytes_of
@@ -63,7 +63,7 @@ def measure(out, folder):
         if rank:
             follow(worker)
         else:
-            backend = RankedBackend(GroupTeam(worker, tensor_parallel=1), "policy", layout=layout)
+            backend = RankedBackend(ProcessRankGroup(worker, tensor_parallel=1), "policy", layout=layout)
             train(ModelPolicy(backend), 2 * ranks)
             backend.close()
     out.with_name(f"{rank}.json").write_text(json.dumps(bytes_of("VmHWM") - before))

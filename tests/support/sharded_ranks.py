@@ -39,7 +39,7 @@ from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.part_loading import read_weights
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
-from polyturn.training.process_group import GroupTeam, follow
+from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker, assign
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.shards import inside, local_part
@@ -654,8 +654,8 @@ def compare_leader():
     if dist.get_rank():
         follow(rank)
         return None
-    mirror, team = exact_model(), GroupTeam(rank, tensor_parallel=1)
-    backend = RankedBackend(team, "policy", layout=options["layout"], start=mirror.state_dict(), mirror=mirror)
+    mirror, rank_group = exact_model(), ProcessRankGroup(rank, tensor_parallel=1)
+    backend = RankedBackend(rank_group, "policy", layout=options["layout"], start=mirror.state_dict(), mirror=mirror)
     many = ModelPolicy(backend, loss=loss)
     one = local_policy(exact_model(), loss=loss, reference=True, **options)
     found = {}

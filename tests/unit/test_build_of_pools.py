@@ -55,11 +55,11 @@ async def test_replicas_are_started_each_with_its_own_devices_and_log(tmp_path: 
         "engine.launch.max_restarts=5",
         "engine.order=fifo",
     )
-    keepers = [engine._keeper for engine in clients(pool)]
-    specs = [keeper._spec for keeper in keepers if keeper is not None]
+    supervisors = [engine._supervisor for engine in clients(pool)]
+    specs = [supervisor._spec for supervisor in supervisors if supervisor is not None]
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2,3"]
     assert [spec.log for spec in specs] == [log, Path(f"{log}.1")]
-    assert [keeper._max_restarts for keeper in keepers if keeper is not None] == [5, 5]
+    assert [supervisor._max_restarts for supervisor in supervisors if supervisor is not None] == [5, 5]
     assert isinstance(pool._policy, Fifo)
     await pool.close()
 

@@ -13,10 +13,11 @@ SRC = Path(polyturn.__file__).parent
 
 RETIRED = {
     "Accepts", "AsWritten", "Ask", "Asking", "Backstage", "Bounded", "ChatVoice", "Desk", "Drops", "EpisodeClock",
-    "EpisodeHistory", "EpisodeScene", "Fate", "Flight", "FlightBook", "Flights", "Followers", "Gate", "Handed",
+    "EpisodeHistory", "EpisodeScene", "Fate", "Flight", "FlightBook", "Flights", "Followers", "Gate", "GroupTeam", "Handed",
     "HeldWeights", "Home", "InteractionHost", "Keeper", "Lanes", "LastWords", "LineWorker", "LiveTurn", "ModelPass",
-    "Need", "OtherPolicy", "Partner", "Place", "PlanScheduler", "Post", "Said", "Scene", "Seam", "Seat", "Seating",
-    "Spoken", "Team", "Telling", "Told", "ToolBranch", "Transcript", "Voice", "Walls", "WeightInbox", "Words",
+    "Need", "OtherPolicy", "Partner", "Place", "PlanScheduler", "PolicyVoice", "Post", "RayTeam", "Said", "Scene",
+    "SceneInteraction", "Seam", "Seat", "Seating", "Spoken", "Team", "Telling", "Told", "ToolBranch", "Transcript", "Voice",
+    "VoiceOptions", "Walls", "WeightInbox", "Words",
 }  # fmt: skip
 """Names of classes."""
 RETIRED_MODULES = {

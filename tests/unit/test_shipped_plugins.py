@@ -19,7 +19,7 @@ from polyturn.data.rows import task_from_row
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
-from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from polyturn.tools.registry import initialize_tools_from_config
 from support.services import serve
 
@@ -70,8 +70,8 @@ def task_of(name: str) -> Task:
 
 @pytest.mark.parametrize("name", [name for name, of in PLAYS.items() if "result" in of])
 async def test_a_tool_answers_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "python_sandbox" and find_walls()[0] is Isolation.NONE:
-        pytest.skip(f"code cannot be isolated here: {find_walls()[1]}")
+    if name == "python_sandbox" and find_isolation()[0] is Isolation.NONE:
+        pytest.skip(f"code cannot be isolated here: {find_isolation()[1]}")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     async with service_of(name, monkeypatch):
         trajectory = await play(name, tmp_path)

@@ -122,7 +122,7 @@ def launch(num_ranks: int) -> None:
         code = ranks[first].returncode
         if first == 0 and (code > 0 or received):
             raise SystemExit(code if code > 0 else 128 - code)
-        raise RankError(_obituary(first, code, logs / f"rank-{first}.log"))
+        raise RankError(_crash_report(first, code, logs / f"rank-{first}.log"))
     finally:
         for process in ranks:
             if process.poll() is None:
@@ -192,7 +192,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _obituary(rank: int, code: int, log: Path) -> str:
+def _crash_report(rank: int, code: int, log: Path) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     if rank == 0:
         return f"rank 0 {how}; what it said is above. Resume the run to go on from its latest checkpoint"

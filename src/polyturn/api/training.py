@@ -41,7 +41,7 @@ from polyturn.training.loop import Trainer
 from polyturn.training.lora import CONFIG_FILE, require_same_settings
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
-from polyturn.training.process_group import GroupTeam
+from polyturn.training.process_group import ProcessRankGroup
 from polyturn.training.resume import changed_settings
 from polyturn.training.state import LoopState
 from polyturn.training.update import Revise
@@ -201,14 +201,14 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     if options.dry_run is not None:
         options.dry_run(parts, tasks)
         return None
-    if this.size > 1 or (config.train.backend != BACKEND and parts.team is None):
+    if this.size > 1 or (config.train.backend != BACKEND and parts.rank_group is None):
         parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
     if not resume:
         folder = new_run_folder(folder)
         attempt.held.enter_context(hold_folder(folder))
     attempt.name = folder.name
-    if isinstance(parts.team, GroupTeam):
-        parts.team.last_word = folder
+    if isinstance(parts.rank_group, ProcessRankGroup):
+        parts.rank_group.last_word = folder
     if resume:
         tell_changes(folder / "config.yaml", resolved)
     else:
@@ -229,9 +229,9 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
     # Not before the checkpoint is loaded, so that one that is refused leaves the settings that the run had.
     keep_settings = functools.partial(_keep_settings, parts, folder, resolved)
     also = replace(build.build_records(parts, tasks.eval_sets, environ=os.environ), on_step=options.on_step)
-    team = contextlib.nullcontext() if parts.team is None else contextlib.closing(parts.team)
+    rank_group = contextlib.nullcontext() if parts.rank_group is None else contextlib.closing(parts.rank_group)
     with (
-        team,
+        rank_group,
         logging_to(folder / "log.txt"),
         RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer,
         options.signals() as signals,
@@ -266,7 +266,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         curve=_curve(folder, title=config.name),
         latest=trainer.checkpoints.latest(),
         best=None if best == trainer.checkpoints.latest() else best,
-        model=None if parts.team is not None else parts.model,
+        model=None if parts.rank_group is not None else parts.model,
         tokenizer=parts.tokenizer,
     )
 

@@ -259,7 +259,7 @@ def _refuse_unused(interactions: Collection[str], tools: Collection[str], found:
 
 def _tell_of_shared_tools(context: RolloutContext) -> None:
     """Say which tools the branches of a scheduler that forks conversations have in common."""
-    shared = [name for name, seam in context.tools.seams.items() if seam.why_not is not None]
+    shared = [name for name, hooks in context.tools.hooks.items() if hooks.why_not is not None]
     if context.scheduler.forks and shared:
         logger.warning(
             "the scheduler %s goes on from one place in several ways, and of %s all of them use one state; give such a tool "

@@ -107,14 +107,14 @@ def cluster_parts(place: ConfigSource) -> Parts:
             engine.start(functools.partial(_servers, here, places(folder)))
         pool = functools.partial(_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)
-        team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=row_width(config))
+        rank_group = ray.rank_group(ranks, functools.partial(_rank, here), tensor_parallel=row_width(config))
     except BaseException:
         ray.close()  # or the actors that were placed keep their resources
         raise
     rollout = config.rollout
     return dataclasses.replace(
         parts,
-        team=team,
+        rank_group=rank_group,
         pool=RayPool(
             members, parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share
         ),

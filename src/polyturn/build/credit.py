@@ -163,8 +163,8 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
     if not traits_of(estimator).needs_values:
         return None
     options = critic_options(place)
-    if parts.team is not None:
-        backend = RankedBackend(parts.team, "critic", layout=options["layout"])
+    if parts.rank_group is not None:
+        backend = RankedBackend(parts.rank_group, "critic", layout=options["layout"])
         return Critic(backend, settings=options["settings"])
     model = parts.model if path is None else critic_model(place, like=parts.model)
     return local_critic(model, media=parts.context.media, **options)

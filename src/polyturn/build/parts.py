@@ -69,7 +69,7 @@ class Parts:
     template: TemplateReport
     policies: FurtherPolicies = NO_POLICIES
     """Those that speak and are not trained."""
-    team: RankGroup | None = None
+    rank_group: RankGroup | None = None
     """The ranks that train together; None where this process trains alone."""
     pool: RayPool | None = None
     """The workers of a cluster that run the episodes; None where this process runs them."""

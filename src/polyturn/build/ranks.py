@@ -1,7 +1,7 @@
 """Many ranks from one configuration: the leader builds everything, the others their share of the model and nothing else.
 
-leader     build_parts -> lead -> parts with a team        tools, rewards, engine, tasks exist here alone
-follower   follow_leader                                   tokenizer and shards of the model, then the leader's commands
+leader     build_parts -> lead -> parts with a group        tools, rewards, engine, tasks exist here alone
+follower   follow_leader                                     tokenizer and shards of the model, then the leader's commands
 """
 
 from __future__ import annotations
@@ -122,15 +122,15 @@ def holds_weights(place: ConfigSource, *, num_ranks: int) -> bool:
 
 
 def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
-    """Join the process group as its leader, and return the parts with the team of all ranks."""
+    """Join the process group as its leader, and return the parts with the group of all ranks."""
     from polyturn.training import process_group
 
     config = parts.place.config
     check_ranks(config, num_ranks)
     device = process_group.join(local_rank=local_rank, is_alone=num_ranks == 1)
     rank = rank_of(parts.place, model_maker(parts.place, parts.tokenizer, given=parts.model), parts.context.media, device)
-    team = process_group.GroupTeam(rank, tensor_parallel=row_width(config))
-    return dataclasses.replace(parts, team=team)
+    rank_group = process_group.ProcessRankGroup(rank, tensor_parallel=row_width(config))
+    return dataclasses.replace(parts, rank_group=rank_group)
 
 
 def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_per_batch: int) -> ModelPolicy:
-    """Make the trainer's side of the model: over the same parameters, or over the ranks of the team."""
+    """Make the trainer's side of the model: over the same parameters, or over all ranks."""
     from polyturn.training.policy import ModelPolicy, policy_backend
     from polyturn.training.ranked import RankedBackend
 
     spec = PolicySpec(optim=optim, steps=steps, max_tokens_per_batch=max_tokens_per_batch)
     # A reference or a teacher of ranks is loaded by them.
-    options = policy_options(parts.place, spec, parts.model, parts.context.media, has_frozen=parts.team is None)
-    if parts.team is None:
+    options = policy_options(parts.place, spec, parts.model, parts.context.media, has_frozen=parts.rank_group is None)
+    if parts.rank_group is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
     path = parts.place.config.model.path
     # An object that a program made may differ between ranks, so they begin with the leader's weights.
@@ -55,7 +55,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     # An embedded engine of this process samples from the model here, which therefore follows the ranks.
     samples_here = parts.pool is None and parts.engine.capabilities.shares_weights
     mirror = parts.model if is_object or samples_here else None
-    backend = RankedBackend(parts.team, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
+    backend = RankedBackend(parts.rank_group, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
     return ModelPolicy(backend, loss=options["loss"])
 
 
@@ -72,15 +72,15 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunO
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
-    flights = JournalFile(folder / FOLDER, why_not=restarts)
+    journal = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
-        parts.pool.keep_in(flights)
+        parts.pool.keep_in(journal)
     return Trainer(
         LoopSettings(train=train, evaluation=config.evaluation, seed=config.seed),
         update=update,
         pool=parts.pool
         or RolloutPool(
-            dataclasses.replace(parts.context, journal=flights),
+            dataclasses.replace(parts.context, journal=journal),
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
         ),
@@ -100,7 +100,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunO
                 former=folder / WARM_START,
             ),
             export=stored_exporter(parts),
-            journal=flights,
+            journal=journal,
             fingerprint=parts.context.codec.fingerprint,
         ),
         observer=observer,

@@ -64,20 +64,20 @@ def serve_sandbox(options: ServeOptions, *, python: Path | None = None) -> None:
     with needing("serve", what="a server"):
         from polyturn.serving.sandbox import MAX_BODY_BYTES, SandboxService, create_app
     from polyturn.tools.python_sandbox.interpreter import Interpreter
-    from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
+    from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_isolation
     from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
 
     rules = options.rules(max_body_bytes=MAX_BODY_BYTES)
-    walls = require_walls(allow_unsafe=False)
+    isolation = require_isolation(allow_unsafe=False)
     timeout_s = 30.0 if options.deadline_s is None else options.deadline_s
     limits = SandboxLimits(timeout_s=timeout_s, memory_mb=1024, output_bytes=OUTPUT_OF_PROGRAMS)
     interpreter = bare_python() if python is None else str(python)
     interpreter_folders(interpreter)
     slots = max(2, os.cpu_count() or 2)
-    start = partial(Interpreter, limits, walls=walls, python=interpreter)
+    start = partial(Interpreter, limits, isolation=isolation, python=interpreter)
     service = SandboxService(start, limits=limits, max_concurrent=slots, max_waiting=64 * slots, warm=slots)
     app = create_app(service, rules=rules)
-    listen(app, options, rules, what="sandbox", path="/run_code", more=f" ({walls.value})")
+    listen(app, options, rules, what="sandbox", path="/run_code", more=f" ({isolation.value})")
 
 
 def serve_search(

@@ -91,12 +91,12 @@ class RolloutActor(Actor):
         self._live: dict[str, LiveGroup] = {}
         self._lock = asyncio.Lock()
 
-    async def run(self, spec: GroupSpec, handed: ResumeState | None) -> TrajectoryGroup:
-        """Run one group; `handed` is what the leader's journal has of its episodes."""
+    async def run(self, spec: GroupSpec, resume_state: ResumeState | None) -> TrajectoryGroup:
+        """Run one group; `resume_state` is what the leader's journal has of its episodes."""
         async with self._lock:
             if self._pool is None:
                 self._pool = self._build(self._journal)
-        self._journal.hand(handed)
+        self._journal.hand(resume_state)
         live = self._live[spec.id] = LiveGroup()
         try:
             return await self._pool.run_one(spec, live=live)

@@ -1,7 +1,7 @@
-"""The driver's side of ranks and workers: a team and a pool that look like those of one process (the engine: `engine.py`).
+"""The driver's side of ranks and workers: a rank group and a pool, used like those of one process (engine: `engine.py`).
 
-    RayTeam     training: Team      every rank runs a command on its share
-    RayPool     RolloutPool         a group goes to the worker with least to do
+    RayRankGroup    every rank runs a command on its share
+    RayPool         a group goes to the worker with least to do
 
 An actor that dies is a sentence with what is left of its log, never a stack trace of Ray. What a dead worker ran goes on at
 another; only the last of them, and any rank, ends the run.
@@ -33,7 +33,7 @@ from polyturn.training.rank_group import values_of
 logger = logging.getLogger(__name__)
 
 
-class RayTeam:
+class RayRankGroup:
     """All trainer ranks; none of them is the leader, which keeps no shard."""
 
     def __init__(self, ranks: Sequence[Member], *, tensor_parallel: int, on_close: Callable[[], object]) -> None:
@@ -58,10 +58,10 @@ class RayTeam:
             try:
                 ray.get(done)
             except RayActorError as problem:
-                raise RankLostError(self._ranks[refs.index(done)].obituary()) from problem
+                raise RankLostError(self._ranks[refs.index(done)].crash_report()) from problem
             except RayError as problem:
                 dead = next((r for r in self._ranks if r.is_dead()), self._ranks[refs.index(done)])
-                raise RankLostError(f"{dead.obituary()}\n({type(problem).__name__} during {command!r})") from problem
+                raise RankLostError(f"{dead.crash_report()}\n({type(problem).__name__} during {command!r})") from problem
         return values_of(ray.get(refs))
 
     def close(self) -> None:
@@ -99,12 +99,12 @@ class RayPool(RolloutPool):
         self._workers = {worker.name: worker for worker in workers}
         self._last_words = ""
         """Of the worker that died last."""
-        self._flights: JournalFile | None = None
+        self._journal: JournalFile | None = None
         self._carriers: dict[str, asyncio.Task[None]] = {}
 
-    def keep_in(self, flights: JournalFile) -> None:
+    def keep_in(self, journal: JournalFile) -> None:
         """Let the episodes of training on all workers be kept in a journal, turn by turn; call it before the first group."""
-        self._flights = flights
+        self._journal = journal
 
     async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
         """Run one group on a worker; if that dies, go on with it on another, behind the last complete turn of each episode.
@@ -114,14 +114,14 @@ class RayPool(RolloutPool):
             RolloutError: too large a share of the latest trajectories failed.
         """
         self._carry()
-        handed = self._recall(spec, JournalFile.recall)
+        resume_state = self._recall(spec, JournalFile.recall)
         while True:
             if not self._workers:
                 raise RankLostError(f"no rollout worker is left. {self._last_words}")
             name = min(self._workers, key=lambda n: self._loads[n])
             self._loads[name] += spec.size
             handle = self._workers[name].handle
-            running = handle.run.remote(spec, handed)
+            running = handle.run.remote(spec, resume_state)
             if live is not None:
                 live.abort_elsewhere = partial(_abort, handle, spec.id)
             try:
@@ -134,7 +134,7 @@ class RayPool(RolloutPool):
                 raise own_words(problem) from None
             except RayActorError:
                 await self._lose(name)
-                handed = self._recall(spec, JournalFile.recall_lost)
+                resume_state = self._recall(spec, JournalFile.recall_lost)
             finally:
                 self._loads[name] -= spec.size
         if live is None or not live.is_cut:
@@ -143,23 +143,23 @@ class RayPool(RolloutPool):
 
     def _carry(self) -> None:
         """Let what the workers' episodes say be carried to the journal, from the first group on."""
-        if self._flights is not None and not self._carriers:
+        if self._journal is not None and not self._carriers:
             for name, worker in self._workers.items():
-                carrying = _carry_until_dead(self._flights, worker)
+                carrying = _carry_until_dead(self._journal, worker)
                 self._carriers[name] = asyncio.create_task(carrying, name=f"journal of {name}")
 
     def _recall(self, spec: GroupSpec, recall: Callable[[JournalFile, str], JournaledEpisode | None]) -> ResumeState | None:
         """Return what the journal holds of a group's episodes; None where no journal is kept."""
-        flights = self._flights
-        if flights is None:
+        journal = self._journal
+        if journal is None:
             return None
-        found = {episode: recall(flights, episode) for episode in spec.episodes}
-        return ResumeState({episode: held for episode, held in found.items() if held is not None}, flights.why_not)
+        found = {episode: recall(journal, episode) for episode in spec.episodes}
+        return ResumeState({episode: held for episode, held in found.items() if held is not None}, journal.why_not)
 
     async def _lose(self, name: str) -> None:
         worker = self._workers.pop(name, None)
         if worker is not None:
-            self._last_words = worker.obituary()
+            self._last_words = worker.crash_report()
             logger.error("%s\nRollout workers left, where its groups go on: %d", self._last_words, len(self._workers))
         if name in self._carriers:
             await asyncio.wait({self._carriers[name]})  # what it said before it died is read by whoever goes on
@@ -173,9 +173,9 @@ async def _abort(handle: Any, group: str) -> list[int]:
     return lengths
 
 
-async def _carry_until_dead(flights: JournalFile, worker: Member) -> None:
+async def _carry_until_dead(journal: JournalFile, worker: Member) -> None:
     try:
-        await carry(flights, worker.handle.posts.remote)
+        await carry(journal, worker.handle.posts.remote)
     except RayActorError:
         return
     except Exception:  # its conversations would wait for ever

@@ -56,7 +56,7 @@ class ClusterEngine:
         except RayTaskError as problem:
             raise own_words(problem) from None
         except RayActorError as problem:
-            raise EngineLostError(self.pool.obituary()) from problem
+            raise EngineLostError(self.pool.crash_report()) from problem
         self._note(states)
 
     # core.protocols.Engine.
@@ -117,7 +117,7 @@ class ClusterEngine:
         try:
             found: dict[str, float] = ray.get(self.pool.handle.read_metrics.remote())
         except RayActorError as problem:
-            raise EngineLostError(self.pool.obituary()) from problem
+            raise EngineLostError(self.pool.crash_report()) from problem
         return found
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class ClusterEngine:
         try:
             return await answer(getattr(self.pool.handle, method).remote(*arguments))
         except RayActorError as problem:
-            raise EngineLostError(self.pool.obituary()) from problem
+            raise EngineLostError(self.pool.crash_report()) from problem
 
     async def _listen(self) -> None:
         """Log what the pool logs, and answer what it asks, until it is gone."""

@@ -41,12 +41,12 @@ class ResumeState(NamedTuple):
 
 
 class WorkerJournal:
-    """A worker's side; implements `rollout.flight.Journal`."""
+    """A worker's side; implements `rollout.journal.Journal`."""
 
     def __init__(self) -> None:
         self.why_not: str | None = None
         self._is_kept = False
-        self._thread = OneThread("polyturn-flights")
+        self._thread = OneThread("polyturn-journal")
         self._held: dict[str, JournaledEpisode] = {}
         self._posts: deque[JournalEntry] = deque()
         """Those that the leader has not said it received."""
@@ -54,12 +54,12 @@ class WorkerJournal:
         self._news = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
-    def hand(self, handed: ResumeState | None) -> None:
+    def hand(self, state: ResumeState | None) -> None:
         """Take what the leader holds of episodes that are about to run here; None where it keeps no journal."""
-        self._is_kept = handed is not None
-        if handed is not None:
-            self._held.update(handed.held)
-            self.why_not = handed.why_not
+        self._is_kept = state is not None
+        if state is not None:
+            self._held.update(state.held)
+            self.why_not = state.why_not
 
     async def posts(self, received: int) -> list[JournalEntry]:
         """Return what there is to say behind post number `received`, which tells that it and those before it are on disk."""
@@ -102,18 +102,18 @@ class WorkerJournal:
         return self._num_posts
 
 
-async def carry(flights: JournalFile, posts: Callable[[int], Awaitable[list[JournalEntry]]]) -> None:
+async def carry(journal: JournalFile, posts: Callable[[int], Awaitable[list[JournalEntry]]]) -> None:
     """Bring what one worker's episodes say into the leader's journal, until cancelled or the worker is gone.
 
     Args:
-        flights: The journal.
+        journal: The journal.
         posts: The worker's `WorkerJournal.posts`; what it raises ends this.
     """
     received = 0
     while True:
         for post in await posts(received):
             if post.line is None:
-                flights.count(post.counted, reason=post.reason)
+                journal.count(post.counted, reason=post.reason)
             else:
-                await flights.append(post.episode, post.line)
+                await journal.append(post.episode, post.line)
             received = post.number

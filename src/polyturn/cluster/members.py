@@ -50,7 +50,7 @@ class Member:
         self.handle = handle
         self.home: ActorInfo = ray.get(handle.home.remote())
 
-    def obituary(self) -> str:
+    def crash_report(self) -> str:
         """Return that it died, and the last lines of its log where this machine has it."""
         files = [path for path in map(Path, self.home.logs) if path.is_file()]
         lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]

@@ -26,7 +26,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
-from polyturn.cluster.clients import RayTeam
+from polyturn.cluster.clients import RayRankGroup
 from polyturn.cluster.engine import ClusterEngine
 from polyturn.cluster.journal import WorkerJournal
 from polyturn.cluster.members import AT_ONCE, Member, ResourceRequest, made_in, own_words
@@ -131,8 +131,8 @@ class Cluster:
         """Place rollout workers."""
         return self._place("rollout worker", RolloutActor, need, build, strategy="SPREAD")
 
-    def team(self, need: ResourceRequest, build: Callable[[], RankWorker], *, tensor_parallel: int) -> RayTeam:
-        """Place trainer ranks, join them to one process group, and return them as a team."""
+    def rank_group(self, need: ResourceRequest, build: Callable[[], RankWorker], *, tensor_parallel: int) -> RayRankGroup:
+        """Place trainer ranks, join them to one process group, and return them as a group."""
         ranks = self._place("trainer rank", RankActor, need, strategy="PACK")
         address = ranks[0].home.address
         port = ray.get(ranks[0].handle.free_port.remote())
@@ -143,10 +143,10 @@ class Cluster:
             try:
                 ray.get(done)
             except RayActorError as problem:
-                raise RankLostError(ranks[joined.index(done)].obituary()) from problem
+                raise RankLostError(ranks[joined.index(done)].crash_report()) from problem
             except RayTaskError as problem:
                 raise own_words(problem) from None
-        return RayTeam(ranks, tensor_parallel=tensor_parallel, on_close=self.close)
+        return RayRankGroup(ranks, tensor_parallel=tensor_parallel, on_close=self.close)
 
     def close(self) -> None:
         """Give everything back and disconnect."""

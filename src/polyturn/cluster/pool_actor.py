@@ -212,7 +212,7 @@ class ActorEngine(BaseEngine):
         try:
             return await answer(getattr(self._member.handle, method).remote(*arguments))
         except RayActorError as problem:
-            raise EngineLostError(self._member.obituary()) from problem
+            raise EngineLostError(self._member.crash_report()) from problem
 
 
 async def replica_pool(members: Sequence[Member], capabilities: EngineCapabilities) -> EnginePool:

@@ -101,7 +101,7 @@ class ChatReply:
 
 
 class SpeakingPolicy(Protocol):
-    """A speaker of single messages: a model behind an endpoint (`ChatPartner`) or a policy of the run (`PolicyVoice`)."""
+    """A speaker of single messages: a model behind an endpoint (`ChatPartner`) or a policy of the run (`PolicyPartner`)."""
 
     num_asked: int
     """Answers that were given and were in no cache."""

@@ -184,7 +184,7 @@ def sampled_with(policy: FrozenPolicy, given: Mapping[str, Any], *, who: str) ->
         raise ConfigError(f"{who}: {problem}") from problem
 
 
-class PolicyVoice:
+class PolicyPartner:
     """A policy of the run that says one thing at a time, as `ChatPartner` lets a model behind an endpoint do."""
 
     def __init__(self, policy: FrozenPolicy, *, sampling: SamplingParams) -> None:
@@ -194,7 +194,7 @@ class PolicyVoice:
         """Answers that it gave."""
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], policies: Policies, *, who: str) -> PolicyVoice:
+    def read(cls, config: Mapping[str, Any], policies: Policies, *, who: str) -> PolicyPartner:
         """Make the voice that a config names under `policy`.
 
         Raises:

@@ -1,7 +1,7 @@
 """PendingRequest: one request on its way to a server and back, until it is answered, ended by its caller, late, or given up.
 
     pending = PendingRequest(url, abort=…, abort_later=…, busy_limit_s=60)
-    reply = await pending.fly(post, deadline=…)     the server's JSON; None where it was ended before the server took it
+    reply = await pending.run(post, deadline=…)     the server's JSON; None where it was ended before the server took it
     pending.end()                                   from the caller: return what there is
     pending.give_up(EngineLostError(…))             from whoever finds out that the server is no more
 
@@ -23,7 +23,7 @@ _FIRST_BUSY_PAUSE_S, _LAST_BUSY_PAUSE_S = 0.05, 2.0
 
 
 class PendingRequest:
-    """One request of one caller. It may fly several times, one after another, as parts of one completion."""
+    """One request of one caller. It may run several times, one after another, as parts of one completion."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PendingRequest:
         if self._sent is not None:
             self._sent.cancel()
 
-    async def fly(self, post: Callable[[str], Awaitable[Any]], *, deadline: float | None) -> Any:
+    async def run(self, post: Callable[[str], Awaitable[Any]], *, deadline: float | None) -> Any:
         """Send the request and wait for the answer; None where it was ended before the server took it.
 
         Args:

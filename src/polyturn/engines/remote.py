@@ -99,7 +99,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._media = ServedMedia(model.media)
         self._routes = ServedRoutes(model.routes, is_needed=model.needs_routes)
         self._group: WeightGroup | None = None
-        self._keeper = supervisor
+        self._supervisor = supervisor
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
@@ -118,7 +118,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
     @property
     def num_restarts(self) -> int:
         """Number of times that the server was started again."""
-        return 0 if self._keeper is None else self._keeper.num_restarts
+        return 0 if self._supervisor is None else self._supervisor.num_restarts
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return how busy the server was when it was looked at; nothing where it did not say."""
@@ -142,7 +142,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         if self._facts is None:
             await self._met()
             self._check(request)  # now also against what the server said about itself
-        flight = self._live[request.request_id] = PendingRequest(
+        pending = self._live[request.request_id] = PendingRequest(
             self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
         )
         if self._watch is None:
@@ -154,22 +154,22 @@ class RemoteEngine(ServerDialect, BaseEngine):
                     while True:
                         await self._is_open.wait()
                         updates = self._updates
-                        parts.append(await self._ask(request, parts, flight))
+                        parts.append(await self._ask(request, parts, pending))
                         if cut := before_banned(request, parts):
                             parts[-1] = cut
                             continue
                         is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
-                        was_cut = parts[-1].finish_reason is FinishReason.ABORT and not flight.is_ended and not is_late
+                        was_cut = parts[-1].finish_reason is FinishReason.ABORT and not pending.is_ended and not is_late
                         if not was_cut or self._updates == updates:  # only an update cuts what its caller wants whole
                             return joined(parts)
         finally:
-            self.num_busy += flight.num_busy
+            self.num_busy += pending.num_busy
             del self._live[request.request_id]
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what there is. Unknown ids are fine."""
-        if (flight := self._live.get(request_id)) is not None:
-            flight.end()
+        if (pending := self._live.get(request_id)) is not None:
+            pending.end()
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Serve `version` from now on: pause, load, drop what was computed before, resume.
@@ -208,7 +208,9 @@ class RemoteEngine(ServerDialect, BaseEngine):
             self._updates += 1  # before the load: what a failed one cuts short goes on as well
             try:
                 if self._way in FOLDER_WAYS:
-                    await self._load(await weights.folder_at(None if self._keeper is None else self._keeper.server), version)
+                    await self._load(
+                        await weights.folder_at(None if self._supervisor is None else self._supervisor.server), version
+                    )
                 else:
                     await self._send(weights, version)
             except BaseException:
@@ -253,14 +255,14 @@ class RemoteEngine(ServerDialect, BaseEngine):
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now
-        if self._keeper is not None and self._keeper.server is None:
-            self._link.url = (await self._keeper.start()).url
-        elif self._keeper is not None and self._keeper.server is not None:
+        if self._supervisor is not None and self._supervisor.server is None:
+            self._link.url = (await self._supervisor.start()).url
+        elif self._supervisor is not None and self._supervisor.server is not None:
             hangs = now - self._silent_since > _HUNG_AFTER * self._health_s
-            if hangs or await self._keeper.server.is_dead():
+            if hangs or await self._supervisor.server.is_dead():
                 why = f"the server at {self.url} {'hangs' if hangs else 'has died'}"
                 await self._link.close()
-                self._link.url = (await self._keeper.again(why)).url
+                self._link.url = (await self._supervisor.again(why)).url
         await asyncio.wait_for(self._look_once(), self._health_s)
         self._silent_since = None
 
@@ -279,8 +281,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         await self._link.close()
         if self._files is not None:
             self._files.close()
-        if self._keeper is not None:
-            await self._keeper.stop()
+        if self._supervisor is not None:
+            await self._supervisor.stop()
 
     def tag(self, version: int) -> str:
         """Return what the server is told to call `version` of the weights that this client sends."""
@@ -304,8 +306,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
             return
         async with self._meeting:
             if self._facts is None:
-                if self._keeper is not None:
-                    self._link.url = (await self._keeper.start()).url
+                if self._supervisor is not None:
+                    self._link.url = (await self._supervisor.start()).url
                 self._facts = await self._describe()
 
     async def _look_once(self) -> None:
@@ -328,19 +330,19 @@ class RemoteEngine(ServerDialect, BaseEngine):
                     with contextlib.suppress(EngineError):  # a server that does not tell its load is as well as others
                         self._loads.append(await self._read_load())
                 failed = 0
-                if self._keeper is not None and self._keeper.server is not None:
-                    self._keeper.server.look_at_memory()
+                if self._supervisor is not None and self._supervisor.server is not None:
+                    self._supervisor.server.look_at_memory()
             except (EngineError, TimeoutError):
                 failed = failed + 1 if self._is_open.is_set() else 0
             if failed >= _NUM_LOOKS:
-                for flight in self._live.values():
-                    flight.give_up(EngineLostError(f"{self.url} takes requests and does not answer them"))
+                for pending in self._live.values():
+                    pending.give_up(EngineLostError(f"{self.url} takes requests and does not answer them"))
                 break
         self._watch = None
 
     # One request.
 
-    async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], flight: PendingRequest) -> Completion:
+    async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], pending: PendingRequest) -> Completion:
         """Send `request`, continued behind the tokens of `parts`, and wait for the answer."""
         if parts:
             request = continued(request, parts)
@@ -349,7 +351,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             call = self._call(request, wire_id)
             return await self._post(call.path, call.body, timeout_s=self._timeout_s)
 
-        reply = await flight.fly(post, deadline=request.deadline)
+        reply = await pending.run(post, deadline=request.deadline)
         if reply is None:
             return nothing(self.version)
         try:

@@ -1,8 +1,8 @@
 """ServerSupervisor: a server that is started, and started again when it has died or hangs, so often and no more.
 
-keeper = ServerSupervisor(spec, max_restarts=3)
-server = await keeper.start()          once, however many ask
-server = await keeper.again("it was killed")
+supervisor = ServerSupervisor(spec, max_restarts=3)
+server = await supervisor.start()          once, however many ask
+server = await supervisor.again("it was killed")
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class BaseInteraction:
         """
 
 
-class SceneInteraction(BaseInteraction):
-    """A partner that is told the scene: it answers in `respond`, where nobody has a scene without one."""
+class ViewInteraction(BaseInteraction):
+    """An interaction that sees its conversation: it answers in `respond`, with `view` None where there is no episode."""
 
     reply_timeout_s: float | None = None
     """Deadline of a reply; None is the run's, `rollout.interaction_timeout_s`."""
@@ -77,7 +77,7 @@ class SceneInteraction(BaseInteraction):
         return await self.respond(None, instance_id, messages, **kwargs)  # type: ignore[return-value]
 
     async def respond(
-        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Answer the conversation so far; a subclass does it."""
         raise NotImplementedError

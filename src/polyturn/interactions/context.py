@@ -4,11 +4,11 @@ Most interactions need none of it: they have an id, the messages and the row. On
 is sampled, or that takes longer than others has `respond` beside `generate_response`, and is then called through that:
 
     class Partner(BaseInteraction):
-        async def respond(self, scene, instance_id, messages, **kwargs):
-            said = await scene.speak(messages, VoiceOptions(agent="user"))
+        async def respond(self, view, instance_id, messages, **kwargs):
+            said = await view.speak(messages, SpeakOptions(agent="user"))
             return False, said.text, 0.0, {}
 
-Conversations that branched share an instance id, and each has a scene of its own.
+Conversations that branched share an instance id, and each has a view of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from polyturn.core.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VoiceOptions:
+class SpeakOptions:
     """Options of the run's own model speaking for somebody else."""
 
     agent: str = "user"
@@ -56,7 +56,7 @@ class ConversationView(Protocol):
         """Number of replies that the conversation has had from its interaction."""
         ...
 
-    async def speak(self, messages: Sequence[Mapping[str, Any]], options: VoiceOptions) -> Message:
+    async def speak(self, messages: Sequence[Mapping[str, Any]], options: SpeakOptions) -> Message:
         """Let the run's own model go on with `messages`, under another agent's name.
 
         Raises:
@@ -67,13 +67,13 @@ class ConversationView(Protocol):
 
 @runtime_checkable
 class SeesConversation(Protocol):
-    """An interaction that is told the scene."""
+    """An interaction that sees its conversation."""
 
     reply_timeout_s: float | None
     """Deadline of a reply; None is the run's, `rollout.interaction_timeout_s`."""
 
     async def respond(
-        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Do what `generate_response` does."""
         ...

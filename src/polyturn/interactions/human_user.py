@@ -26,7 +26,7 @@ from polyturn.core.errors import ConfigError, InteractionError
 from polyturn.core.reward import as_score
 from polyturn.engines.chat_partner import check_positive, refuse_unknown, without_thoughts
 from polyturn.infra.threads import DaemonThreads
-from polyturn.interactions.base import SceneInteraction
+from polyturn.interactions.base import ViewInteraction
 from polyturn.interactions.context import ConversationView
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.roles import text_of
@@ -39,7 +39,7 @@ ROW_KEYS = ("goal", "persona", "about")
 """The keys of the row that a person is shown."""
 
 
-class HumanUser(SceneInteraction):
+class HumanUser(ViewInteraction):
     """A user that is a person."""
 
     stateless = True
@@ -102,7 +102,7 @@ class HumanUser(SceneInteraction):
         return str(uuid4()) if instance_id is None else instance_id
 
     async def respond(
-        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """Ask the person.
 
@@ -110,7 +110,7 @@ class HumanUser(SceneInteraction):
             InteractionError: nobody answered in time and that is an error here, or the terminal was closed.
         """
         shown = [self._shown(m) for m in messages]
-        about = {"conversation": instance_id if scene is None else scene.id}
+        about = {"conversation": instance_id if view is None else view.id}
         about |= {name: str(kwargs[name]) for name in ROW_KEYS if kwargs.get(name)}
         answer = await self._ask([m for m in shown if m["content"]], about)
         if answer is not None:

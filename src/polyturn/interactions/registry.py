@@ -18,12 +18,12 @@ from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
 from polyturn.infra.plugin_files import PluginFile, read_plugin_file
-from polyturn.interactions.base import BaseInteraction, SceneInteraction
+from polyturn.interactions.base import BaseInteraction, ViewInteraction
 
 _CALLS = {
     "start_interaction": CallShape(num=1, write="async def start_interaction(self, instance_id=None, **kwargs)"),
     "generate_response": CallShape(num=2, write="async def generate_response(self, instance_id, messages, **kwargs)"),
-    "respond": CallShape(num=3, write="async def respond(self, scene, instance_id, messages, **kwargs)"),
+    "respond": CallShape(num=3, write="async def respond(self, view, instance_id, messages, **kwargs)"),
     "calculate_score": CallShape(
         num=1, or_nothing=True, write="async def calculate_score(self, instance_id=None, **kwargs)"
     ),
@@ -43,9 +43,9 @@ INTERACTION = Shape(
 )
 """The methods of an interaction's class."""
 SCENE_INTERACTION = Shape(
-    what="an interaction that is told the scene",
+    what="an interaction that sees its conversation",
     needs=(("respond", "generate_response"),),
-    bases=(BaseInteraction, SceneInteraction),
+    bases=(BaseInteraction, ViewInteraction),
     needs_alone=_ALL,
     calls=_CALLS,
     also=_ALSO,

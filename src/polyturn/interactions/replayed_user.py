@@ -21,7 +21,7 @@ from uuid import uuid4
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
 from polyturn.core.reward import as_score
 from polyturn.engines.chat_partner import refuse_unknown
-from polyturn.interactions.base import SceneInteraction
+from polyturn.interactions.base import ViewInteraction
 from polyturn.interactions.context import ConversationView
 from polyturn.interactions.roles import UserTurns, text_of
 
@@ -38,7 +38,7 @@ class Recorded:
     is_done: bool = False
 
 
-class ReplayedUser(SceneInteraction):
+class ReplayedUser(ViewInteraction):
     """A user that is replayed."""
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None) -> None:
@@ -77,7 +77,7 @@ class ReplayedUser(SceneInteraction):
         return instance_id
 
     async def respond(
-        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Say what was said.
 
@@ -85,7 +85,7 @@ class ReplayedUser(SceneInteraction):
             InteractionError: the recording is over, and that is an error here.
         """
         live = self._live[instance_id]
-        number = live.turn_of(messages) if scene is None else scene.num_user_turns
+        number = live.turn_of(messages) if view is None else view.num_user_turns
         info: dict[str, Any] = {"user_turn": number}
         if number < len(live.turns):
             turn = live.turns[number]

@@ -64,7 +64,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class UserTurns:
-    """The progress of a simulated user, counted from the messages where no scene says it."""
+    """The progress of a simulated user, counted from the messages where no view says it."""
 
     first: int | None = None
     """Number of a user's messages when it was first asked."""

@@ -37,10 +37,10 @@ from polyturn.engines.chat_partner import (
     refuse_unknown,
     without_thoughts,
 )
-from polyturn.engines.frozen_policy import Policies, PolicyVoice
+from polyturn.engines.frozen_policy import Policies, PolicyPartner
 from polyturn.infra.deadline import CallWithDeadline
-from polyturn.interactions.base import SceneInteraction
-from polyturn.interactions.context import ConversationView, VoiceOptions
+from polyturn.interactions.base import ViewInteraction
+from polyturn.interactions.context import ConversationView, SpeakOptions
 from polyturn.interactions.roles import UserTurns, flipped
 
 POLICY = "policy"
@@ -93,7 +93,7 @@ class UserSettings:
     """The seed where nothing else gives one."""
 
 
-class SimulatedUser(SceneInteraction):
+class SimulatedUser(ViewInteraction):
     """A user that a model plays."""
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None, policies: Policies | None = None) -> None:
@@ -111,7 +111,7 @@ class SimulatedUser(SceneInteraction):
         self._voice: SpeakingPolicy | None = None
         self._policy: str | None = None
         if config.get("policy") is not None:
-            self._voice = PolicyVoice.read(config, policies or {}, who=who)
+            self._voice = PolicyPartner.read(config, policies or {}, who=who)
             self._policy = self._voice.policy.name
             self._refuse_train(self._policy, who=who)
         elif config.get("model") == POLICY:
@@ -146,7 +146,7 @@ class SimulatedUser(SceneInteraction):
         return instance_id
 
     async def respond(
-        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Answer the model as the user would.
 
@@ -155,14 +155,14 @@ class SimulatedUser(SceneInteraction):
             EngineError: its endpoint did not answer.
         """
         settings, live = self._settings, self._live[instance_id]
-        number = live.turn_of(messages) if scene is None else scene.num_user_turns
-        place = instance_id if scene is None else scene.id
+        number = live.turn_of(messages) if view is None else view.num_user_turns
+        place = instance_id if view is None else view.id
         if settings.max_user_turns is not None and number >= settings.max_user_turns:
             return self._end("", why="max_user_turns", number=number)
         if settings.max_calls is not None and live.num_calls.get(place, 0) >= settings.max_calls:
             return self._end("", why="max_calls", number=number)
         shown = flipped(messages, instructions=self._instructions(kwargs))
-        said = await self._say(scene, shown, live=live, place=place, number=number)
+        said = await self._say(view, shown, live=live, place=place, number=number)
         text, why = said.text, None
         if settings.stop_marker and settings.stop_marker in text:
             text, why = text.replace(settings.stop_marker, "").strip(), "marker"
@@ -203,7 +203,7 @@ class SimulatedUser(SceneInteraction):
 
     async def _say(
         self,
-        scene: ConversationView | None,
+        view: ConversationView | None,
         shown: list[dict[str, Any]],
         *,
         live: _SimulatedEpisode,
@@ -214,13 +214,13 @@ class SimulatedUser(SceneInteraction):
         for attempt in range(MAX_EMPTY):
             live.num_calls[place] = live.num_calls.get(place, 0) + 1
             if self._voice is not None:
-                start = (place, self._settings.seed) if scene is None else (scene.seed, self._settings.seed)
+                start = (place, self._settings.seed) if view is None else (view.seed, self._settings.seed)
                 seed = derive_seed(*start, "user", number, attempt)
                 said = await self._voice.say(shown, seed=seed, session=self._session(place))
-            elif scene is None:
+            elif view is None:
                 raise InteractionError(f"{self._who} speaks with the run's own model (model: {POLICY}) and there is no run")
             else:
-                message = await scene.speak(shown, self._options)
+                message = await view.speak(shown, self._options)
                 said = ChatReply(text=without_thoughts(message.text))
             if said.text:
                 return said
@@ -303,7 +303,7 @@ def _user_settings(config: Mapping[str, Any], *, who: str) -> UserSettings:
     return UserSettings(**given)
 
 
-def _policy_options(config: Mapping[str, Any], settings: UserSettings, *, who: str) -> VoiceOptions:
+def _policy_options(config: Mapping[str, Any], settings: UserSettings, *, who: str) -> SpeakOptions:
     """Return how the run's own model is sampled for the user."""
     for name in config:
         if name in names_of(ChatPartnerSettings) and name not in ("model", "temperature", "top_p", "max_tokens"):
@@ -317,7 +317,7 @@ def _policy_options(config: Mapping[str, Any], settings: UserSettings, *, who: s
             check_within(config[name], 0.0, high, name=name, who=who)
     max_tokens = config.get("max_tokens", 256)
     check_positive(max_tokens, name="max_tokens", who=who, is_whole=True)
-    return VoiceOptions(
+    return SpeakOptions(
         agent=settings.agent,
         max_tokens=max_tokens,
         temperature=config.get("temperature"),

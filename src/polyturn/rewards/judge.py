@@ -37,7 +37,7 @@ from polyturn.engines.chat_partner import (
     refuse_unknown,
     without_thoughts,
 )
-from polyturn.engines.frozen_policy import Policies, PolicyVoice
+from polyturn.engines.frozen_policy import Policies, PolicyPartner
 
 RUBRIC = (
     "How well did the assistant serve the user: did the user get what it wanted, correctly, and with as little effort of "
@@ -112,7 +112,7 @@ class ConversationJudge:
         self.settings = _settings(config, who=who)
         self._voice: SpeakingPolicy
         if config.get("policy") is not None:
-            self._voice = PolicyVoice.read({"temperature": 0.0, "max_tokens": 512, **config}, policies or {}, who=who)
+            self._voice = PolicyPartner.read({"temperature": 0.0, "max_tokens": 512, **config}, policies or {}, who=who)
         else:
             self._voice = ChatPartner(ChatPartnerSettings.read({"temperature": 0.0, **config}, who=who), who=who, base=base)
         self._is_required = False

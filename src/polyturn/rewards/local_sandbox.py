@@ -24,7 +24,7 @@ from polyturn.tools.python_sandbox.pool import WarmPool
 
 
 class LocalSandbox:
-    """Runs programs behind the walls of this machine."""
+    """Runs programs isolated as this machine can."""
 
     def __init__(self, limits: SandboxLimits, *, python: str) -> None:
         self._limits = limits
@@ -41,8 +41,8 @@ class LocalSandbox:
         """
         try:
             isolation.interpreter_folders(self._python)
-            walls, why = isolation.find_walls()
-            if walls is isolation.Isolation.NONE:
+            found, why = isolation.find_isolation()
+            if found is isolation.Isolation.NONE:
                 raise ConfigError(why)
         except ConfigError as problem:
             raise ConfigError(
@@ -78,7 +78,7 @@ class LocalSandbox:
             sandbox.close()
 
     def _start(self) -> Interpreter:
-        return Interpreter(self._limits, walls=isolation.require_walls(allow_unsafe=False), python=self._python)
+        return Interpreter(self._limits, isolation=isolation.require_isolation(allow_unsafe=False), python=self._python)
 
 
 @functools.cache

@@ -90,11 +90,11 @@ class EnvSession:
             NoSnapshotError: it offers neither.
             SchedulerError: it raised or was late.
         """
-        seam = SnapshotHooks.of(self._open, label=f"the environment {self.name!r}")
-        if seam.why_not is None:
-            return {"state": None if seam.snapshot is None else await self._ask(seam.snapshot)}
+        hooks = SnapshotHooks.of(self._open, label=f"the environment {self.name!r}")
+        if hooks.why_not is None:
+            return {"state": None if hooks.snapshot is None else await self._ask(hooks.snapshot)}
         if not self.replays:
-            raise NoSnapshotError(seam.why_not)
+            raise NoSnapshotError(hooks.why_not)
         return {"trace": self.trace}
 
     async def restore(self, kept: Mapping[str, Any], *, seed: int, actions: Iterable[str]) -> None:
@@ -116,13 +116,13 @@ class EnvSession:
             self.check_trace(kept["trace"])
             return
         env = await self._ask(self.make)
-        seam = SnapshotHooks.of(env, label=f"the environment {self.name!r}")
-        if seam.why_not is not None:
-            raise NoSnapshotError(seam.why_not)
-        if seam.restore is None:
+        hooks = SnapshotHooks.of(env, label=f"the environment {self.name!r}")
+        if hooks.why_not is not None:
+            raise NoSnapshotError(hooks.why_not)
+        if hooks.restore is None:
             await self._ask(env.reset, seed=seed)
         else:
-            await self._ask(seam.restore, kept["state"])
+            await self._ask(hooks.restore, kept["state"])
 
     def check_trace(self, trace: str) -> None:
         """Check that all that it answered is what it answered before.

@@ -30,7 +30,7 @@ from polyturn.core.messages import Message, Origin
 from polyturn.core.own_time import not_own_time
 from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
-from polyturn.interactions.context import VoiceOptions
+from polyturn.interactions.context import SpeakOptions
 from polyturn.rollout import event_log
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.episode_state import Aside, EpisodeState, EpisodeView, sampled_for
@@ -223,7 +223,7 @@ class Episode(EpisodeState):
             event_log.interaction_answered(self.id, turn, reply)
         return reply
 
-    async def _speak(self, messages: Sequence[Mapping[str, Any]], options: VoiceOptions) -> Message:
+    async def _speak(self, messages: Sequence[Mapping[str, Any]], options: SpeakOptions) -> Message:
         """Let the run's own model go on with `messages`, under another agent's name; `ConversationView.speak`."""
         label = options.agent
         speaker: Episode | None = self._speakers.get(label)

@@ -22,7 +22,7 @@ from polyturn.core.lifecycle import Lifecycle, StopReason
 from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
-from polyturn.interactions.context import VoiceOptions
+from polyturn.interactions.context import SpeakOptions
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History
@@ -48,10 +48,10 @@ class EpisodeView:
     id: str
     seed: int
     num_user_turns: int
-    speak: Callable[[Sequence[Mapping[str, Any]], VoiceOptions], Coroutine[Any, Any, Message]]
+    speak: Callable[[Sequence[Mapping[str, Any]], SpeakOptions], Coroutine[Any, Any, Message]]
 
 
-def sampled_for(options: VoiceOptions, sampling: SamplingParams) -> SamplingParams:
+def sampled_for(options: SpeakOptions, sampling: SamplingParams) -> SamplingParams:
     """Return how a voice is sampled in a run that samples like `sampling`."""
     return dataclasses.replace(
         sampling,

@@ -42,7 +42,7 @@ class InteractionReply:
 class LoadedInteraction:
     """An interaction of a run: what it can do, looked at once, and what its episodes share."""
 
-    __slots__ = ("asks_person", "bounded", "interaction", "live_ids", "name", "seam", "sees_scene", "timeout_s")
+    __slots__ = ("asks_person", "bounded", "hooks", "interaction", "live_ids", "name", "takes_view", "timeout_s")
 
     def __init__(self, interaction: Interaction, name: str, *, timeout_s: float) -> None:
         """Look at it.
@@ -54,12 +54,12 @@ class LoadedInteraction:
         """
         self.interaction = in_usual_form(interaction)
         self.name, self.timeout_s = name, timeout_s
-        self.seam = SnapshotHooks.of(interaction, label=f"interaction {name!r}")
+        self.hooks = SnapshotHooks.of(interaction, label=f"interaction {name!r}")
         """The hooks by which it survives a restart."""
         self.bounded = CallWithDeadline(name=f"interaction-{name}", timeout_s=timeout_s)
         self.live_ids: set[str] = set()
-        self.sees_scene = interaction if isinstance(interaction, SeesConversation) else None
-        """Itself, if it is told the scene."""
+        self.takes_view = interaction if isinstance(interaction, SeesConversation) else None
+        """Itself, if its `respond` takes a view of the conversation."""
         self.asks_person = isinstance(interaction, AsksPerson) and bool(interaction.asks_person)
         """Whether it is a person who answers."""
 
@@ -115,16 +115,16 @@ class InteractionSession:
         self._id = chosen
         self.loaded.live_ids.add(chosen)
 
-    async def reply(self, messages: list[dict[str, Any]], scene: ConversationView | None = None) -> InteractionReply:
+    async def reply(self, messages: list[dict[str, Any]], view: ConversationView | None = None) -> InteractionReply:
         """Call `generate_response` on the conversation so far, or `respond` where there is one; return its answer, checked.
 
         Raises:
             InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata).
         """
-        partner, kwargs = self.loaded.sees_scene, self._ref.kwargs
+        partner, kwargs = self.loaded.takes_view, self._ref.kwargs
         if partner is not None:
             limit_s = partner.reply_timeout_s
-            answer = await self._call(partner.respond, scene, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
+            answer = await self._call(partner.respond, view, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
         else:
             answer = await self._call(self._interaction.generate_response, self._live(), messages, kwargs=kwargs)
         if not isinstance(answer, tuple | list) or len(answer) != 4:
@@ -159,7 +159,7 @@ class InteractionSession:
         Raises:
             InteractionError: its `snapshot` raised or was late.
         """
-        snapshot = self.loaded.seam.snapshot
+        snapshot = self.loaded.hooks.snapshot
         return None if snapshot is None else await self._call(snapshot, self._live())
 
     async def restore(self, state: Any) -> None:
@@ -168,8 +168,8 @@ class InteractionSession:
         Raises:
             InteractionError: its `restore` raised or was late.
         """
-        if self.loaded.seam.restore is not None:
-            await self._call(self.loaded.seam.restore, self._live(), state)
+        if self.loaded.hooks.restore is not None:
+            await self._call(self.loaded.hooks.restore, self._live(), state)
 
     async def close(self) -> str | None:
         """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything.

@@ -108,8 +108,8 @@ class Resources:
     @property
     def why_not(self) -> str | None:
         """Why a conversation with these tools and this interaction cannot go on after a restart; None where it can."""
-        hooks = [self._context.tools.seams[name] for name in self.tools.names]
-        hooks += [] if self.interaction is None else [self.interaction.loaded.seam]
+        hooks = [self._context.tools.hooks[name] for name in self.tools.names]
+        hooks += [] if self.interaction is None else [self.interaction.loaded.hooks]
         return next((one.why_not for one in hooks if one.why_not is not None), None)
 
     async def snapshot(self) -> dict[str, Any]:

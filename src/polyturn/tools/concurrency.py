@@ -1,6 +1,6 @@
 """ConcurrencyLimits: bounds on the running calls of a tool and of a host, and the queue behind them.
 
-    async with lanes.turn("search", owner="g3/1") as waited_s: ...       a slot of the tool, then one of its host
+    async with limits.turn("search", owner="g3/1") as waited_s: ...       a slot of the tool, then one of its host
 
 Episodes take turns: one that makes sixteen calls at once does not keep the others waiting for all of them. Waiting is no
 part of a call's own deadline; the episode's ends it.

@@ -60,7 +60,7 @@ class RunTools:
             side=options.truncate_side,
             codec=codec,
         )
-        self.lanes = _lanes(self.tools, options.max_concurrency, options.max_per_host)
+        self.concurrency = _concurrency_limits(self.tools, options.max_concurrency, options.max_per_host)
         self.breakers = {name: Breaker(name, options.breaker) for name in self.tools}
         self.schemas = {name: _schema_of(tool) for name, tool in self.tools.items()}
         self.foreign = frozenset(
@@ -71,7 +71,7 @@ class RunTools:
         self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
         self.arguments = {name: self._arguments_of(name, tool) for name, tool in self.tools.items()}
         """The arguments of each tool; None where the tool checks them itself."""
-        self.seams = {name: SnapshotHooks.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}
+        self.hooks = {name: SnapshotHooks.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}
         """The hooks by which each tool survives a restart."""
         self.live_ids: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
@@ -175,7 +175,7 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
     return schema
 
 
-def _lanes(tools: Mapping[str, Tool], wanted: Mapping[str, int], max_per_host: int | None) -> ConcurrencyLimits:
+def _concurrency_limits(tools: Mapping[str, Tool], wanted: Mapping[str, int], max_per_host: int | None) -> ConcurrencyLimits:
     for name in wanted:
         if name not in tools:
             raise ConfigError(f"max_concurrency names the tool {name!r}, which is not there.{did_you_mean(name, tools)}")

@@ -101,7 +101,7 @@ class ToolSession:
     @property
     def has_states(self) -> bool:
         """Whether one of its tools can be snapshotted, so that a branch has one of its own."""
-        return any(self._box.seams[name].snapshot is not None for name in self._names)
+        return any(self._box.hooks[name].snapshot is not None for name in self._names)
 
     def branch(self, episode_id: str) -> ToolSession:
         """Return the tools of a conversation that goes on from this one by itself; `start_branch` begins them."""
@@ -183,8 +183,8 @@ class ToolSession:
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.
         """
-        offered = [(name, id) for name, id in self._instances.ids.items() if self._box.seams[name].snapshot is not None]
-        states = {name: await self._instances.seam(name, "snapshot", id) for name, id in offered}
+        offered = [(name, id) for name, id in self._instances.ids.items() if self._box.hooks[name].snapshot is not None]
+        states = {name: await self._instances.hooks(name, "snapshot", id) for name, id in offered}
         data = self._agent_data
         return {"states": states, "rewards": data.tool_rewards, "extra": data.extra_fields} if data else {"states": states}
 
@@ -195,7 +195,7 @@ class ToolSession:
             SnapshotError: a tool's `restore` raised or was late.
         """
         for name, held in state["states"].items():
-            await self._instances.seam(name, "restore", self._instances.ids[name], held)
+            await self._instances.hooks(name, "restore", self._instances.ids[name], held)
         if "extra" in state:
             data = self._seen_by_tools()
             data.tool_rewards, data.extra_fields = list(state["rewards"]), dict(state["extra"])
@@ -231,11 +231,11 @@ class ToolSession:
             return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
         is_plain = not inspect.iscoroutinefunction(tool.execute)
         alone = self._lock_of(call.name) if is_plain else contextlib.nullcontext()  # threads must not share one's state
-        lanes = self._box.lanes
+        concurrency = self._box.concurrency
         # Waiting, for that or for a slot, is no part of the call's deadline.
-        async with alone, lanes.turn(call.name, owner=self._episode_id) as waited_s:
+        async with alone, concurrency.turn(call.name, owner=self._episode_id) as waited_s:
             result = await self._admitted(tool, call, arguments, messages)
-        if not lanes.has_limit(call.name):
+        if not concurrency.has_limit(call.name):
             return result
         return dataclasses.replace(result, metrics={**result.metrics, results.WAITED_S: waited_s})
 

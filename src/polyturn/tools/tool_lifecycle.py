@@ -96,18 +96,18 @@ class EpisodeTools:
             ) from problem
         return None if response.is_empty() else ToolResult(call_id="", name=name, content=content)
 
-    async def seam(self, name: str, which: str, *args: Any) -> Any:
+    async def hooks(self, name: str, which: str, *args: Any) -> Any:
         """Call a tool's `snapshot` or `restore`.
 
         Raises:
             SnapshotError: it raised or was late.
         """
-        seam = self._box.seams[name]
-        method: Any = seam.snapshot if which == "snapshot" else seam.restore
+        hooks = self._box.hooks[name]
+        method: Any = hooks.snapshot if which == "snapshot" else hooks.restore
         try:
             return await self._box.bounded[name].run(functools.partial(method, *args))
         except Exception as problem:
-            raise SnapshotError(f"{seam.label}: {which} failed: {one_line(problem)}") from problem
+            raise SnapshotError(f"{hooks.label}: {which} failed: {one_line(problem)}") from problem
 
     async def close(self) -> tuple[str, ...]:
         """Release everything once; return what went wrong. A cancellation goes on once everything is released."""

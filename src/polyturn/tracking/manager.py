@@ -84,12 +84,12 @@ class Trackers:
         """
         self._run = run
         self._close_s = close_s
-        self._lanes = [_Lane(spec, queue_size) for spec in specs]
+        self._senders = [_Sender(spec, queue_size) for spec in specs]
 
     @property
     def lost(self) -> dict[str, int]:
         """Tracker -> records that it did not take."""
-        return {lane.name: lane.num_lost for lane in self._lanes}
+        return {sender.name: sender.num_lost for sender in self._senders}
 
     def resume(self, step: int) -> None:
         """Say, before the first record, that the run goes on after `step`."""
@@ -98,35 +98,35 @@ class Trackers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Pass the numbers of a step on."""
         kept = dict(values)
-        for lane in self._lanes:
-            lane.put(self._run, lambda tracker, lane: tracker.log(step, kept))
+        for sender in self._senders:
+            sender.put(self._run, lambda tracker, sender: tracker.log(step, kept))
 
     def record(self, step: int, split: str, groups: Sequence[TrajectoryGroup]) -> None:
         """Pass the trajectories of a step on, to those that inherit `RunTracker`."""
 
-        def send(tracker: Tracker, lane: _Lane) -> None:
+        def send(tracker: Tracker, sender: _Sender) -> None:
             if isinstance(tracker, RunTracker):
                 tracker.log_groups(step, split, kept)
-                if lane.samples and kept:
-                    tracker.log_samples(step, split, samples(step, split, kept, lane.samples))
+                if sender.samples and kept:
+                    tracker.log_samples(step, split, samples(step, split, kept, sender.samples))
 
         kept = tuple(groups)
-        for lane in self._lanes:
-            lane.put(self._run, send)
+        for sender in self._senders:
+            sender.put(self._run, send)
 
     def close(self) -> None:
         """Let them finish, for a bounded time, and say what was lost."""
         until = time.monotonic() + self._close_s
-        for lane in self._lanes:
-            lane.end()
-        for lane in self._lanes:
-            lane.join(max(0.1, until - time.monotonic()))
+        for sender in self._senders:
+            sender.end()
+        for sender in self._senders:
+            sender.join(max(0.1, until - time.monotonic()))
 
 
-_Work = Callable[[Tracker, "_Lane"], None]
+_Work = Callable[[Tracker, "_Sender"], None]
 
 
-class _Lane:
+class _Sender:
     """The queue and the thread of one tracker."""
 
     def __init__(self, spec: TrackerSpec, size: int) -> None:

@@ -29,8 +29,8 @@ MEANINGS: dict[str, str] = {
     "rollout/tool_errors": "Share of the tool calls that ended with an error, of whichever kind.",
     "rollout/tools_unavailable": "Trajectories that failed because a tool could not begin a call (a sandbox did not start).",
     "rollout/close_errors": "Tools, interactions and environments that raised when they were closed.",
-    "rollout/resumed_flights": "Conversations in flight when the run stopped that went on behind their last complete turn.",
-    "rollout/restarted_flights": "Conversations in flight when the run stopped that began again from their tasks.",
+    "rollout/resumed_episodes": "Conversations in flight when the run stopped that went on behind their last complete turn.",
+    "rollout/restarted_episodes": "Conversations in flight when the run stopped that began again from their tasks.",
     "rollout/failed_snapshots": "Conversations that could not be kept for a resumed run, which would begin them again.",
     # reward
     "reward/mean": "Mean total reward of the scored trajectories.",

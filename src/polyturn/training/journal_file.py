@@ -1,6 +1,6 @@
 """JournalFile: conversations that are under way, on disk turn by turn, so that a kill costs no whole one.
 
-    runs/x/flights/step-000040.jsonl      what the weights of checkpoint 40 or before sampled, and is not yet trained
+    runs/x/journal/step-000040.jsonl      what the weights of checkpoint 40 or before sampled, and is not yet trained
                    {"s": "g81/3", "begun": "5e1…", "why_not": null}              an episode is in flight
                    {"s": "g81/3", "from": 2, "new": [{"k": "span", …}], "state": {…}}       behind a complete turn
                    {"s": "g81/3", "from": 9, "new": […], "trajectory": {…}}                 it is over and scored
@@ -34,7 +34,7 @@ from polyturn.rollout.journal import JournaledEpisode
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "flights"
+FOLDER = "journal"
 """The folder in a run's folder."""
 _TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
 """The beginning of the ids of training episodes; those of evaluations differ."""
@@ -42,8 +42,8 @@ _MIN_WASTE = 1 << 20
 """Bytes of lines without use from which on a journal is written anew, if they are also more than half of it."""
 _TO_JSON = json.JSONEncoder(separators=(",", ":"))
 _METRICS = {
-    "resumed": "rollout/resumed_flights",
-    "restarted": "rollout/restarted_flights",
+    "resumed": "rollout/resumed_episodes",
+    "restarted": "rollout/restarted_episodes",
     "failed": "rollout/failed_snapshots",
 }
 
@@ -85,7 +85,7 @@ class JournalFile:
         """Keep a journal in `folder`; with `why_not`, a reason, of the names of episodes alone, which then restart."""
         self.why_not = why_not
         self._folder = folder
-        self._thread = OneThread("polyturn-flights")
+        self._thread = OneThread("polyturn-journal")
         self._lock = threading.Lock()
         """Held by whoever touches the file, or what says where lines stand in it."""
         self._file: int | None = None

@@ -37,7 +37,7 @@ def join(*, local_rank: int, is_alone: bool = False) -> torch.device:
     return torch.device("cpu")
 
 
-class GroupTeam:
+class ProcessRankGroup:
     """The leader's side; it is a rank itself."""
 
     def __init__(self, rank: RankWorker, *, tensor_parallel: int) -> None:

@@ -28,7 +28,7 @@ class WorkerDied(Exception):
 
 
 async def run_on_worker(
-    flights: JournalFile, handed: ResumeState | None, *, die_at: int | None = None
+    leader: JournalFile, state: ResumeState | None, *, die_at: int | None = None
 ) -> tuple[Trajectory | None, list[int]]:
     """Run the episode g1/0 on a worker of its own, which dies when the model is asked for turn `die_at`."""
     asked: list[int] = []
@@ -39,7 +39,7 @@ async def run_on_worker(
         return SAYS[turn]
 
     journal, dead = WorkerJournal(), asyncio.Event()
-    journal.hand(handed)
+    journal.hand(state)
 
     async def answer_or_die(request: GenerateRequest) -> Any:
         if int(request.request_id.rpartition("/")[2]) == die_at:
@@ -50,7 +50,7 @@ async def run_on_worker(
     context = scripted_context(answer, journal=journal, tools=[Gsm8kTool({})])
     generate = context.engine.generate
     context.engine.generate = answer_or_die  # type: ignore[method-assign]
-    carrying = asyncio.create_task(carry(flights, journal.posts))
+    carrying = asyncio.create_task(carry(leader, journal.posts))
     running = asyncio.create_task(run_episode(context, task(), id="g1/0", seed=1))
     dying = asyncio.create_task(dead.wait())
     try:
@@ -64,68 +64,68 @@ async def run_on_worker(
 
 
 def begun(folder: Path) -> JournalFile:
-    flights = JournalFile(folder)
-    flights.begin(0)
-    return flights
+    leader = JournalFile(folder)
+    leader.begin(0)
+    return leader
 
 
-def handed(recall: Callable[[str], Any]) -> ResumeState:
+def resume_state(recall: Callable[[str], Any]) -> ResumeState:
     held = recall("g1/0")
     return ResumeState({} if held is None else {"g1/0": held}, None)
 
 
 async def test_a_conversation_goes_on_on_another_worker_behind_its_last_complete_turn(tmp_path: Path) -> None:
-    flights = begun(tmp_path)
-    assert await run_on_worker(flights, handed(flights.recall), die_at=2) == (None, [0, 1])
-    done, asked = await run_on_worker(flights, handed(flights.recall_lost))
+    leader = begun(tmp_path)
+    assert await run_on_worker(leader, resume_state(leader.recall), die_at=2) == (None, [0, 1])
+    done, asked = await run_on_worker(leader, resume_state(leader.recall_lost))
     assert done is not None and len(done.turns) == 3 and asked == [2]
-    assert flights.read_metrics()["rollout/resumed_flights"] == 1
-    again, asked = await run_on_worker(flights, handed(flights.recall_lost))
+    assert leader.read_metrics()["rollout/resumed_episodes"] == 1
+    again, asked = await run_on_worker(leader, resume_state(leader.recall_lost))
     assert again is not None and asked == [] and again.reward == done.reward
 
 
 async def test_a_resumed_run_hands_what_its_journal_holds_to_a_worker(tmp_path: Path) -> None:
-    flights = begun(tmp_path)
-    assert await run_on_worker(flights, handed(flights.recall), die_at=1) == (None, [0])
+    leader = begun(tmp_path)
+    assert await run_on_worker(leader, resume_state(leader.recall), die_at=1) == (None, [0])
     later = JournalFile(tmp_path)
     later.resume(0, oldest=lambda ticket: 0)
-    done, asked = await run_on_worker(later, handed(later.recall))
+    done, asked = await run_on_worker(later, resume_state(later.recall))
     assert done is not None and asked == [1, 2]
-    assert later.read_metrics()["rollout/resumed_flights"] == 1
+    assert later.read_metrics()["rollout/resumed_episodes"] == 1
 
 
 async def test_a_worker_without_a_journal_at_its_leader_keeps_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
-    flights = begun(tmp_path)
-    done, asked = await run_on_worker(flights, None)
+    leader = begun(tmp_path)
+    done, asked = await run_on_worker(leader, None)
     assert done is not None and asked == [0, 1, 2]
-    assert flights.recall_lost("g1/0") is None
+    assert leader.recall_lost("g1/0") is None
 
 
 async def test_a_conversation_that_may_not_be_kept_starts_from_its_task_and_is_counted(tmp_path: Path) -> None:
-    flights = begun(tmp_path)
+    leader = begun(tmp_path)
     why = "engine.deterministic restarts every conversation"
-    assert await run_on_worker(flights, ResumeState({}, why), die_at=1) == (None, [0])
-    held = flights.recall_lost("g1/0")
+    assert await run_on_worker(leader, ResumeState({}, why), die_at=1) == (None, [0])
+    held = leader.recall_lost("g1/0")
     assert held is not None
-    done, asked = await run_on_worker(flights, ResumeState({"g1/0": held}, why))
+    done, asked = await run_on_worker(leader, ResumeState({"g1/0": held}, why))
     assert done is not None and asked == [0, 1, 2]
-    assert flights.read_metrics()["rollout/restarted_flights"] == 1
+    assert leader.read_metrics()["rollout/restarted_episodes"] == 1
 
 
 async def test_a_line_is_on_disk_before_the_episode_goes_on(tmp_path: Path) -> None:
-    journal, flights = WorkerJournal(), begun(tmp_path)
+    journal, leader = WorkerJournal(), begun(tmp_path)
     journal.hand(ResumeState({}, None))
     writing = asyncio.create_task(journal.write("g1/0", lambda: {"begun": "d", "why_not": None}))
     (post,) = await journal.posts(0)
     await asyncio.sleep(0.01)
     assert not writing.done()
     assert post.line is not None
-    await flights.append(post.episode, post.line)
+    await leader.append(post.episode, post.line)
     journal.count("resumed")
     (second,) = await journal.posts(post.number)
     await writing
     assert second.counted == "resumed"
-    held = flights.recall_lost("g1/0")
+    held = leader.recall_lost("g1/0")
     assert held is not None and held.digest == "d"
 
 

@@ -22,7 +22,7 @@ from polyturn.rewards.function import RewardFunction
 
 HEADS = {
     "interaction": "from polyturn.interactions.base import BaseInteraction as Base",
-    "scene": "from polyturn.interactions.base import SceneInteraction as Base",
+    "view": "from polyturn.interactions.base import ViewInteraction as Base",
     "verl interaction": "from verl.interactions.base import BaseInteraction as Base",
     "tool": "from polyturn.tools.base import BaseTool as Base",
     "verl tool": "from verl.tools.base_tool import BaseTool as Base",
@@ -44,7 +44,7 @@ def check(folder: Path, kind: str, *members: str, as_: str | None = None) -> Non
     (folder / name).write_text(f"{HEADS[kind]}\n\n\nclass Mine(Base):\n{body}")
     kind = as_ or kind
     rollout: dict[str, Any] = {"limits": {"max_turns": 3}}
-    if "interaction" in kind or kind == "scene":
+    if "interaction" in kind or kind == "view":
         rollout["interactions"] = [{"class_name": f"{name}:Mine"}]
     elif "tool" in kind:
         entry = {"class_name": f"{name}:Mine", "config": {}, "tool_schema": {"type": "function", "function": SCHEMA}}
@@ -72,7 +72,7 @@ def checked(folder: Path, config: dict[str, Any]) -> None:
         ("interaction", "def get_response(self, instance_id, messages)", "generate_response"),
         ("interaction", "__call__(self, instance_id, messages)", "generate_response"),
         ("verl interaction", "generate_respose(self, instance_id, messages, **kwargs)", "generate_response"),
-        ("scene", "repond(self, scene, instance_id, messages, **kwargs)", "respond"),
+        ("view", "repond(self, view, instance_id, messages, **kwargs)", "respond"),
         ("tool", "excute(self, instance_id, parameters, **kwargs)", "execute"),
         ("tool", "def run(self, instance_id, parameters)", "execute"),
         ("tool", "exec(self, instance_id, parameters, **kwargs)", "execute"),
@@ -103,7 +103,7 @@ def test_a_method_under_another_name_is_refused_with_the_one_that_is_meant(
 
 RIGHT = {
     "interaction": "generate_response(self, instance_id, messages, **kwargs)",
-    "scene": "respond(self, scene, instance_id, messages, **kwargs)",
+    "view": "respond(self, view, instance_id, messages, **kwargs)",
     "verl interaction": "generate_response(self, instance_id, messages, **kwargs)",
     "tool": "execute(self, instance_id, parameters, **kwargs)",
     "verl tool": "execute(self, instance_id, parameters, **kwargs)",
@@ -156,7 +156,7 @@ def test_a_misspelt_hook_beside_what_is_right_is_refused(tmp_path: Path, kind: s
         ("interaction", "generate_response(self)", "generate_response(self, instance_id, messages, **kwargs)"),
         ("interaction", "generate_response(self, a, b, c, **kwargs)", "generate_response(self, instance_id, messages, **kw"),
         ("interaction", "def generate_response(messages)", "generate_response(self, instance_id, messages, **kwargs)"),
-        ("scene", "respond(self, instance_id, messages)", "respond(self, scene, instance_id, messages, **kwargs)"),
+        ("view", "respond(self, instance_id, messages)", "respond(self, view, instance_id, messages, **kwargs)"),
         ("verl interaction", "generate_response(self, messages, **kwargs)", "generate_response(self, instance_id, messages"),
         ("tool", "execute(self, parameters)", "execute(self, instance_id, parameters, **kwargs)"),
         ("tool", "execute(self, instance_id, *, query)", "execute(self, instance_id, parameters, **kwargs)"),

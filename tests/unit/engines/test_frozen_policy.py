@@ -12,7 +12,7 @@ from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.engines.frozen_policy import FrozenPolicy, PolicyVoice, policy_named, sampled_with
+from polyturn.engines.frozen_policy import FrozenPolicy, PolicyPartner, policy_named, sampled_with
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
 from polyturn.tokens.delta import DeltaEncoder
@@ -120,7 +120,7 @@ async def test_the_version_is_that_of_the_weights_that_spoke() -> None:
 
 async def test_a_voice_says_one_thing_without_its_thoughts_and_as_it_was_told_to_be_sampled() -> None:
     one = policy("<think>Hm.</think>Two.")
-    voice = PolicyVoice.read({"policy": "opponent", "temperature": 0.0, "max_tokens": 24}, {"opponent": one}, who="x")
+    voice = PolicyPartner.read({"policy": "opponent", "temperature": 0.0, "max_tokens": 24}, {"opponent": one}, who="x")
     voice.require()
     async with voice.in_use():
         said = await voice.say(TALK, seed=1, session="s")
@@ -153,4 +153,4 @@ def test_a_sampling_that_cannot_be_is_refused(given: dict[str, Any], says: str) 
 
 def test_settings_of_an_endpoint_beside_a_policy_are_refused() -> None:
     with pytest.raises(ConfigError, match="base_url is for a model at an endpoint, and policy is 'opponent'"):
-        PolicyVoice.read({"policy": "opponent", "base_url": "http://x/v1"}, {"opponent": policy("a")}, who="the judge")
+        PolicyPartner.read({"policy": "opponent", "base_url": "http://x/v1"}, {"opponent": policy("a")}, who="the judge")

@@ -304,14 +304,16 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 async def test_a_server_is_started_again_so_often_and_no_more() -> None:
-    keeper = ServerSupervisor(LaunchSpec(command=(sys.executable, "-c", SERVE, "{port}"), stop_timeout_s=2), max_restarts=1)
-    first = await keeper.start()
-    assert await keeper.start() is first
-    second = await keeper.again("it died")
+    supervisor = ServerSupervisor(
+        LaunchSpec(command=(sys.executable, "-c", SERVE, "{port}"), stop_timeout_s=2), max_restarts=1
+    )
+    first = await supervisor.start()
+    assert await supervisor.start() is first
+    second = await supervisor.again("it died")
     assert not first.is_alive and second.is_alive
     with pytest.raises(EngineGoneError, match=r"it died, and it was started again 1 times already .*max_restarts"):
-        await keeper.again("it died")
-    await keeper.stop()
+        await supervisor.again("it died")
+    await supervisor.stop()
     assert not second.is_alive
 
 

@@ -94,7 +94,7 @@ async def check_goes_on(folder: Path, adapter: Adapter, says: Sequence[str], **o
     for turn in range(1, len(whole.turns)):
         assert (await life(folder / "parts", adapter, says, die_at=turn, **options))[0] is None
     parts, asked, counts = await life(folder / "parts", adapter, says, **options)
-    assert counts["rollout/resumed_flights"] == 1 and asked == [len(whole.turns) - 1], counts
+    assert counts["rollout/resumed_episodes"] == 1 and asked == [len(whole.turns) - 1], counts
     assert parts is not None
     check_same(parts, whole)
     return whole
@@ -200,7 +200,7 @@ async def test_one_that_cannot_be_put_back_starts_again_by_name(
     await life(tmp_path, of(made), says, die_at=2)
     with caplog.at_level("INFO"):
         again, asked, counts = await life(tmp_path, of(made), says)
-    assert again is not None and asked == [0, 1, 2] and counts["rollout/restarted_flights"] == 1
+    assert again is not None and asked == [0, 1, 2] and counts["rollout/restarted_episodes"] == 1
     assert reason in caplog.text
 
 
@@ -246,7 +246,7 @@ async def test_an_opponent_that_is_written_is_asked_again_and_must_say_the_same(
     seats = ["policy", f"{__file__}:fickle"]
     await life(tmp_path / "fickle", Duels("own:Duel", "Duel", {}), ["a", "bb", "ccc"], die_at=2, seats=seats)
     _, asked, counts = await life(tmp_path / "fickle", Duels("own:Duel", "Duel", {}), ["a", "bb", "ccc"], seats=seats)
-    assert asked == [0, 1, 2] and counts["rollout/restarted_flights"] == 1
+    assert asked == [0, 1, 2] and counts["rollout/restarted_episodes"] == 1
 
 
 def test_it_goes_on_where_a_process_was_killed(tmp_path: Path):
@@ -255,7 +255,7 @@ def test_it_goes_on_where_a_process_was_killed(tmp_path: Path):
     adapter = find_adapter("gymnasium:FrozenLake8x8-v1")
     parts, asked, counts = asyncio.run(life(tmp_path / "parts", adapter, FROZEN))
     whole, _, _ = asyncio.run(life(tmp_path / "whole", adapter, FROZEN))
-    assert parts is not None and whole is not None and asked[0] == 2 and counts["rollout/resumed_flights"] == 1
+    assert parts is not None and whole is not None and asked[0] == 2 and counts["rollout/resumed_episodes"] == 1
     check_same(parts, whole)
 
 

@@ -25,7 +25,7 @@ from polyturn.rewards.options import BatchOptions, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.rendered_text import written
 from polyturn.rewards.router import RewardRef, RewardRouter, Weighing
-from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 
 
 def turn(text: str = "x", **fields: Any) -> Turn:
@@ -249,7 +249,7 @@ def test_functions_read_the_kwargs_that_the_row_gave_to_tools_and_interactions()
 
 def test_what_a_shipped_function_needs_is_checked_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = trajectory(data_source="apps").task
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Isolation.NONE, "no bubblewrap"))
+    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
         RewardRouter().check([programs])
     RewardRouter(sandbox=Sandbox(url="http://localhost:1")).check([programs])
@@ -297,7 +297,7 @@ def test_a_penalty_that_cannot_work_is_refused(buffer: int) -> None:
 PROGRAM = "```python\n{}\n```"
 
 
-@pytest.mark.skipif(find_walls()[0] is Isolation.NONE, reason="code cannot be isolated here")
+@pytest.mark.skipif(find_isolation()[0] is Isolation.NONE, reason="code cannot be isolated here")
 async def test_endless_programs_are_worth_nothing_and_cost_the_right_one_beside_them_nothing() -> None:
     tests = {"inputs": ["1"] * 4, "outputs": ["2"] * 4}
     router = RewardRouter(sandbox=Sandbox(url=None, timeout_s=2.0), calls=CallOptions(timeout_s=3.0))

@@ -13,10 +13,10 @@ import pytest
 from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.rewards import code, geo3k, math, math_dapo, search_r1
 from polyturn.rewards.default import default_compute_score
-from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 
-WALLS, WHY = find_walls()
-isolated = pytest.mark.skipif(WALLS is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
+ISOLATION, WHY = find_isolation()
+isolated = pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
 
 
 @pytest.mark.parametrize(
@@ -346,8 +346,8 @@ def test_tests_that_cannot_be_read_are_an_error(tests: Any) -> None:
         code.compute_score(PLUS_ONE, tests, sandbox=code.Sandbox(url="http://nowhere"))
 
 
-def test_without_an_address_or_walls_there_is_no_score_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Isolation.NONE, "no bubblewrap"))
+def test_without_an_address_or_isolation_there_is_no_score_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set, and this machine has none: .*no bubblewrap"):
         code.Sandbox(url=None).require()
     with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):

@@ -70,8 +70,8 @@ def is_there(folder: Path) -> bool:
 
 def counted(resumed: int = 0, restarted: int = 0, failed: int = 0) -> dict[str, float]:
     return {
-        "rollout/resumed_flights": resumed,
-        "rollout/restarted_flights": restarted,
+        "rollout/resumed_episodes": resumed,
+        "rollout/restarted_episodes": restarted,
         "rollout/failed_snapshots": failed,
     }
 
@@ -270,7 +270,7 @@ async def test_a_snapshot_that_fails_is_counted_and_its_conversation_restarts(tm
     assert counts == counted(failed=0 if where == "restore" else 1)
     whole, (asked, counts) = await lives(tmp_path, ["a", "b"], **options())
     assert whole is not None and asked == [0, 1]
-    assert counts["rollout/restarted_flights"] == 1 and counts["rollout/resumed_flights"] == 0
+    assert counts["rollout/restarted_episodes"] == 1 and counts["rollout/resumed_episodes"] == 0
 
 
 async def test_a_conversation_whose_task_changed_restarts(tmp_path: Path):

@@ -180,7 +180,7 @@ async def test_a_conversation_that_shows_images_goes_on_in_another_process(tmp_p
                 await run_episode(made, task(), id="g0/0", seed=1)
         else:
             again = await run_episode(made, task(), id="g0/0", seed=1)
-        assert journal.read_metrics()["rollout/resumed_flights"] == (at != 1)
+        assert journal.read_metrics()["rollout/resumed_episodes"] == (at != 1)
         journal.close()
     (before,), (after,) = whole.segments, again.segments
     assert np.array_equal(before.token_ids, after.token_ids) and before.media == after.media and len(after.media) == 4

@@ -26,10 +26,10 @@ from polyturn.tools.executor import ToolBox
 from polyturn.tools.mcp_client import list_tools
 from polyturn.tools.mcp_connection import McpServer
 from polyturn.tools.python_sandbox import PythonSandbox
-from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from polyturn.tools.schema import ToolResponse
 
-WALLS, WHY = find_walls()
+ISOLATION, WHY = find_isolation()
 DOT = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
 
@@ -148,7 +148,7 @@ async def test_a_server_of_the_older_transport_is_sent_the_token() -> None:
         await task
 
 
-@pytest.mark.skipif(WALLS is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
+@pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
 async def test_the_python_sandbox_keeps_its_variables_within_a_session() -> None:
     sandbox = PythonSandbox({"warm": 0})
     async with served(ToolBox([sandbox])) as (url, _), Client(url) as one, Client(url) as other:

@@ -27,15 +27,15 @@ from polyturn.tools.python_sandbox import PythonSandbox, SandboxLimits, WarmPool
 from polyturn.tools.python_sandbox.cgroup import make_group
 from polyturn.tools.python_sandbox.fusion import reply_of
 from polyturn.tools.python_sandbox.interpreter import MAX_FETCHED_BYTES, Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, find_walls, require_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, find_isolation, require_isolation
 from polyturn.tools.python_sandbox.seccomp import filter_program
 from polyturn.tools.registry import initialize_tools_from_config
 from polyturn.tools.sandbox import read_reply
 from polyturn.tools.service import ServiceReply
 
 ROOT = Path(__file__).resolve().parents[3]
-WALLS, WHY = find_walls()
-isolated = pytest.mark.skipif(WALLS is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
+ISOLATION, WHY = find_isolation()
+isolated = pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
 
 
 def _load_attempts() -> Any:
@@ -53,7 +53,7 @@ SLOW |= {"thread_bomb", "fill_the_disk", "ignore_the_alarm", "crash_the_interpre
 
 
 def start(**limits: Any) -> Interpreter:
-    return Interpreter(SandboxLimits(**limits), walls=WALLS, python=bare_python())
+    return Interpreter(SandboxLimits(**limits), isolation=ISOLATION, python=bare_python())
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_attempts_of_an_ordinary_users_sandbox_are_contained_too() -> None:
         if done.stdout:
             said = json.loads(done.stdout)
             assert (said["attempts"], said["escaped"]) == (len(names), {}), said
-            assert said["walls"] == Isolation.USER.value
+            assert said["isolation"] == Isolation.USER.value
             return
     pytest.skip("another user of this machine can run no Python with these packages, or no bubblewrap")
 
@@ -335,14 +335,14 @@ async def test_a_sandbox_that_died_is_replaced_and_the_model_is_told() -> None:
 
 
 def test_code_is_refused_where_it_cannot_be_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Isolation.NONE, "no bubblewrap"))
+    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     with pytest.raises(ConfigError, match=r"no bubblewrap\. Untrusted code is refused; set allow_unsafe"):
         PythonSandbox({})
-    assert require_walls(allow_unsafe=True) is Isolation.NONE
+    assert require_isolation(allow_unsafe=True) is Isolation.NONE
 
 
-def test_without_walls_limits_hold_and_daemons_end(tmp_path: Path) -> None:
-    sandbox = Interpreter(SandboxLimits(timeout_s=5.0, memory_mb=128), walls=Isolation.NONE, python=bare_python())
+def test_without_isolation_limits_hold_and_daemons_end(tmp_path: Path) -> None:
+    sandbox = Interpreter(SandboxLimits(timeout_s=5.0, memory_mb=128), isolation=Isolation.NONE, python=bare_python())
     note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
     sandbox.run(f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {note}\n    time.sleep(99)\ntime.sleep(0.3)")
     assert "MemoryError" in sandbox.run("bytearray(1 << 30)").stderr

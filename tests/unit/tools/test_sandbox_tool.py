@@ -116,6 +116,6 @@ async def test_code_waits_for_its_turn_outside_of_its_deadline() -> None:
         await service.close()
         assert [reply.status for reply in replies] == ["ok"] * 5
         tool = SandboxFusionTool({"sandbox_fusion_url": served.url, "num_workers": 3})
-        assert tool.max_concurrency == 3 and ToolBox([tool]).lanes.has_limit(tool.name)
+        assert tool.max_concurrency == 3 and ToolBox([tool]).concurrency.has_limit(tool.name)
     local = PythonSandbox({"num_workers": 2, "warm": 0, "allow_unsafe": True})
-    assert local.max_concurrency == 2 and ToolBox([local]).lanes.has_limit(local.name)
+    assert local.max_concurrency == 2 and ToolBox([local]).concurrency.has_limit(local.name)

@@ -270,10 +270,10 @@ async def test_episodes_take_turns():
 
 
 async def test_a_call_that_is_cancelled_while_it_waits_leaves_its_place():
-    lanes = ConcurrencyLimits(of_tools={"t": 1}, hosts={"t": None})
+    limits = ConcurrencyLimits(of_tools={"t": 1}, hosts={"t": None})
 
     async def use() -> None:
-        async with lanes.turn("t", owner="e"):
+        async with limits.turn("t", owner="e"):
             await asyncio.sleep(0.01)
 
     first, second, third = (asyncio.create_task(use()) for _ in range(3))
@@ -283,7 +283,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_leaves_its_place():
     with pytest.raises(asyncio.CancelledError):
         await second
     await first
-    async with asyncio.timeout(1), lanes.turn("t", owner="e"):
+    async with asyncio.timeout(1), limits.turn("t", owner="e"):
         pass
 
 

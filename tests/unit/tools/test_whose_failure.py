@@ -68,7 +68,7 @@ def test_a_sandbox_is_tried_again_before_it_counts_as_broken():
         tries.append(1)
         if len(tries) < 3:
             raise SandboxStartError("fork: Resource temporarily unavailable")
-        return Interpreter(SandboxLimits(), walls=Isolation.NONE, python=bare_python())
+        return Interpreter(SandboxLimits(), isolation=Isolation.NONE, python=bare_python())
 
     pool = WarmPool(start, size=0, keep_s=0.05)
     pool.open()
@@ -185,7 +185,9 @@ def test_a_machine_without_threads_is_said_and_nobody_is_counted(monkeypatch: py
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    pool = WarmPool(lambda: Interpreter(SandboxLimits(), walls=Isolation.NONE, python=bare_python()), size=0, keep_s=0.05)
+    pool = WarmPool(
+        lambda: Interpreter(SandboxLimits(), isolation=Isolation.NONE, python=bare_python()), size=0, keep_s=0.05
+    )
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(SandboxStartError, match="no sandbox can be started: can't start new thread"):

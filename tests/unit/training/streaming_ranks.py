@@ -17,7 +17,7 @@ from polyturn.engines.weight_files import WeightFolder
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import policy_backend
-from polyturn.training.process_group import GroupTeam, follow
+from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
 from support.models import tiny_model
@@ -54,8 +54,8 @@ def main(out):
     if number:
         follow(rank)
     else:
-        team = GroupTeam(rank, tensor_parallel=1)
-        backend = RankedBackend(team, "policy", bucket_bytes=BUCKET)
+        rank_group = ProcessRankGroup(rank, tensor_parallel=1)
+        backend = RankedBackend(rank_group, "policy", bucket_bytes=BUCKET)
         (out / "config").mkdir()
         (out / "config" / "config.json").write_text("{}")
         with WeightFolder(out / "config", root=out) as files:

@@ -20,12 +20,12 @@ class Life:
     """One process with a journal; its lines stand for turns of so many records."""
 
     def __init__(self, folder: Path, *, step: int, resumes: bool = False, oldest: int = 0) -> None:
-        self.flights = JournalFile(folder)
+        self.journal = JournalFile(folder)
         self.froms: dict[str, int] = {}
         if resumes:
-            self.flights.resume(step, oldest=lambda ticket: oldest)
+            self.journal.resume(step, oldest=lambda ticket: oldest)
         else:
-            self.flights.begin(step)
+            self.journal.begin(step)
 
     def begins(self, episode: str, *, why_not: str | None = None) -> None:
         self.froms[episode] = 1
@@ -37,11 +37,11 @@ class Life:
         self.write(episode, {"from": start, "new": [span(version)], "state": f"behind {start}"})
 
     def write(self, episode: str, line: dict[str, Any]) -> None:
-        asyncio.run(self.flights.write(episode, lambda: line))
+        asyncio.run(self.journal.write(episode, lambda: line))
 
     def held(self, episode: str) -> list[str] | str | None:
         """Return the states that are held of an episode, or why there is none."""
-        held = self.flights.recall(episode)
+        held = self.journal.recall(episode)
         if held is None:
             return None
         return [line["state"] for line in held.lines] if held.why_not is None else held.why_not
@@ -120,19 +120,19 @@ def test_the_journal_of_a_new_checkpoint_has_the_live_groups_alone(tmp_path: Pat
     for episode in ("g1/0", "g2r1/0", "g3/0"):
         life.begins(episode)
         life.turn(episode)
-    life.flights.forget([1])
-    life.flights.begin(4)
+    life.journal.forget([1])
+    life.journal.begin(4)
     life.turn("g3/0", version=4)
-    life.flights.forget([3], are_cut=True)
+    life.journal.forget([3], are_cut=True)
     life.turn("g3/0", version=4)
-    life.flights.begin(6)
+    life.journal.begin(6)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-000004.jsonl", "step-000006.jsonl"], "those of the latest two checkpoints"
     assert Life(tmp_path, step=4, resumes=True).held("g3/0") == ["behind 1", "behind 2"]
     after = Life(tmp_path, step=6, resumes=True)
     assert after.held("g1/0") is None and after.held("g3/0") is None
     assert after.held("g2r1/0") == ["behind 1"], "also of a group that stands in for another"
-    after.flights.begin(8)
+    after.journal.begin(8)
     assert Life(tmp_path, step=8, resumes=True).held("g2r1/0") == ["behind 1"], "and of a run that was resumed"
 
 
@@ -143,7 +143,7 @@ def test_without_a_checkpoint_the_journal_keeps_what_a_resumed_run_may_use_and_n
         episode = f"g{step}/0"
         life.begins(episode)
         life.write(episode, {"from": 1, "new": [span(step - 1)], "state": f"of {step}", "more": "x" * 200_000})
-        life.flights.forget([step], oldest=step - 1)
+        life.journal.forget([step], oldest=step - 1)
         largest = max(largest, path.stat().st_size)
     assert largest < 2_000_000, f"of {38 * 200_000} bytes that were written"
     life.begins("g41/0")
@@ -155,27 +155,27 @@ def test_without_a_checkpoint_the_journal_keeps_what_a_resumed_run_may_use_and_n
 
 
 def test_after_the_last_checkpoint_only_conversations_in_flight_stay(tmp_path: Path):
-    folder = tmp_path / "flights"
+    folder = tmp_path / "journal"
     life = Life(folder, step=2)
     for episode in ("g1/0", "g2/0"):
         life.begins(episode)
         life.turn(episode)
-    life.flights.forget([1])
-    life.flights.begin(4)
-    life.flights.settle()
+    life.journal.forget([1])
+    life.journal.begin(4)
+    life.journal.settle()
     assert [p.name for p in folder.iterdir()] == ["step-000004.jsonl"]
     assert Life(folder, step=4, resumes=True).held("g2/0") == ["behind 1"]
-    life.flights.forget([2])
-    life.flights.begin(6)
-    life.flights.settle()
+    life.journal.forget([2])
+    life.journal.begin(6)
+    life.journal.settle()
     assert not folder.exists()
     life.turn("g2/0")  # a late line of a conversation that was cut off is none's
     assert not folder.exists()
 
 
 def test_evaluations_are_not_kept(tmp_path: Path):
-    flights = JournalFile(tmp_path)
-    assert not flights.takes("eval-greedy-0/0") and flights.takes("g12r3/greedy")
+    journal = JournalFile(tmp_path)
+    assert not journal.takes("eval-greedy-0/0") and journal.takes("g12r3/greedy")
 
 
 def test_what_json_cannot_write_is_refused(tmp_path: Path):
@@ -187,7 +187,7 @@ def test_a_disk_that_takes_no_more_ends_the_journal_and_not_the_run(tmp_path: Pa
     life = Life(tmp_path, step=0)
     (tmp_path / "step-000000.jsonl").unlink()
     (tmp_path / "step-000000.jsonl").symlink_to("/dev/full")
-    life.flights._open(tmp_path / "step-000000.jsonl")
+    life.journal._open(tmp_path / "step-000000.jsonl")
     life.begins("g1/0")
     life.begins("g1/1")
     assert caplog.text.count("conversations in flight are not kept any more") == 1
@@ -204,8 +204,8 @@ def test_what_became_of_them_is_said_once_however_many_steps_they_start_in(tmp_p
         for episodes in (("g4/0", "g4/1"), ("g5/0",), ()):
             for episode in episodes:
                 assert after.held(episode) == ["behind 1"]
-                after.flights.count("resumed")
-            resumed.append(after.flights.read_metrics()["rollout/resumed_flights"])
+                after.journal.count("resumed")
+            resumed.append(after.journal.read_metrics()["rollout/resumed_episodes"])
     assert resumed == [2, 1, 0]
     (said,) = [r.getMessage() for r in caplog.records if "in flight" in r.getMessage()]
     assert said == "conversations in flight: 3 went on from their last complete turn, 0 start from their tasks"
@@ -220,11 +220,11 @@ def test_a_disk_that_takes_no_journal_ends_it_until_the_next_checkpoint(
     life = Life(tmp_path, step=2)
     life.begins("g4/0")
     monkeypatch.setattr(Path, "replace", full)
-    life.flights.begin(3)
+    life.journal.begin(3)
     assert "not kept any more ([Errno 28] No space left on device)" in caplog.text
     life.turn("g4/0", version=3)
     monkeypatch.undo()
-    life.flights.begin(4)
+    life.journal.begin(4)
     life.begins("g4/1")
     life.turn("g4/1", version=4)
     after = Life(tmp_path, step=4, resumes=True)

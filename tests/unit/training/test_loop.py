@@ -125,7 +125,7 @@ class Rig:
         eval_sets: Sequence[str] = (),
         scheduler: MultiTurnScheduler | None = None,
         max_failed_share: float = 0.1,
-        flights: JournalFile | None = None,
+        journal: JournalFile | None = None,
         fingerprint: str = "f",
         checkpoints: Checkpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -152,8 +152,8 @@ class Rig:
             self.events.append(("weights", version))
 
         context.engine.update_weights = update_weights  # type: ignore[method-assign]
-        if flights is not None:
-            context = dataclasses.replace(context, journal=flights)
+        if journal is not None:
+            context = dataclasses.replace(context, journal=journal)
         self.context = context
         evaluation = EvalOptions(**{n.removeprefix("eval_"): settings.pop(n) for n in EVALUATION & settings.keys()})
         algorithm = AlgorithmOptions(**{n: settings.pop(n) for n in ALGORITHM & settings.keys()})
@@ -177,7 +177,7 @@ class Rig:
                 checkpoints=self.checkpoints,
                 export=lambda path: self.export(path),
                 fingerprint=fingerprint,
-                journal=flights,
+                journal=journal,
             ),
             observer=self.observer,
             clock=clock,
@@ -565,8 +565,8 @@ def test_checkpoints_by_time_cost_a_fiftieth_of_it_at_most(tmp_path: Path):
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
-    folder = tmp_path / "flights"
-    Rig(tmp_path / "checkpoints", flights=JournalFile(folder), max_staleness=max_staleness).run()
+    folder = tmp_path / "journal"
+    Rig(tmp_path / "checkpoints", journal=JournalFile(folder), max_staleness=max_staleness).run()
     assert not folder.exists()
 
 

@@ -93,7 +93,7 @@ class Address:
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
+class _Tenant:
     """Somebody who may ask."""
 
     answerer: Answerer
@@ -138,8 +138,8 @@ class ModelEndpoint:
             allowed_hosts=rules.allowed_hosts.union(names),
             max_connections=max(rules.max_connections, rules.max_requests),
         )
-        self._plain = None if plain is None else _Guest(plain, self._token())
-        self._guests: dict[str, _Guest] = {}
+        self._plain = None if plain is None else _Tenant(plain, self._token())
+        self._tenants: dict[str, _Tenant] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._num_holders = 0
         self._origin: asyncio.Future[str] | None = None
@@ -188,13 +188,13 @@ class ModelEndpoint:
         """Give a session its address; returns the secret part of it, which `dismiss` takes."""
         name, key, reward_key = secrets.token_urlsafe(18), secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         token = self._token()
-        self._guests[name] = _Guest(answerer, (key.encode(), *token), (reward_key.encode(), *token))
+        self._tenants[name] = _Tenant(answerer, (key.encode(), *token), (reward_key.encode(), *token))
         base = f"{origin}/episodes/{name}"
         return name, Address(base_url=f"{base}/v1", anthropic_base_url=base, api_key=key, reward_key=reward_key)
 
     def dismiss(self, name: str, why: str) -> None:
         """Take an address back; who asks there later is told why."""
-        if self._guests.pop(name, None) is not None:
+        if self._tenants.pop(name, None) is not None:
             self._ended[name] = why
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
@@ -239,64 +239,64 @@ class ModelEndpoint:
     # Handlers.
 
     async def _chat(self, request: Request) -> Response:
-        guest, body = await self._open(request)
+        tenant, body = await self._open(request)
         model = self._check_model(body)
         with readable():
             ask = chat.parse(body, self.options.ignore)
-        said = await while_wanted(request, guest.answerer.ask(ask))
+        said = await while_wanted(request, tenant.answerer.ask(ask))
         if body.get("stream"):
             return stream_answer(chat.events(body, said, model=model))
         return json_answer(chat.reply(body, said, model=model))
 
     async def _responses(self, request: Request) -> Response:
-        guest, body = await self._open(request)
+        tenant, body = await self._open(request)
         model = self._check_model(body)
         with readable():
-            ask = responses.parse(body, guest.kept, self.options.ignore)
-        said = await while_wanted(request, guest.answerer.ask(ask))
+            ask = responses.parse(body, tenant.kept, self.options.ignore)
+        said = await while_wanted(request, tenant.answerer.ask(ask))
         answer = responses.reply(body, said, model=model)
         history = list(ask.messages[1:] if body.get("instructions") else ask.messages)
-        guest.kept.keep(answer["id"], [*history, said[0].message])
+        tenant.kept.keep(answer["id"], [*history, said[0].message])
         return stream_answer(responses.events(answer)) if body.get("stream") else json_answer(answer)
 
     async def _messages(self, request: Request) -> Response:
-        guest, body = await self._open(request)
+        tenant, body = await self._open(request)
         model = self._check_model(body)
         with readable():
             ask = messages.parse(body, self.options.ignore)
-        said = await while_wanted(request, guest.answerer.ask(ask))
+        said = await while_wanted(request, tenant.answerer.ask(ask))
         answer = messages.reply(body, said, model=model)
         return stream_answer(messages.events(answer)) if body.get("stream") else json_answer(answer)
 
     async def _count_tokens(self, request: Request) -> Response:
-        guest, body = await self._open(request)
+        tenant, body = await self._open(request)
         self._check_model(body)
         with readable():
             ask = messages.parse(body, self.options.ignore, needs_max_tokens=False)
         # Also of a history that is too long, which an agent asks for because it may be.
-        return json_answer({"input_tokens": await asyncio.to_thread(guest.answerer.count_tokens, ask)})
+        return json_answer({"input_tokens": await asyncio.to_thread(tenant.answerer.count_tokens, ask)})
 
     async def _models(self, request: Request) -> Response:
-        self._guest(request)
+        self._tenant(request)
         return json_answer({"object": "list", "data": [_model(name) for name in self.options.models]})
 
     async def _model(self, request: Request) -> Response:
-        self._guest(request)
+        self._tenant(request)
         return json_answer(_model(self._check_model({"model": request.path_params["model"]})))
 
     async def _reward(self, request: Request) -> Response:
-        guest = self._guest(request, gives_reward=True)
+        tenant = self._tenant(request, gives_reward=True)
         score, info = read_reward(await read_object(request))
-        guest.answerer.give_reward(score, info)
+        tenant.answerer.give_reward(score, info)
         return json_answer({"reward": score})
 
     # What they share.
 
-    async def _open(self, request: Request) -> tuple[_Guest, dict[str, Any]]:
-        guest = self._guest(request)
-        return guest, await read_object(request)
+    async def _open(self, request: Request) -> tuple[_Tenant, dict[str, Any]]:
+        tenant = self._tenant(request)
+        return tenant, await read_object(request)
 
-    def _guest(self, request: Request, *, gives_reward: bool = False) -> _Guest:
+    def _tenant(self, request: Request, *, gives_reward: bool = False) -> _Tenant:
         name = request.path_params.get("episode")
         if name is None:
             if self._plain is None:
@@ -305,18 +305,18 @@ class ModelEndpoint:
                     status=404,
                     code="not_found",
                 )
-            guest = self._plain
-        elif name in self._guests:
-            guest = self._guests[name]
+            tenant = self._plain
+        elif name in self._tenants:
+            tenant = self._tenants[name]
         else:
             if name in self._ended:
                 raise BadRequest(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
             raise BadRequest("there is no such episode; use the base_url that it was given", status=404, code="not_found")
         if gives_reward:
-            check_key(request, guest.reward_keys, wants=REWARD_KEY)
+            check_key(request, tenant.reward_keys, wants=REWARD_KEY)
         else:
-            check_key(request, guest.keys, wants=SERVER_TOKEN if name is None else EPISODE_KEY)
-        return guest
+            check_key(request, tenant.keys, wants=SERVER_TOKEN if name is None else EPISODE_KEY)
+        return tenant
 
     def _check_model(self, body: Mapping[str, Any]) -> str:
         name = body.get("model")

@@ -95,8 +95,8 @@ class _InteractionSuite:
     async def check_going_on(self, author: Interaction, says: Sequence[str], alone: list[Reply]) -> None:
         """Let another process go on with the conversation behind each reply, where the interaction says that one can."""
         ref = InteractionRef(name=author.name, kwargs=self._kwargs)
-        seam = SnapshotHooks.of(author, label="it")
-        why_not = seam.why_not
+        hooks = SnapshotHooks.of(author, label="it")
+        why_not = hooks.why_not
         self._found.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
         if why_not is not None:
             return

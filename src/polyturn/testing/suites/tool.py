@@ -149,7 +149,7 @@ class _ToolSuite:
 
     async def check_going_on(self, calls: Sequence[Mapping[str, Any]], alone: list[tuple[Any, float | None]]) -> None:
         """Let another process go on with the episode behind each call, where the tool says that one can."""
-        why_not = self._box.seams[self._tool.name].why_not
+        why_not = self._box.hooks[self._tool.name].why_not
         self._found.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
         if why_not is not None:
             return

@@ -1,7 +1,7 @@
 """Run the model's Python code where it can do no harm: a process of its own, in namespaces of its own, with limits.
 
     limits.py      how far the code may go, and how a run ended
-    isolation.py   the walls: bubblewrap, and what is said where there is none
+    isolation.py   bubblewrap, and what is said where there is none
     seccomp.py     the system calls that are refused
     cgroup.py      memory and processes of a whole sandbox, where the kernel lends control groups
     worker.py      what runs inside, from its source text; it imports nothing of this package

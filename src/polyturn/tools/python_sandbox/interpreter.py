@@ -59,7 +59,7 @@ class SandboxStartError(PolyturnError, RuntimeError):
 class Interpreter:
     """A Python interpreter in a sandbox."""
 
-    def __init__(self, limits: SandboxLimits, *, walls: Isolation, python: str) -> None:
+    def __init__(self, limits: SandboxLimits, *, isolation: Isolation, python: str) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._is_closed = False
@@ -72,7 +72,7 @@ class Interpreter:
             f"polyturn-sandbox-{self._marker}", memory_mb=room, processes=limits.processes + 4
         )
         try:
-            self._start(walls, python)
+            self._start(isolation, python)
             self._await_ready()
         except BaseException:
             self.close()
@@ -93,15 +93,15 @@ class Interpreter:
         """The id of the process below which all others of the sandbox are."""
         return self._process.pid if self._init_pid is None else self._init_pid
 
-    def _start(self, walls: Isolation, python: str) -> None:
+    def _start(self, isolation: Isolation, python: str) -> None:
         inside_requests, self._requests = os.pipe()
         self._replies, inside_replies = os.pipe()
         inside = [inside_requests, inside_replies]
         info_read: int | None = None
         command: list[str] = []
-        uid = 0x60000000 + secrets.randbelow(0x10000000) if walls is Isolation.ROOT else None
+        uid = 0x60000000 + secrets.randbelow(0x10000000) if isolation is Isolation.ROOT else None
         cwd = "/tmp"
-        if walls is Isolation.NONE:
+        if isolation is Isolation.NONE:
             cwd = self._folder = tempfile.mkdtemp(prefix="polyturn-sandbox-")
         else:
             info_read, info_write = os.pipe()
@@ -109,7 +109,7 @@ class Interpreter:
             filter_fd = _filter_file()
             if filter_fd is not None:
                 inside.append(filter_fd)
-            command = [*bwrap(walls, self._limits, python=python, filter_fd=filter_fd), "--info-fd", str(info_write)]
+            command = [*bwrap(isolation, self._limits, python=python, filter_fd=filter_fd), "--info-fd", str(info_write)]
         config = {
             "uid": uid,
             "cwd": cwd,
@@ -144,7 +144,7 @@ class Interpreter:
         for fd in (self._stdout, self._stderr, self._requests, self._replies):
             os.set_blocking(fd, False)
         if info_read is not None:
-            self._watch_init(info_read, confines=walls is Isolation.USER)
+            self._watch_init(info_read, confines=isolation is Isolation.USER)
 
     def _watch_init(self, info: int, *, confines: bool) -> None:
         """Hold on to the first process of the sandbox's own process namespace: with it, all of them end.
@@ -450,7 +450,7 @@ def _filter_file() -> int | None:
 
 
 def _kill_marked(marker: str) -> None:
-    """Kill what a sandbox without walls left behind, found by a variable in its environment."""
+    """Kill what a sandbox without isolation left behind, found by a variable in its environment."""
     wanted = f"POLYTURN_SANDBOX={marker}".encode()
     for _ in range(3):
         for name in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""The walls around a sandbox: which there are on this machine, and the command that builds them.
+"""The isolation of a sandbox: which there is on this machine, and the command that builds them.
 
     as root       bubblewrap in the machine's own user namespace; the worker then becomes a user that nobody else is, one a
                   sandbox, so that the kernel's limit of processes binds it
@@ -45,40 +45,40 @@ class Isolation(enum.Enum):
 
 
 @functools.cache
-def find_walls() -> tuple[Isolation, str]:
-    """Return the best walls that this machine can build, and why there are no better ones ("" where there are)."""
+def find_isolation() -> tuple[Isolation, str]:
+    """Return the best isolation that this machine can build, and why there is no better one ("" where there is)."""
     if not sys.platform.startswith("linux"):
         return Isolation.NONE, f"bubblewrap needs Linux, and this is {sys.platform}"
     if shutil.which("bwrap") is None:
         return Isolation.NONE, f"bubblewrap is not installed; {INSTALL}"
-    walls = Isolation.ROOT if os.geteuid() == 0 else Isolation.USER
-    command = [*bwrap(walls, SandboxLimits(), python=sys.executable, filter_fd=None), "/bin/true"]
+    isolation = Isolation.ROOT if os.geteuid() == 0 else Isolation.USER
+    command = [*bwrap(isolation, SandboxLimits(), python=sys.executable, filter_fd=None), "/bin/true"]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if tried.returncode == 0:
-        return walls, ""
+        return isolation, ""
     return Isolation.NONE, f"bubblewrap does not work here: {tried.stderr.strip()[:200]}"
 
 
-def require_walls(*, allow_unsafe: bool) -> Isolation:
-    """Return the walls of this machine.
+def require_isolation(*, allow_unsafe: bool) -> Isolation:
+    """Return the isolation of this machine.
 
     Raises:
-        ConfigError: there are none, and running without is not allowed.
+        ConfigError: there is none, and running without is not allowed.
     """
-    walls, why = find_walls()
-    if walls is Isolation.NONE and not allow_unsafe:
+    isolation, why = find_isolation()
+    if isolation is Isolation.NONE and not allow_unsafe:
         raise ConfigError(
             f"the Python sandbox cannot isolate code here: {why}. Untrusted code is refused; set allow_unsafe: true only "
             "for code that you would run yourself"
         )
-    return walls
+    return isolation
 
 
-def bwrap(walls: Isolation, limits: SandboxLimits, *, python: str, filter_fd: int | None) -> list[str]:
+def bwrap(isolation: Isolation, limits: SandboxLimits, *, python: str, filter_fd: int | None) -> list[str]:
     """Return bubblewrap's command line, up to the program that it starts."""
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if walls is Isolation.ROOT:
+    if isolation is Isolation.ROOT:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]

@@ -19,7 +19,7 @@ from polyturn.core.errors import ConfigError, ToolError, ToolUnavailableError, d
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.base import BaseTool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
+from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_isolation
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
@@ -58,12 +58,12 @@ class PythonSandbox(BaseTool):
         self.limits = SandboxLimits(**{_LIMITS[name]: value for name, value in config.items() if name in _LIMITS})
         python = config.get("python") or bare_python()
         interpreter_folders(python)
-        walls = require_walls(allow_unsafe=config.get("allow_unsafe") is True)
+        isolation = require_isolation(allow_unsafe=config.get("allow_unsafe") is True)
         warm, workers = config.get("warm", 2), config.get("num_workers", 16)
         for name, value, least in (("warm", warm, 0), ("num_workers", workers, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"the Python sandbox's {name} is {value!r}; it is a whole number from {least} on")
-        self._pool = WarmPool(lambda: Interpreter(self.limits, walls=walls, python=python), size=warm)
+        self._pool = WarmPool(lambda: Interpreter(self.limits, isolation=isolation, python=python), size=warm)
         self._num_workers = workers
         self._threads = DaemonThreads(name="sandbox", max_threads=workers)
         self._instance_dict: dict[str, _Session] = {}
