@@ -5,9 +5,9 @@
              └─ chunk 1' ─── … leaf c
 
 Why segments of one trajectory and not several trajectories: a shared token was sampled once, so it is trained once, and
-belongs to no leaf more than to another. Each turn's score "tree" is the mean of the leaves behind it, each leaf judged by
-itself, so an estimator that reads turn scores gives a shared chunk the mean of what came of it; the reward "tree" is the
-mean of all leaves, and trees of one task are compared with one another.
+belongs to no leaf more than to another. A leaf is judged by itself; each turn's score "tree" is the mean over the branches
+that begin behind it, so an estimator that reads turn scores gives a shared chunk the mean of what came of it, and a branch
+that split more often counts no more than its sibling. The reward "tree" is the mean over the first branches.
 """
 
 from __future__ import annotations
