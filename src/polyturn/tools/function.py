@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, overload
@@ -178,11 +180,28 @@ def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> Op
                 f"{label}: there is no description for the argument {parameter.name!r}; add "
                 f"'{parameter.name}: what it is' under 'Args:' in the docstring"
             )
-        found = _json_type(hints[parameter.name], where=f"{label}: the parameter {parameter.name!r}")
-        properties[parameter.name] = {**found, "description": doc.parameters[parameter.name]}
+        properties[parameter.name] = _property(
+            hints[parameter.name], doc.parameters[parameter.name], where=f"{label}: the parameter {parameter.name!r}"
+        )
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     return OpenAIFunctionToolSchema.of(name or function.__name__, doc.description, properties, required=required)
+
+
+_CHOICES = re.compile(r"\s*\(choices:\s*(\[.*\])\)$", re.IGNORECASE)
+"""The end of a description that lists the values a parameter may have, as transformers reads it."""
+
+
+def _property(hint: Any, description: str, *, where: str) -> dict[str, Any]:
+    """Return the JSON schema of a parameter."""
+    listed = _CHOICES.search(description)
+    if listed is None:
+        return {**_json_type(hint, where=where), "description": description}
+    try:
+        values = json.loads(listed[1])
+    except ValueError as problem:
+        raise ConfigError(f"{where} has choices that are no JSON list ({problem}): {listed[1]:.100}") from problem
+    return {**_json_type(hint, where=where), "enum": values, "description": description[: listed.start()]}
 
 
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -200,8 +219,9 @@ def _json_type(hint: Any, *, where: str) -> dict[str, Any]:
     if origin is typing.Literal:
         kinds = sorted({_SCALARS[type(a)] for a in args if type(a) in _SCALARS})
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
-    if hint is list or origin is list:
-        return {"type": "array", **({"items": _json_type(args[0], where=where)} if args else {})}
+    if hint in (list, tuple) or origin in (list, tuple):
+        of_one_type = {*args} - {...}  # a tuple of several types is an array of anything
+        return {"type": "array", **({"items": _json_type(args[0], where=where)} if len(of_one_type) == 1 else {})}
     if hint is dict or origin is dict:
         return {"type": "object", **({"additionalProperties": _json_type(args[1], where=where)} if args else {})}
     if _is_union(hint):

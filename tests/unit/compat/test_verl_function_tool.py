@@ -75,7 +75,7 @@ def test_mistakes_are_told_at_the_decorator() -> None:
         else:
             with pytest.raises(ValueError, match="already registered"):
                 function_tool(one)
-    with pytest.raises(ConfigError, match=r"there is no function tool 'on'. Did you mean 'one'?"):
+    with pytest.raises(KeyError, match=r"there is no function tool 'on'. Did you mean 'one'?"):
         get_function_tool("on")
     with pytest.raises(TypeError):
         module.normalize_function_tool_return((1, 2, 3, 4))

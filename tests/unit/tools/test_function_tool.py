@@ -42,6 +42,10 @@ def everything(
     either: int | str = 1,
     rows: list[list[int]] = [],  # noqa: B006
     anything: Any = None,
+    point: tuple[int, int] = (0, 0),
+    pair: tuple[int, str] = (0, ""),
+    path: tuple[float, ...] = (),
+    unit: str = "m",
 ) -> str:
     """Use every type.
 
@@ -59,6 +63,10 @@ def everything(
         either: i
         rows: j
         anything: k
+        point: l
+        pair: m
+        path: n
+        unit: o (choices: ["m", "km"])
 
     Returns:
         text: nothing of this is a parameter
@@ -99,6 +107,10 @@ def test_every_supported_type() -> None:
         "either": {"type": ["integer", "string"]},
         "rows": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
         "anything": {},
+        "point": {"type": "array", "items": {"type": "integer"}},
+        "pair": {"type": "array"},
+        "path": {"type": "array", "items": {"type": "number"}},
+        "unit": {"type": "string", "enum": ["m", "km"]},
     }
     assert function["parameters"]["required"] == ["text", "count", "ratio", "flag", "names", "table", "mode"]
     assert function["description"] == "Use every type.\n\nIt has a second paragraph: still the description."
@@ -159,6 +171,15 @@ def positional(x: int, /) -> int:
     return x
 
 
+def odd_choices(x: str) -> str:
+    """Do it.
+
+    Args:
+        x: a word (choices: [red, blue])
+    """
+    return x
+
+
 def odd_type(x: threading.Lock) -> int:  # type: ignore[valid-type]
     """Do it.
 
@@ -185,6 +206,7 @@ def unknown_type(x: NoSuchName) -> int:  # type: ignore[name-defined]  # noqa: F
         (no_annotation, "the parameter 'x' is missing a type hint"),
         (variadic, r"\*things.* is a variadic parameter"),
         (positional, "positional-only"),
+        (odd_choices, r"the parameter 'x' has choices that are no JSON list .*: \[red, blue\]"),
         (odd_type, "no JSON form"),
         (unknown_type, "NoSuchName"),
     ],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.registry import import_file, is_same_source
 from polyturn.tools import function as native
 from polyturn.tools.result_shape import normalize
@@ -81,10 +81,10 @@ def get_function_tool(name: str) -> FunctionTool:
     """Return a registered tool.
 
     Raises:
-        UnknownNameError: there is none of that name.
+        KeyError: there is none of that name.
     """
     if name not in FUNCTION_TOOL_REGISTRY:
-        raise UnknownNameError(f"there is no function tool {name!r}.{did_you_mean(name, FUNCTION_TOOL_REGISTRY)}")
+        raise KeyError(f"there is no function tool {name!r}.{did_you_mean(name, FUNCTION_TOOL_REGISTRY)}")
     return FUNCTION_TOOL_REGISTRY[name]
 
 
