@@ -24,6 +24,8 @@ import polyturn.testing
 from polyturn import compat
 from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.rewards.options import CallOptions
+from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.run_episode import run_episode
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
@@ -162,8 +164,26 @@ def test_the_recipe_char_count(home: Path):
     if not (CHECKOUT / "recipe" / "char_count").is_dir():
         pytest.skip("this release has no recipe char_count")
     run_as(home, "python3", "recipe/char_count/create_dataset.py", "--total_number", 20)
-    found = trained(home, "train_grpo.sh", at="recipe/char_count")
+    script = CHECKOUT / "recipe" / "char_count" / "train_grpo.sh"  # its paths start from the checkout in the first releases
+    at = "." if "=recipe/char_count" in script.read_text() else "recipe/char_count"
+    found = trained(home, script.relative_to(CHECKOUT / at).as_posix(), at=at)
     assert all(len(t.turns) == 1 for t in found) and {t.task.data_source for t in found} == {"char_count"}
+
+
+@pytest.mark.parametrize(
+    ("said", "truth", "score"), [(r"\boxed{3}", "3", 1.0), (r"\boxed{4}", "3", 0.0), ("1/2", "0.5", 1.0)]
+)
+async def test_the_reward_of_the_recipe_r1(said: str, truth: str, score: float, monkeypatch: pytest.MonkeyPatch):
+    """A time-out built on signals is around math-verify there, and every error counts as a wrong answer."""
+    if not (CHECKOUT / "recipe" / "r1").is_dir():
+        pytest.skip("this release has no recipe r1")
+    compat.install("verl")
+    monkeypatch.syspath_prepend(CHECKOUT)
+    function = "recipe/r1/reward_score.py:reward_func"
+    router = RewardRouter(function=function, base=CHECKOUT, calls=CallOptions(num_processes=1))
+    context = dataclasses.replace(scripted_context([said]), rewarder=router)
+    ended = await run_episode(context, task("?", ground_truth=truth, data_source="Maxwell-Jia/AIME_2024"), id="e")
+    assert ended.reward is not None and ended.reward.total == score
 
 
 USER_MODEL = """
