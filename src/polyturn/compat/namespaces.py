@@ -28,12 +28,12 @@ _NATIVE = {
     "verl.utils.reward_score.math": "polyturn.rewards.math",
     "verl.utils.reward_score.math_reward": "polyturn.rewards.math",
     "verl.utils.reward_score.search_r1_like_qa_em": "polyturn.rewards.search_r1",
-    "verl.utils.reward_score.prime_code": "polyturn.rewards.code",
 }
 """Modules of verl that are modules of polyturn under another name."""
 
 _HERE = {
     "verl.utils.reward_score.math_verify": "polyturn.compat.verl.math_verify",
+    "verl.utils.reward_score.prime_code.testing_util": "polyturn.compat.verl.prime_code",
     "verl.utils.reward_score.prime_math": "polyturn.compat.verl.prime_math",
     "verl.utils.reward_score.sandbox_fusion.utils": "polyturn.compat.verl.sandbox_fusion_utils",
     "verl.trainer.main_ppo": "polyturn.compat.verl.main_ppo",
@@ -118,6 +118,7 @@ VERL = Namespace(
         "verl.trainer.config": ("polyturn.compat.verl.configs",),
         "verl.workers.config": ("polyturn.compat.verl.configs",),
         "verl.utils.reward_score.sandbox_fusion": ("polyturn.compat.verl.code_scorers",),
+        "verl.utils.reward_score.prime_code": ("polyturn.compat.verl.prime_code",),
         "verl.utils.reward_score": ("polyturn.rewards.default",),
         "verl.experimental.agent_loop": ("polyturn.compat.verl.agent_loop", "polyturn.compat.verl.tool_agent_loop"),
     },

@@ -10,27 +10,27 @@ from typing import Any
 from polyturn.rewards import math
 
 
-def compute_score(solution_str: Any, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
+def compute_score(predict_str: Any, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
     r"""Return (1 - format_score) x accuracy + format_score x form.
 
     Args:
-        solution_str: What the model wrote.
+        predict_str: What the model wrote.
         ground_truth: The right answer.
         use_boxed: Whether the answer stands in `\boxed{…}`; else the whole text is the answer.
         format_score: The share of the form.
     """
-    text = solution_str if isinstance(solution_str, str) else ""
+    text = predict_str if isinstance(predict_str, str) else ""
     return (1.0 - format_score) * acc_reward(text, ground_truth, use_boxed) + format_score * format_reward(text)
 
 
-def format_reward(text: str) -> float:
+def format_reward(predict_str: str) -> float:
     r"""Return 1.0 if the text is reasoning in `<think>` and then something with `\boxed{…}`, else 0.0."""
-    text = text.strip()
+    text = predict_str.strip()
     boxed = text.find("\\boxed{", max(text.find("</think>"), 0))
     return float(text.startswith("<think>") and "</think>" in text and boxed >= 0 and "}" in text[boxed:])
 
 
-def acc_reward(text: str, ground_truth: Any, use_boxed: bool = True) -> float:
+def acc_reward(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
     """Return 1.0 if the answer is right, else 0.0."""
-    answer = math.last_boxed(text) if use_boxed else text.strip()
+    answer = math.last_boxed(predict_str) if use_boxed else predict_str.strip()
     return float(bool(answer) and math.is_equal(str(answer), str(ground_truth)))

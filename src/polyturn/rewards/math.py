@@ -131,20 +131,20 @@ def is_equal(answer: str, truth: str) -> bool:
     return _compare(truth, answer)
 
 
-def last_boxed_only_string(text: str) -> str | None:
+def last_boxed_only_string(string: str) -> str | None:
     r"""Return the last box with its mark, as `\boxed{7}`, for code that takes boxes apart in two steps."""
-    answer = last_boxed(text)
+    answer = last_boxed(string)
     return None if answer is None else rf"\boxed{{{answer}}}"
 
 
-def remove_boxed(text: str) -> str:
+def remove_boxed(s: str) -> str:
     r"""Return what stands in the box that a text ends with, or the text itself where there is none."""
-    return last_boxed(text) or text
+    return last_boxed(s) or s
 
 
-def is_equiv(one: str | None, other: str | None, verbose: bool = False) -> bool:
+def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
     """Return whether two answers, either of which may be missing, are the same mathematics."""
-    return one == other if one is None or other is None else is_equal(one, other)
+    return str1 == str2 if str1 is None or str2 is None else is_equal(str1, str2)
 
 
 def require() -> None:

@@ -17,7 +17,7 @@ SEARCHED_CHARS = 300
 INVALID = "[INVALID]"
 """The answer of a text without one."""
 
-_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+ANSWER = r"(?i)answer\s*:\s*([^\n]+)"
 _REPLACED = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"))
 _JOINED = ((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
 _UNITS = (
@@ -47,15 +47,15 @@ def compute_score(
         answer = last_boxed(text) or INVALID
         is_right = answer == str(ground_truth).strip()
     else:
-        found = _ANSWER.findall(text)
+        found = re.findall(ANSWER, text)
         answer = normalize_final_answer(found[-1]) if found else INVALID
         is_right = answer == normalize_final_answer(str(ground_truth))
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
 
 
-def normalize_final_answer(answer: str) -> str:
+def normalize_final_answer(final_answer: str) -> str:
     """Return an answer in the one form in which equal answers are mostly equal text."""
-    answer = answer.rsplit("=", 1)[-1]
+    answer = final_answer.rsplit("=", 1)[-1]
     for old, new in (*_REPLACED, *_JOINED):
         answer = answer.replace(old, new)
     for word in _REMOVED:

@@ -84,6 +84,6 @@ def _targets(ground_truth: Any) -> Any:
     return ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
 
 
-def normalize_answer(text: str) -> str:
+def normalize_answer(s: str) -> str:
     """Return a text in lower case, without punctuation, articles and repeated white space."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", s.lower().translate(_NO_PUNCTUATION)).split())

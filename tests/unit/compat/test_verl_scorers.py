@@ -61,6 +61,32 @@ def test_prime_math_reads_an_answer_in_words_too(text: str, truth: str, found: A
     assert scorer("prime_math").compute_score(text, truth) == found
 
 
+BOX, SUM = r"so \boxed{72}", "```python\nprint(int(input()) + 1)\n```"
+TESTS = {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "4"]}
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "arguments", "found"),
+    [
+        ("geo3k", "compute_score", {"predict_str": BOX, "ground_truth": "72", "use_boxed": True}, 0.9),
+        ("geo3k", "acc_reward", {"predict_str": BOX, "ground_truth": "72"}, 1.0),
+        ("geo3k", "format_reward", {"predict_str": "<think>a</think>" + BOX}, 1.0),
+        ("math_reward", "is_equiv", {"str1": "7", "str2": "7.0", "verbose": False}, True),
+        ("math_reward", "last_boxed_only_string", {"string": BOX}, r"\boxed{72}"),
+        ("math_reward", "remove_boxed", {"s": r"\boxed{72}"}, "72"),
+        ("math_verify", "compute_score", {"model_output": BOX, "ground_truth": "72", "timeout": 5.0}, 1.0),
+        ("math_dapo", "normalize_final_answer", {"final_answer": "x = 1,000 cm"}, "1000"),
+        ("math_dapo", "is_correct_minerva", {"solution_str": "A=7;", "gt": "7", "answer_pattern": "A=(.)"}, (True, "7")),
+        ("search_r1_like_qa_em", "normalize_answer", {"s": "The  Cat."}, "cat"),
+        ("prime_code", "compute_score", {"completion": SUM, "test_cases": TESTS}, (False, [])),
+        ("prime_code", "compute_score", {"completion": SUM, "test_cases": TESTS, "continuous": True}, (2 / 3, [])),
+        ("prime_code.testing_util", "run_test", {"in_outs": TESTS, "test": SUM[10:-4], "timeout": 9}, ([True, False], {})),
+    ],
+)
+def test_verls_names_of_parameters_are_known(module: str, function: str, arguments: dict[str, Any], found: Any) -> None:
+    assert getattr(scorer(module), function)(**arguments) == found
+
+
 def test_a_scorer_is_the_native_module_so_that_replacing_it_works() -> None:
     assert scorer("gsm8k") is gsm8k
     from verl.utils.reward_score import default_compute_score  # type: ignore[import-not-found]

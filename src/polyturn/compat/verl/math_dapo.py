@@ -2,10 +2,11 @@ r"""verl.utils.reward_score.math_dapo: the scorer, and the functions that scorer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from polyturn.rewards.math import last_boxed, last_boxed_only_string, remove_boxed
-from polyturn.rewards.math_dapo import INVALID, compute_score, normalize_final_answer
+from polyturn.rewards.math_dapo import ANSWER, INVALID, compute_score, normalize_final_answer
 
 __all__ = [
     "compute_score", "is_correct_minerva", "is_correct_strict_box", "last_boxed_only_string", "normalize_final_answer",
@@ -15,10 +16,14 @@ __all__ = [
 _STRICT_CHARS = 100
 
 
-def is_correct_minerva(solution_str: str, gt: str, gt_need_extract: bool = False) -> tuple[bool, str]:
+def is_correct_minerva(
+    solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER
+) -> tuple[bool, str]:
     """Return whether what stands behind the last `Answer:` is right, and what it is; the truth may stand in a box."""
-    found = compute_score(solution_str, (last_boxed(gt) or INVALID) if gt_need_extract else gt)
-    return found["acc"], found["pred"]
+    found = re.findall(answer_pattern, solution_str)
+    answer = normalize_final_answer(found[-1]) if found else INVALID
+    truth = normalize_final_answer((last_boxed(gt) or INVALID) if gt_need_extract else str(gt))
+    return answer == truth, answer
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None) -> tuple[int, str | None]:

@@ -7,6 +7,6 @@ from typing import Any
 from polyturn.rewards import math
 
 
-def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
+def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0.0, timeout: float = 30.0) -> float:
     r"""Return 1.0 if the last `\boxed{…}` is the right answer, else 0.0; a comparison that is late counts as wrong."""
     return math.compute_score(model_output, ground_truth)
