@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--continuous", action="store_true", help="generate with transformers' continuous batching")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     samples = args.groups * args.group_size
     micro = args.micro_batch or samples
     tokenizer = AutoTokenizer.from_pretrained(args.model)

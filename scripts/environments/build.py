@@ -2,6 +2,7 @@
 
     python scripts/environments/build.py                 verifiers and OpenEnv: `env.kwargs.python` in a config
     python scripts/environments/build.py trl             TRL, for the comparison in `benchmarks/trl_comparison.py`
+    python scripts/environments/build.py ms_swift        ms-swift, for the same comparison
     python scripts/environments/build.py trl --where     only prints where its interpreter lies, or would
 
 Each has a file of pins here and is built once, in about a minute. What is compared has torch and all that both sides stand
@@ -25,7 +26,7 @@ import venv_cache  # noqa: E402
 
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface-hub", "accelerate", "jinja2")
-COMPARED = ("trl",)
+COMPARED = ("trl", "ms_swift")
 NAMES = ("environments", *COMPARED)
 
 
@@ -35,11 +36,12 @@ def requirements(name: str) -> Path:
 
 
 def shared_pins(name: str) -> str:
-    """Return the lines of the project's constraints that an environment must not differ in; "" where it may."""
+    """Return the lines of the project's constraints that an environment must not differ in, unless it pins them itself."""
     if name not in COMPARED:
         return ""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-    return "\n".join(line for line in lines if line.partition("==")[0] in SHARED)
+    own = {line.partition("==")[0] for line in requirements(name).read_text(encoding="utf-8").splitlines()}
+    return "\n".join(line for line in lines if line.partition("==")[0] in {*SHARED} - own)
 
 
 def folder(name: str) -> Path:
