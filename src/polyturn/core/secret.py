@@ -31,9 +31,9 @@ def token_from(settings: Mapping[str, Any], *, where: str) -> str | None:
     if token is not None and name is not None:
         raise ConfigError(f"{where} has `token` and `token_env`; give one of them")
     if name is not None:
-        if not isinstance(name, str) or not os.environ.get(name):
-            raise ConfigError(f"{where}: token_env is {name!r:.80}, and the environment has no such variable; set it")
-        token = os.environ[name]
+        token = os.environ.get(name, "").strip() if isinstance(name, str) else ""
+        if not token:
+            raise ConfigError(f"{where} names the variable {name!r:.80}, which the environment does not have; set it")
     if token is None or token == "":
         return None
     if not isinstance(token, str) or not token.isascii() or not token.isprintable():

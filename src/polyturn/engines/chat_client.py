@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -90,20 +89,6 @@ async def place_at(url: str, *, limit: int) -> AsyncIterator[None]:
         host.num_used -= 1
         async with host.changed:
             host.changed.notify_all()
-
-
-def key_from(name: str | None, *, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the key that the environment variable `name` holds; None without a name.
-
-    Raises:
-        ConfigError: the variable is not set, or empty.
-    """
-    if name is None:
-        return None
-    key = (os.environ if environ is None else environ).get(name, "").strip()
-    if not key:
-        raise ConfigError(f"the environment variable {name!r}, which is to hold the endpoint's key, is not set; export it")
-    return key
 
 
 class ChatClient:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
+from polyturn.core.secret import token_from
 from polyturn.engines.answer_cache import AnswerCache
-from polyturn.engines.chat_client import ChatClient, Endpoint, check_reachable, key_from
+from polyturn.engines.chat_client import ChatClient, Endpoint, check_reachable
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class ChatPartner:
             self._endpoint = Endpoint(
                 url=settings.base_url,
                 model=settings.model,
-                key=key_from(settings.api_key_env),
+                key=token_from({"token_env": settings.api_key_env}, where="api_key_env"),
                 max_tokens=settings.max_tokens,
                 max_concurrent=settings.max_concurrent,
                 timeout_s=settings.timeout_s,

@@ -28,9 +28,10 @@ from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did
 from polyturn.core.generation import SamplingParams
 from polyturn.core.messages import Message, Origin
 from polyturn.core.registry import import_attr
+from polyturn.core.secret import token_from
 from polyturn.core.seeds import derive_seed
 from polyturn.core.signature import has_parameter
-from polyturn.engines.chat_client import ChatClient, Endpoint, key_from
+from polyturn.engines.chat_client import ChatClient, Endpoint
 from polyturn.engines.frozen_policy import SAMPLED_WITH, FrozenPolicy, Policies, policy_named, sampled_with
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.schedulers.environment import with_text
@@ -304,7 +305,8 @@ def _endpoint_maker(seat: Mapping[str, Any], *, name: str) -> MakePlayer:
     if "url" not in seat or "model" not in seat:
         raise ConfigError(f"env {name!r}: a player behind an endpoint needs url and model; it has {sorted(seat)}")
     passed = {k: seat[k] for k in ("max_tokens", "timeout_s", "max_concurrent", "max_tries") if k in seat}
-    place = Endpoint(url=str(seat["url"]), model=str(seat["model"]), key=key_from(seat.get("api_key_env")), **passed)
+    token = token_from({"token_env": seat.get("api_key_env")}, where=f"env {name!r}: api_key_env")
+    place = Endpoint(url=str(seat["url"]), model=str(seat["model"]), key=token, **passed)
     client = ChatClient(place)
     options = {"temperature": seat["temperature"]} if "temperature" in seat else {}
     system = seat.get("system")

@@ -102,7 +102,7 @@ def test_what_a_server_knows_is_not_shown_when_it_fails() -> None:
     chatty = {"command": sys.executable, "args": ["-S", "-c", program], "env": {"VENDOR_API_KEY": "hunter2hunter2"}}
     with pytest.raises(ConfigError, match=r"its standard error ends: bad key \*\*\*"):
         list_tools("chatty", chatty)
-    with pytest.raises(ConfigError, match="the server 'web': the MCP server: token_env is 'NO_SUCH_TOKEN'"):
+    with pytest.raises(ConfigError, match="the server 'web': the MCP server names the variable 'NO_SUCH_TOKEN'"):
         read_servers({"web": {"url": "https://x/mcp", "token_env": "NO_SUCH_TOKEN"}})
 
 
