@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
+from polyturn.engines import serve_commands
 from polyturn.engines.launcher import Server
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.serve_commands import SERVE_COMMANDS
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 
@@ -66,7 +66,7 @@ async def server(engine: str, *, cores: Iterable[int] | None = None, args: tuple
     """
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        spec = SERVE_COMMANDS[engine](
+        spec = getattr(serve_commands, f"{engine}_command")(
             python=str(python_of(engine)), model=Path(folder), max_context=MAX_CONTEXT, device="cpu", args=args
         )
         if cores is not None:

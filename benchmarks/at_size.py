@@ -31,9 +31,9 @@ from _real_servers import CLIENTS, python_of
 
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.engines import serve_commands
 from polyturn.engines.launcher import Server
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.serve_commands import SERVE_COMMANDS
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_transport import first_names
 from polyturn.training.hf import build_model, load_model, save_model
@@ -192,7 +192,7 @@ async def of_server(kind: str, folder: Path, policy: ModelPolicy, repeats: int) 
     weights = policy.weights()
     size = sum(weights[name].nbytes for name in set(first_names(weights).values()))
     written, loaded = Part(size), Part(size)
-    spec = SERVE_COMMANDS[kind](
+    spec = getattr(serve_commands, f"{kind}_command")(
         python=str(python_of(kind)), model=folder, max_context=512, device="cpu", args=("--dtype", "float32")
     )
     running = await Server.start(spec)

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from polyturn.engines import serve_commands
 from polyturn.engines.launcher import LaunchSpec
-from polyturn.engines.serve_commands import SERVE_COMMANDS
 
 ROOT = Path(__file__).parents[2]
 MAX_CONTEXT = 2048
@@ -40,6 +40,6 @@ def interpreter(engine: str) -> Path:
 
 def launch_spec(engine: str, model: Path, *, max_context: int = MAX_CONTEXT, sees: bool = False) -> LaunchSpec:
     """Return how `engine` serves the model in `model` on a CPU, as a run would start it."""
-    make = SERVE_COMMANDS[engine]
+    make = getattr(serve_commands, f"{engine}_command")
     spec = make(python=str(interpreter(engine)), model=model, max_context=max_context, device="cpu", sees=sees)
     return dataclasses.replace(spec, ready_timeout_s=READY_S)

@@ -69,7 +69,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
         finish_reason=parts[-1].finish_reason,
         policy_versions=version_runs(runs, current=0) if runs else parts[-1].policy_versions,
         routed_experts=joined_routes(parts),
-        info={"prefilled_tokens": sum(part.info.get("prefilled_tokens", 0) for part in parts), "parts": len(parts)},
+        info={name: sum(part.info.get(name, 0) for part in parts) for part in parts for name in part.info},
     )
 
 

@@ -26,13 +26,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from polyturn.core.continuation import nothing
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines import slot_attention
 from polyturn.engines.base import EngineSetup, MeanOverTime
 from polyturn.engines.batch_step import BatchStep
-from polyturn.engines.continuation import nothing
 from polyturn.engines.media import ShownPrompts
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.routers import Routers

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyturn.core.aio import first_error
+from polyturn.core.continuation import nothing
 from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
-from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import PoolWeights, Revivable, Verify, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, PooledRequest, Replica

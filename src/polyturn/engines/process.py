@@ -31,7 +31,7 @@ from polyturn.engines.ipc import MessageSocket
 from polyturn.engines.process_main import Boot
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.slots import EngineStats
-from polyturn.engines.weight_memory import WeightMemory, first_names, tensors_of
+from polyturn.engines.weight_memory import WeightMemory, listed_names, tensors_of
 from polyturn.infra.process import ManagedProcess
 from polyturn.tokens.multimodal import MediaProcessor
 
@@ -78,7 +78,7 @@ class ProcessEngine:
         self.stats = EngineStats()
         """Of the process, as of its latest answer."""
         self._structure = _pickled(model, media)
-        self._first_names = first_names(model)
+        self._listed_names = listed_names(model)
         self._memory: WeightMemory | None = None
         self._live_slot = 0
         self._process: ManagedProcess | None = None
@@ -156,7 +156,7 @@ class ProcessEngine:
             if weights is None:
                 tensors = tensors_of(self._model)
             else:  # under the names that they have in the memory: of a tied one the first
-                tensors = {self._first_names.get(name, name): tensor for name, tensor in weights.items()}
+                tensors = {self._listed_names.get(name, name): tensor for name, tensor in weights.items()}
             await asyncio.to_thread(memory.write, slot, tensors)
             await self._ask("update", version, slot, keep_kv)
             self._live_slot, self.version = slot, version

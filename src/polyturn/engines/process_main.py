@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Boot:
     """The first message: everything that the engine is made of."""
 
     memory_fd: int
-    places: dict[str, Any]
+    places: Sequence[Any]
     size: int
     model: bytes
     """The model's structure as a pickle in which tensors are names in the memory."""

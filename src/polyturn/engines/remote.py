@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from polyturn.core.continuation import before_banned, continued, joined, nothing
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.engines.base import BaseEngine
-from polyturn.engines.continuation import before_banned, continued, joined, nothing
 from polyturn.engines.dialect import ServerDialect, ServerFacts, ServerLoad
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.options import ServerOptions

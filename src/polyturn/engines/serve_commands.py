@@ -10,7 +10,7 @@ instructions of bfloat16 attention there are not in every virtual machine.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyturn.engines.launcher import LaunchSpec
@@ -77,6 +77,3 @@ def _python_path(env: Mapping[str, str] | None) -> str:
     """Return where the server finds our side of it, before whatever else it is to find."""
     own = (env or {}).get("PYTHONPATH") or os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(SERVER_SIDE), *([own] if own else [])])
-
-
-SERVE_COMMANDS: Mapping[str, Callable[..., LaunchSpec]] = {"vllm": vllm_command, "sglang": sglang_command}

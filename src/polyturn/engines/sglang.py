@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from polyturn.core.continuation import version_runs
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
-from polyturn.engines.continuation import version_runs
 from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.serve_commands import sglang_command

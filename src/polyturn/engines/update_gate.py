@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
+from polyturn.core.continuation import continued, joined
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.lifecycle import suspended
 from polyturn.core.protocols import Engine
 from polyturn.engines.base import EngineWrapper
-from polyturn.engines.continuation import continued, joined
 
 UpdateMode = Literal["in_flight", "wait", "abort_resume"]
 

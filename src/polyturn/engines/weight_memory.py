@@ -14,33 +14,35 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from polyturn.core.errors import EngineError, did_you_mean
+from polyturn.engines.server_side.polyturn_weights import cut
 
 _ALIGN = 64
 NUM_SLOTS = 2
 
 
 class TensorSlot(NamedTuple):
-    """The place of a tensor in a slot."""
+    """The place of a tensor in a slot, as `cut` takes it."""
 
-    offset: int
+    name: str
+    dtype: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    offset: int
 
 
 class WeightMemory:
     """Two slots of one model's parameters and buffers."""
 
-    def __init__(self, fd: int, places: Mapping[str, TensorSlot], *, size: int) -> None:
+    def __init__(self, fd: int, places: Sequence[TensorSlot], *, size: int) -> None:
         """Map the memory behind `fd`, a slot of which has `size` bytes."""
         self.fd = fd
-        self.places = dict(places)
+        self.places = places
         self.size = size
         self._map = mmap.mmap(fd, max(1, NUM_SLOTS * size))
         self._views: dict[int, dict[str, Tensor]] = {}
@@ -48,9 +50,9 @@ class WeightMemory:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         """Make memory for the tensors of `model`; tied ones have one place."""
-        places, offset = {}, 0
+        places, offset = [], 0
         for name, tensor in tensors_of(model).items():
-            places[name] = TensorSlot(offset, tuple(tensor.shape), tensor.dtype)
+            places.append(TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             offset = -(-(offset + tensor.nbytes) // _ALIGN) * _ALIGN
         fd = _anonymous()
         os.ftruncate(fd, max(1, NUM_SLOTS * offset))
@@ -59,17 +61,8 @@ class WeightMemory:
     def views(self, slot: int) -> dict[str, Tensor]:
         """Return name -> tensor over the memory of a slot."""
         if slot not in self._views:
-            buffer = memoryview(self._map)
-            views = {}
-            for name, place in self.places.items():
-                count = torch.Size(place.shape).numel()
-                at = slot * self.size + place.offset
-                views[name] = (
-                    torch.frombuffer(buffer, dtype=place.dtype, count=count, offset=at).view(place.shape)
-                    if count
-                    else torch.empty(place.shape, dtype=place.dtype)
-                )
-            self._views[slot] = views
+            memory = torch.frombuffer(memoryview(self._map), dtype=torch.uint8, offset=slot * self.size)
+            self._views[slot] = cut(memory, self.places)
         return self._views[slot]
 
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
@@ -99,7 +92,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
+def listed_names(model: nn.Module) -> dict[str, str]:
     """Return each name of a parameter or buffer -> the one that `tensors_of` lists its tensor under."""
     first = {id(tensor): name for name, tensor in tensors_of(model).items()}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

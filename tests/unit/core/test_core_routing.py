@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.builder import TrajectoryBuilder
+from polyturn.core.continuation import continued, joined
 from polyturn.core.errors import AlignmentError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.routing import RouteShape, fill, has_route
 from polyturn.core.serde import from_json, to_json
 from polyturn.core.trajectory import Segment, Span, SpanSource
-from polyturn.engines.continuation import continued, joined
 
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=8)
 

@@ -14,9 +14,9 @@ import pytest
 from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.routing import RouteShape
+from polyturn.engines import serve_commands
 from polyturn.engines.options import LaunchOptions
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.serve_commands import SERVE_COMMANDS
 from polyturn.engines.served import _launches
 from polyturn.engines.served_routes import FLAG, ServedRoutes
 from polyturn.engines.sglang import SglangEngine
@@ -120,7 +120,9 @@ def test_a_server_on_a_cpu_is_not_asked_to_say_it(
     setup: Any = SimpleNamespace(routes=SHAPE, needs_routes=needs, places=None, max_context=64, media=None)
 
     def started() -> Any:
-        return _launches(LaunchOptions(python="python"), setup, client, SERVE_COMMANDS[client.name], Path())[0]
+        return _launches(
+            LaunchOptions(python="python"), setup, client, getattr(serve_commands, f"{client.name}_command"), Path()
+        )[0]
 
     if needs:
         with pytest.raises(ConfigError, match=f"replay is on and {client.name} does not say on a CPU which experts"):

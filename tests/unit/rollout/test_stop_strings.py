@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 
@@ -37,7 +38,8 @@ class AbortedEngine(ScriptedEngine):
             completion = await super().generate(request)
             await aborting
             return completion
-        return await super().generate(request)
+        completion = await super().generate(request)
+        return dataclasses.replace(completion, info={"prefilled_tokens": len(request.prompt_ids)})
 
 
 def engine_that_says(text: str, *, is_aborted_in: int = 0) -> ScriptedEngine:
@@ -61,6 +63,7 @@ async def test_a_completion_ends_with_the_token_that_completes_the_string():
     assert ended.completion.finish_reason is FinishReason.STOP
     assert ended.completion.logprobs is not None and len(ended.completion.logprobs) == len(ended.completion.token_ids)
     assert ended.completion.policy_versions == ((0, 0),)
+    assert ended.completion.info["prefilled_tokens"] > 2 + PIECE, "of each piece, not the first alone"
 
 
 async def test_a_completion_without_the_string_is_what_the_engine_says_in_one_go():
