@@ -87,7 +87,7 @@ def evaluate(
 ) -> Run:
     """Evaluate a model on tasks, and return the run: `run.reports`, `run.trajectories`.
 
-        run = polyturn.evaluate(model="runs/mine/checkpoints/step-100/model", tasks="held_out.jsonl", tools=[price])
+        run = polyturn.evaluate(model="runs/mine/checkpoints/step-100/model", tasks="held_out.jsonl", reward=right)
 
     Args:
         model: As for `train`.
@@ -124,7 +124,7 @@ def rollout(
 ) -> Run:
     """Let a model run episodes without training it, and return the run with their trajectories.
 
-        for trajectory in polyturn.rollout(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price]).trajectories: …
+        for trajectory in polyturn.rollout(model="Qwen/Qwen3-0.6B", tasks=rows, reward=right).trajectories: …
 
     Args:
         model, tasks, tools, interaction, reward, config, overrides: As for `train`.

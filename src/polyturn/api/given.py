@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from polyturn.config.sources import merge
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import LiveObject, hold
 from polyturn.core.reward import shown
+from polyturn.core.signature import required
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -186,6 +188,11 @@ class _Reader:
                 f"model is {shown(model)}; give the name of a model on the hub, its folder, or a causal language model of "
                 "transformers: model='Qwen/Qwen3-0.6B'"
             )
+        if (heads := getattr(model, "get_output_embeddings", None)) is not None and heads() is None:
+            raise ConfigError(
+                f"model is a {type(model).__name__}, which predicts no tokens; load the causal language model of it: "
+                "AutoModelForCausalLM.from_pretrained('…')"
+            )
         name = str(getattr(model.config, "_name_or_path", "") or "")
         if not of_tokenizer and not name:
             raise ConfigError(
@@ -247,6 +254,10 @@ class _Reader:
         if isinstance(tool, str | Path):
             return _path_of_code(str(tool), where, "tools=[price]")
         is_class = isinstance(tool, type)
+        cls = tool if is_class else type(tool)
+        for kind, base in (("interaction", BaseInteraction), ("scheduler", MultiTurnScheduler)):
+            if issubclass(cls, base):
+                raise ConfigError(f"{where} is of {cls.__name__}, which is no tool; give it as {kind}={cls.__name__}")
         if is_class and issubclass(tool, BaseTool):
             raise ConfigError(f"{where} is the class {tool.__name__}; give a tool: {tool.__name__}(config, tool_schema)")
         if not isinstance(tool, BaseTool):
@@ -292,6 +303,12 @@ class _Reader:
                 "messages, **kwargs)` that inherits polyturn.BaseInteraction: interaction=Customer"
             )
         check_interaction(cls, where="interaction")
+        asks = [one for one in required(value) if one not in ("base", "policies")] if isinstance(value, type) else []
+        if asks and not (len(asks) == 1 and re.search("conf|cfg", asks[0])):
+            raise ConfigError(
+                f"interaction is the class {cls.__name__}, which takes ({', '.join(asks)}) and would be given a config alone; "
+                f"give an object: interaction={cls.__name__}(…)"
+            )
         return {"name": name or default_name(cls.__name__), "class_name": self.label(value)}
 
     def reward(self, value: Any) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def called(function: Any, what: str, name: str) -> Any:
         inspect.signature(function).bind()
     except TypeError as problem:
         raise ConfigError(
-            f"{what} is the function {name}, which needs arguments ({problem}); call it: {what}={name}(…)"
+            f"{what} is the function {name}, which needs arguments ({problem}); call it, {what}={name}(…), or if it scores "
+            f"trajectories give it as the reward: reward={name}"
         ) from problem
     return function()
 

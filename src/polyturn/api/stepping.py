@@ -61,6 +61,9 @@ class TrainingStep:
         self._changed: str | None = None
         self._go, self._done = threading.Event(), threading.Event()
 
+    def __repr__(self) -> str:
+        return f"TrainingStep({self.number}: {len(self.groups)} groups, {len(self.samples)} samples)"
+
     @property
     def groups(self) -> Sequence[TrajectoryGroup]:
         """The groups of trajectories. Others, for instance with other rewards, are credited again by the algorithm."""

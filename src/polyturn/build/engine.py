@@ -61,6 +61,7 @@ def build_engine(
         routes=routes,
         needs_routes=config.algorithm.routing.replay == "on",
         places=places,
+        is_plan=place.is_plan,
     )
     made = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
     # Only an engine that was made can say what it is capable of.

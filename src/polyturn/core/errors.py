@@ -13,6 +13,7 @@ import difflib
 import os
 import traceback
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 
 from polyturn.core.code_origin import is_an_authors
 from polyturn.core.hiding import scrubbed
@@ -142,10 +143,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Known: {shown}{', …' if len(names) > 12 else ''}."
 
 
-def raised_at(error: BaseException) -> str:
-    """Return where a plug-in raised what became `error`: " (tutor.py, line 12)"; empty where no code of a user's is in it.
+def raised_by_author(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType] | None:
+    """Return what a plug-in raised that became `error`, with its traceback from the plug-in on; None where there is no such.
 
-    Of the innermost exception that passed through a file that is neither of this library nor installed, the innermost line.
+    It is the innermost exception that passed through a file that is neither of this library nor installed.
     """
     chain: list[BaseException] = []
     at: BaseException | None = error
@@ -153,10 +154,20 @@ def raised_at(error: BaseException) -> str:
         chain.append(at)
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
     for one in reversed(chain):
-        frames = [f for f in traceback.extract_tb(one.__traceback__) if is_an_authors(f.filename)]
-        if frames:
-            return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
-    return ""
+        calls = one.__traceback__
+        while calls is not None and not is_an_authors(calls.tb_frame.f_code.co_filename):
+            calls = calls.tb_next
+        if calls is not None:
+            return type(one), one, calls
+    return None
+
+
+def raised_at(error: BaseException) -> str:
+    """Return where a plug-in raised what became `error`: " (tutor.py, line 12)"; empty where no code of a user's is in it."""
+    if (found := raised_by_author(error)) is None:
+        return ""
+    last = [f for f in traceback.extract_tb(found[2]) if is_an_authors(f.filename)][-1]
+    return f" ({os.path.basename(last.filename)}, line {last.lineno})"
 
 
 @contextlib.contextmanager

@@ -231,6 +231,10 @@ class Trajectory(Record):
     """Why the trajectory failed; None unless `stop_reason` is a failure."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        worth = "no reward" if self.reward is None else f"reward {self.reward.total:.4g}"
+        return f"Trajectory({self.id!r}: {len(self.turns)} turns, {self.stop_reason.value}, {worth})"
+
     @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation: the prompt, then each turn's message and what it drew; forks in order of their turns."""

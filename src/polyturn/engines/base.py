@@ -98,6 +98,8 @@ class EngineSetup:
     """Whether a server that does not say so is refused."""
     places: ServerPlaces | None = None
     """The place where servers are started; None is this machine."""
+    is_plan: bool = False
+    """Whether the run is shown and not started, so that a server may be missing here."""
 
 
 engines: Registry[Callable[..., Engine]] = Registry("engines")

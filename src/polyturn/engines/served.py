@@ -102,10 +102,13 @@ def _launches(
 
     places = setup.places
     if places is None and launch.python is None and importlib.util.find_spec(client.name) is None:
-        raise ConfigError(
+        missing = (
             f"{client.name} is not installed here; set engine.launch.python to the interpreter of an environment that has "
             "it, or engine.urls to a server that runs"
         )
+        if not setup.is_plan:
+            raise ConfigError(missing)
+        logger.warning("on this machine the run would not start: %s", missing)
     count = launch.replicas if places is None else places.count
     device = "cuda" if (torch.cuda.is_available() if places is None else places.num_gpus) else "cpu"
     wide = ["--tensor-parallel-size", str(places.num_gpus)] if places is not None and places.num_gpus > 1 else []

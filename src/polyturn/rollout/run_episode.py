@@ -27,6 +27,7 @@ from polyturn.core.errors import (
     TemplateError,
     one_line,
     raised_at,
+    raised_by_author,
 )
 from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import RequestState, StopReason
@@ -268,7 +269,7 @@ def _end(episode: Episode, state: RequestState) -> None:
 def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
     """Log why an episode failed, for one reason the first, tenth, hundredth … time; return why.
 
-    The first time comes with the traceback, where a plug-in raised it: its line then is the reason.
+    The first time comes with the traceback of the plug-in that raised it: its line then is the reason.
     """
     where = raised_at(problem)
     error = one_line(problem).removesuffix(where) + where
@@ -277,7 +278,7 @@ def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> s
     count = context.told[reason]
     level = logging.WARNING if count == 10 ** (len(str(count)) - 1) else logging.DEBUG
     again = f" ({count} trajectories so far)" if count > 1 else ""
-    trace = problem if where and count == 1 else None
+    trace = raised_by_author(problem) if count == 1 else None
     logger.log(level, "trajectory %s failed: %s%s", episode_id, error, again, exc_info=trace)
     return error
 

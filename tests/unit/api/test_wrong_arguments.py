@@ -33,6 +33,21 @@ class Customer(polyturn.BaseInteraction):
         return True, "", 0.0, {}
 
 
+class Priced(Customer):
+    def __init__(self, prices: dict[str, int]) -> None:
+        super().__init__({})
+        self.prices = prices
+
+
+class Headless:
+    """As transformers' AutoModel loads one."""
+
+    config = save_pretrained = None
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
 class Score:
     def __call__(self, trajectory: Any) -> float:
         return 0.0
@@ -114,7 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an async function for tasks": ({"tasks": load}, ["tasks is async", "tasks=await load(…)"]),
     "an async generator": ({"tasks": stream}, ["tasks is async", "await stream(…)"]),
     "a generator used twice": ({"tasks": used_up()}, ["gives its rows once", "rows = list(…)", "tasks=rows"]),
-    "a function with arguments": ({"tasks": of_split}, ["of_split, which needs arguments", "tasks=of_split(…)"]),
+    "a function with arguments": ({"tasks": of_split}, ["of_split, which needs arguments", "tasks=of_split(…)", "reward=of_split"]),
     "a class for tasks": ({"tasks": polyturn.TaskDataset}, ["is the class TaskDataset", "tasks=TaskDataset(…)"]),
     "no rows": ({"tasks": []}, ["tasks has no row", "tasks=[{'prompt': '…'}]"]),
     "rows without a prompt": (
@@ -188,12 +203,25 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "no model": ({"model": None}, ["model is not given", "model='Qwen/Qwen3-0.6B'"]),
     "no tasks": ({"tasks": None}, ["data.train is not set", "in Python: tasks=rows"]),
+    "a model without a head": (
+        {"model": Headless()},
+        ["Headless, which predicts no tokens", "AutoModelForCausalLM.from_pretrained("],
+    ),
     "a class for the tokenizer": ({"tokenizer": Score}, ["tokenizer is the class Score", "Score.from_pretrained('…')"]),
     "a name in quotes for a tool": ({"tools": "price"}, ["tools[0] is the text 'price'", "without quotes: tools=[price]"]),
     "a name in quotes for an interaction": ({"interaction": "Customer"}, ["is the text 'Customer'", "interaction=Customer"]),
     "a class with methods for a tool": (
         {"tools": [Game]},
         ["is the class Game; give methods of an object", "tools=[it.guess]"],
+    ),
+    "an interaction for a tool": ({"tools": [Customer]}, ["Customer, which is no tool", "interaction=Customer"]),
+    "a scheduler for a tool": (
+        {"tools": [polyturn.MultiTurnScheduler()]},
+        ["which is no tool", "scheduler=MultiTurnScheduler"],
+    ),
+    "a class with arguments of its own for an interaction": (
+        {"interaction": Priced},
+        ["the class Priced, which takes (prices)", "interaction=Priced(…)"],
     ),
     "a method of a class for a tool": ({"tools": [Game.guess]}, ["method of a class", "tools=[it.guess]"]),
     "a class of its own for an interaction": (
