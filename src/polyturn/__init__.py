@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -222,7 +223,8 @@ def __getattr__(name: str) -> Any:
     if name == "rollout":
         return importlib.import_module("polyturn.rollout")  # the package, which can be called
     if name not in _WHERE:
-        raise AttributeError(f"module 'polyturn' has no attribute {name!r}")
+        near = "".join(f"; did you mean {known!r}?" for known in get_close_matches(name, _WHERE, n=1))
+        raise AttributeError(f"module 'polyturn' has no attribute {name!r}{near}")
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

@@ -9,10 +9,13 @@ which. Nothing heavy is imported before a function is called.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+
+from polyturn.core.errors import ConfigError, PolyturnError, raised_by_author
 
 if TYPE_CHECKING:
     from polyturn.api.given import GivenArguments
@@ -22,10 +25,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _OF_TRAINING = ("train", "algorithm", "warm_start")
 """Sections that a run reads which trains."""
 
 
+def _in_a_sentence(function: Callable[P, R]) -> Callable[P, R]:
+    """Let an error of the library end at the caller's line, with only what code of the caller's raised behind it.
+
+    Its whole traceback is logged at the level DEBUG.
+    """
+
+    @functools.wraps(function)
+    def shortly(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > 2:
+            raise ConfigError(
+                f"polyturn.{function.__name__} takes the model and the tasks by position, and {len(args)} were given; name "
+                "what follows: reward=right, tools=[price]"
+            )
+        try:
+            return function(*args, **kwargs)
+        except PolyturnError as problem:
+            logger.debug("%s", problem, exc_info=True)
+            _, behind, calls = raised_by_author(problem) or (None, None, None)
+            if behind is problem:
+                raise problem.with_traceback(calls) from problem.__cause__
+            raise problem.with_traceback(None) from behind and behind.with_traceback(calls)
+
+    return shortly
+
+
+@_in_a_sentence
 def train(
     model: Any = None,
     tasks: Any = None,
@@ -75,6 +106,7 @@ def train(
     return _train(GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config), resume=resume)
 
 
+@_in_a_sentence
 def evaluate(
     model: Any = None,
     tasks: Any = None,
@@ -110,6 +142,7 @@ def evaluate(
     return Run(folder, reports=found, resources=source)
 
 
+@_in_a_sentence
 def rollout(
     model: Any = None,
     tasks: Any = None,
@@ -148,6 +181,7 @@ def rollout(
     return Run(folder, resources=source)
 
 
+@_in_a_sentence
 def steps(
     model: Any = None,
     tasks: Any = None,
@@ -182,6 +216,7 @@ def steps(
     source, resolved = read(told)
     from polyturn.api.stepping import Steps
 
+    @_in_a_sentence
     def work(hooks: Any) -> Run:
         with _shown():
             _announce(source)
@@ -222,6 +257,7 @@ def _run_of(finished: Any, given: Any, source: Any) -> Run:
         raise SystemExit(0)  # the run went on in processes that this one started, which have done what is left to do
     folder = finished.folder if isinstance(finished, TrainedRun) else finished
 
+    @_in_a_sentence
     def again(changes: Mapping[str, Any]) -> Run:
         return _train(given.changed(changes, name=folder.name), resume=True)
 

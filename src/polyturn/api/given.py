@@ -306,7 +306,7 @@ class _Reader:
         asks = [one for one in required(value) if one not in ("base", "policies")] if isinstance(value, type) else []
         if asks and not (len(asks) == 1 and re.search("conf|cfg", asks[0])):
             raise ConfigError(
-                f"interaction is the class {cls.__name__}, which takes ({', '.join(asks)}) and would be given a config alone; "
+                f"interaction is the class {cls.__name__}, which takes ({', '.join(asks)}) and would get a config alone; "
                 f"give an object: interaction={cls.__name__}(…)"
             )
         return {"name": name or default_name(cls.__name__), "class_name": self.label(value)}

@@ -11,7 +11,7 @@ import yaml
 
 from polyturn import build
 from polyturn.cli.console import Output
-from polyturn.cli.plan import load_of
+from polyturn.cli.plan import layout_of, load_of
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.model import SELF
@@ -115,7 +115,9 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     longest = min(parts.max_context, num_prompt_tokens + turns * per_turn)
     episodes = config.train.groups_per_step * config.train.group_size
     tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
-    load = load_of(parts.place, tokens=tokens, on_gpu=torch.cuda.is_available())
+    layout, launch = layout_of(config), config.engine.launch if isinstance(config.engine, ServerOptions) else None
+    names_gpus = launch is not None and bool(launch.devices)
+    load = load_of(parts.place, tokens=tokens, on_gpu=names_gpus or torch.cuda.is_available())
     size = ModelSize.of(parts.model)
     held = rank_bytes(size, load)
     held["KV cache of the engine"] = _kv_bytes(parts, size) if parts.engine.capabilities.shares_weights else 0
@@ -123,6 +125,9 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     out |= device_plan(config)
     out |= {f"each rank: {name}": _mib(num) for name, num in held.items() if num}
     out["each rank: in all, at most"] = f"{_mib(sum(held.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
+    if layout.servers:
+        each = server_bytes(size, tensor_parallel=layout.width, tokens=parts.max_context)
+        out |= {f"each GPU of a server: {name}, at least": _mib(num) for name, num in each.items()}
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
     out["tokens a step, at most"] = f"{longest * episodes}"
     if parts.model.device.type == "meta":

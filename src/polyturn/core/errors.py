@@ -163,7 +163,7 @@ def raised_by_author(error: BaseException) -> tuple[type[BaseException], BaseExc
 
 
 def raised_at(error: BaseException) -> str:
-    """Return where a plug-in raised what became `error`: " (tutor.py, line 12)"; empty where no code of a user's is in it."""
+    """Return where a plug-in raised what became `error`: " (tutor.py, line 12)"; empty where none did."""
     if (found := raised_by_author(error)) is None:
         return ""
     last = [f for f in traceback.extract_tb(found[2]) if is_an_authors(f.filename)][-1]

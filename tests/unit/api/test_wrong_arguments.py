@@ -129,7 +129,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an async function for tasks": ({"tasks": load}, ["tasks is async", "tasks=await load(…)"]),
     "an async generator": ({"tasks": stream}, ["tasks is async", "await stream(…)"]),
     "a generator used twice": ({"tasks": used_up()}, ["gives its rows once", "rows = list(…)", "tasks=rows"]),
-    "a function with arguments": ({"tasks": of_split}, ["of_split, which needs arguments", "tasks=of_split(…)", "reward=of_split"]),
+    "a function with arguments": (
+        {"tasks": of_split},
+        ["of_split, which needs", "tasks=of_split(…)", "reward=of_split"],
+    ),
     "a class for tasks": ({"tasks": polyturn.TaskDataset}, ["is the class TaskDataset", "tasks=TaskDataset(…)"]),
     "no rows": ({"tasks": []}, ["tasks has no row", "tasks=[{'prompt': '…'}]"]),
     "rows without a prompt": (
@@ -265,6 +268,7 @@ def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
         (lambda: polyturn.evaluate("tiny", [1]), r"^tasks has a first row 1; a row is a dict"),
         (lambda: polyturn.steps("tiny", config="Qwen/Qwen3-0.6B"), "a model is given as model='Qwen/Qwen3-0.6B'"),
         (lambda: polyturn.steps("nowhere.yaml"), "nowhere.yaml"),
+        (lambda: polyturn.train("tiny", ROWS, Score()), r"^polyturn\.train takes .* by position, and 3 were given; name"),
     ],
 )
 def test_what_is_given_to_another_function_is_answered_too(call: Any, words: str) -> None:
@@ -299,6 +303,20 @@ def test_what_another_trainer_calls_a_keyword_is_answered_with_keywords_that_the
     assert [key for key in keys if key not in OWN and path_of(key) is None] == []
     with pytest.raises(polyturn.ConfigError, match="here it is"):
         path_of(name)
+
+
+def test_a_traceback_ends_where_the_library_is_called() -> None:
+    """With what a function of the caller's raised behind it, and no line of the library's own."""
+
+    def source() -> Any:
+        raise polyturn.DataError("the disk is not there") from OSError("not mounted")
+
+    for given, of_caller, behind in (({"tasks": []}, [], "None"), ({"tasks": source}, ["source"], "not mounted")):
+        with pytest.raises(polyturn.DataError) as caught:
+            polyturn.train("tiny", **given)
+        lines = [entry for entry in caught.traceback if "polyturn/api" not in str(entry.path)]
+        assert [entry.name for entry in lines[1:]] == of_caller
+        assert str(caught.value.__cause__) == behind
 
 
 @pytest.mark.parametrize("what", ["tasks", "tools", "reward", "interaction", "scheduler", "model"])
