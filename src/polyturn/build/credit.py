@@ -30,7 +30,7 @@ def build_estimator(place: ConfigSource) -> Any:
         ConfigError: there is none of the name, it takes no such option, or cannot work in this run.
     """
     from polyturn.algorithms.advantages import advantages, bind_estimator, check_estimator, traits_of
-    from polyturn.rewards.router import DEFAULT_WEIGHTS
+    from polyturn.rewards.options import DEFAULT_WEIGHTS
 
     config = place.config
     algorithm = config.algorithm

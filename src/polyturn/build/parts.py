@@ -32,8 +32,9 @@ from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
 from polyturn.rewards.code import Sandbox
+from polyturn.rewards.options import DEFAULT_WEIGHTS
 from polyturn.rewards.overlong import Overlong
-from polyturn.rewards.router import DEFAULT_WEIGHTS, RewardRef, RewardRouter, Weighing
+from polyturn.rewards.router import RewardRef, RewardRouter, Weighing
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler

@@ -12,6 +12,9 @@ from pydantic import Field
 
 from polyturn.rewards.rendered_text import TextOf
 
+DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
+"""What each component of a reward weighs in it, where a config says nothing; `overlong` always weighs 1."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRate:

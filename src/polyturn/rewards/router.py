@@ -34,14 +34,12 @@ from polyturn.rewards.calls import CallRateLimit, RunningEpisodes
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
 from polyturn.rewards.judge import Judges
-from polyturn.rewards.options import CallOptions, CallRate
+from polyturn.rewards.options import DEFAULT_WEIGHTS, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.registry import BUILT_IN_ROUTES, rewards
 
 Aggregate = Literal["last", "sum", "max", "mean"]
 
-DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
-"""`overlong` always weighs 1: its penalty is its weight."""
 COMPONENTS = ("outcome", "tool_step", "interaction", "turns", "tool/<name>")
 EPISODE_ROUTES = ("interaction", "tools", "turns")
 """Route targets that are no functions: the data_source is scored by the episode's interaction, by its tools, or by what the

@@ -8,7 +8,7 @@ of which each trajectory gives at most 64, evenly spaced, so that a long one cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,8 +125,11 @@ def columns_of(step: Rows) -> Rows:
     return steps[:: -(-len(steps) // COLUMNS)] if len(steps) else steps
 
 
-def reward_parts(table: pa.Table) -> dict[str, Any]:
-    """Return the mean of each part of the reward in each column of steps; 0 where no trajectory has it."""
+def reward_parts(table: pa.Table, weights: Mapping[str, float]) -> dict[str, Any]:
+    """Return the mean of each part of the reward in each column of steps; 0 where no trajectory has it.
+
+    Where the parts by their weights add up to the rewards (`is_sum`), each is by its weight; none has weight 0.
+    """
     step = table["step"].to_numpy()
     starts = columns_of(step)
     at = np.searchsorted(starts, step, side="right") - 1
@@ -134,8 +137,14 @@ def reward_parts(table: pa.Table) -> dict[str, Any]:
     length = np.diff(column.offsets.to_numpy()) * column.is_valid().to_numpy(zero_copy_only=False)
     row, names, values = np.repeat(np.arange(len(step)), length), column.keys.to_numpy(zero_copy_only=False), column.items
     value, trajectories = values.to_numpy(zero_copy_only=False).astype(np.float64), np.bincount(at, minlength=len(starts))
-    found = {}
-    for name in sorted(set(names.tolist()))[:12]:
-        mine = (names == name) & np.isfinite(value)
-        found[name] = (np.bincount(at[row[mine]], value[mine], len(starts)) / np.maximum(trajectories, 1)).tolist()
-    return {"steps": starts.tolist(), "parts": found}
+    reward = table["reward"].to_numpy().astype(np.float64)
+
+    def mean(column: NDArray[np.int64], of: Values) -> Values:
+        known = np.isfinite(of)
+        return np.bincount(column[known], of[known], len(starts)) / np.maximum(trajectories, 1)
+
+    means = {name: mean(at[row[names == name]], value[names == name]) for name in sorted(set(names.tolist()))[:12]}
+    by_weight = {name: weights[name] * of for name, of in means.items() if weights.get(name)}
+    is_sum = bool(by_weight) and np.allclose(sum(by_weight.values()), mean(at, reward), atol=1e-6)
+    parts = {name: of.tolist() for name, of in (by_weight if is_sum else means).items()}
+    return {"steps": starts.tolist(), "parts": parts, "is_sum": is_sum}

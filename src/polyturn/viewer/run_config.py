@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ import yaml
 
 from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, one_line
+from polyturn.core.reward import as_score
+from polyturn.rewards.options import DEFAULT_WEIGHTS
 
 MAX_BYTES = 1 << 20
 """Bytes of a configuration that are read."""
@@ -16,6 +19,18 @@ MAX_ALIASES = 20
 """References of a config to parts of itself; each may double what it says."""
 MAX_DEPTH = 100
 """The depth to which its parts may be nested; the time to read them grows with the square."""
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a config; it is empty where there is none."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def reward_weights(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the parts of a reward weigh in it; one that is not named weighs nothing."""
+    given = section(section(config, "reward"), "weights") or DEFAULT_WEIGHTS
+    return {"overlong": 1.0} | {name: known for name, weight in given.items() if (known := as_score(weight)) is not None}
 
 
 class ReadConfig(NamedTuple):

@@ -46,7 +46,7 @@ from polyturn.viewer.overview import before_after, facts, settings, stop_reasons
 from polyturn.viewer.panels import panels_of
 from polyturn.viewer.progress import NOTHING, progress
 from polyturn.viewer.run_config import MAX_BYTES as MAX_CONFIG_BYTES
-from polyturn.viewer.run_config import read_config
+from polyturn.viewer.run_config import read_config, reward_weights
 from polyturn.viewer.tokens import TokenTexts
 from polyturn.viewer.trajectory_page import MAX_TOKENS, cut, plain, trajectory_page
 from polyturn.viewer.why_advantage import why_advantage
@@ -219,7 +219,10 @@ class RunView:
             for name, title in (OF_TRAJECTORIES | OF_TOKENS).items()
             if (found := distribution(*known[name])) is not None
         ]
-        return {"distributions": drawn, "parts": reward_parts(chosen.table())}
+        return {
+            "distributions": drawn,
+            "parts": reward_parts(chosen.table(), reward_weights(read_config(self.folder).values)),
+        }
 
     def telling(self, num: int) -> list[dict[str, Any]]:
         """Return at most `num` trajectories that tell the most: what names each, and why it is shown."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from polyturn.core.reward import as_score
 from polyturn.store.schema import StoredTrajectory
+from polyturn.viewer.run_config import reward_weights, section
 from polyturn.viewer.tokens import DROPPED, is_trained
 from polyturn.viewer.trajectory_page import plain
 
@@ -120,7 +121,7 @@ def why_advantage(
     rows = [_member(member) for member in group]
     counted = [row for row in rows if row["reward"] is not None and not row["is_failed"]]
     rewards_G = np.array([row["reward"] for row in counted], np.float64)
-    name, options = _estimator(_section(config, "algorithm"))
+    name, options = _estimator(section(config, "algorithm"))
     own = _member(chosen)
     found = Derivation("") if name is None else _derive(name, own, counted, options)
     said = {
@@ -147,7 +148,7 @@ def _estimator(algorithm: Mapping[str, Any]) -> tuple[str | None, Mapping[str, A
     if isinstance(given, Mapping):
         name, options = given.get("name"), given
     else:
-        name, options = given, {**algorithm, **_section(algorithm, "advantage_kwargs")}
+        name, options = given, {**algorithm, **section(algorithm, "advantage_kwargs")}
     return (name if isinstance(name, str) else None), options
 
 
@@ -245,22 +246,17 @@ def _turns(record: StoredTrajectory) -> list[dict[str, Any]]:
 
 
 def _parts(chosen: StoredTrajectory, group: Sequence[StoredTrajectory], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each part of the reward: its value here, its mean in the group, and its weight where the config names one."""
+    """Return each part of the reward: its value here, its mean in the group, and its weight where the config is known."""
     if chosen.trajectory.reward is None:
         return []
-    weights = _section(_section(config, "reward"), "weights")
+    weights = reward_weights(config)
     rewards = [m.trajectory.reward for m in group if m.trajectory.reward is not None]
     rows = []
     for name, value in chosen.trajectory.reward.components.items():
         others = [v for r in rewards if (v := as_score(r.components.get(name))) is not None]
         mean = math.fsum(others) / len(others) if others else None
-        rows.append({"name": name, "value": value, "mean": mean, "weight": as_score(weights.get(name))})
+        rows.append({"name": name, "value": value, "mean": mean, "weight": weights.get(name, 0.0) if config else None})
     return rows
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _n(value: float) -> str:

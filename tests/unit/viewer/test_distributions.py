@@ -38,12 +38,13 @@ def test_a_list_gives_at_most_some_of_its_numbers_evenly_spaced():
 
 def test_parts_of_the_reward_are_means_over_all_trajectories_of_a_step():
     parts = pa.array([[("a", 1.0), ("b", 2.0)], [("a", 3.0)], None, [("b", 5.0)]], pa.map_(pa.string(), pa.float64()))
-    table = pa.table({"step": [1, 1, 1, 2], "components": parts})
-    assert reward_parts(table) == {
-        "steps": [1, 2],
-        "parts": {"a": [pytest.approx(4 / 3), 0], "b": [pytest.approx(2 / 3), 5]},
-    }
-    assert reward_parts(table.slice(3)) == {"steps": [2], "parts": {"b": [5]}}
+    table = pa.table({"step": [1, 1, 1, 2], "reward": [3.0, 6.0, None, 0.0], "components": parts})
+    means = {"a": [pytest.approx(4 / 3), 0], "b": [pytest.approx(2 / 3), 5]}
+    assert reward_parts(table, {"a": 1.0}) == {"steps": [1, 2], "parts": means, "is_sum": False}, "3 is not 1"
+    by_weight = {"steps": [1, 2], "parts": {"a": [pytest.approx(3), 0]}, "is_sum": True}
+    rewards = table.set_column(1, "reward", pa.array([2.25, 6.75, None, 0.0]))
+    assert reward_parts(rewards, {"a": 2.25, "b": 0.0}) == by_weight, "what weighs nothing is left out"
+    assert reward_parts(table.slice(3), {}) == {"steps": [2], "parts": {"b": [5]}, "is_sum": False}
 
 
 def test_a_run_shows_those_of_its_trajectories_and_tokens(tmp_path: Path):

@@ -9,10 +9,11 @@ export async function distributions(run, values, info) {
   const form = asking("distributions", select("split", { split }, info.splits, "Split", null));
   const shown = found.distributions.map((one) => el("section", { class: "chart", "aria-label": one.title }, el("h2", {}, one.title), heatMap(one, { label: one.title })));
   const parts = Object.entries(found.parts.parts), { steps } = found.parts;
-  const draw = () => lineChart(stack(parts.map(([name, means], color) => ({ name, color, x: steps, y: means }))), { label: "Parts of the reward, stacked" });
+  const title = found.parts.is_sum ? "The reward by its parts, stacked" : "Parts of the reward", curves = parts.map(([name, means], color) => ({ name, color, x: steps, y: means }));
+  const draw = () => lineChart(found.parts.is_sum ? stack(curves) : curves, { label: title });
   const stacked = el("div", {}, draw());
   const legend = el("div", { class: "legend" }, ...parts.map(([name], color) => el("span", {}, el("i", { class: palette(color) }), name)));
-  if (parts.length) shown.splice(1, 0, el("section", { class: "chart", "aria-label": "Parts of the reward, stacked" }, el("h2", {}, "Parts of the reward, stacked"), legend, stacked));
+  if (parts.length) shown.splice(1, 0, el("section", { class: "chart", "aria-label": title }, el("h2", {}, title), legend, stacked));
   const note = el("p", { class: "muted" }, "The darker, the larger the share of the values of these steps; the line is their mean. Of a trajectory's tokens at most 64 count, evenly spaced.");
   return { element: el("div", {}, kept ? null : form, note, el("div", { class: "charts" }, ...(shown.length ? shown : [el("p", { class: "muted" }, "Nothing was recorded yet.")]))), follows: true, repaint: () => stacked.replaceChildren(draw()) };
 }
