@@ -246,8 +246,8 @@ class RunView:
 
         Args:
             wanted: Filters, as `narrow` takes them.
-            sort: A column; "" is the order of recording.
-            descending: Largest first.
+            sort: A column; "" is the order of the steps, in each of them training first.
+            descending: The largest or latest first.
             offset: The first row.
             limit: Rows at most.
             stop: Ends the search when it is set.
@@ -259,18 +259,15 @@ class RunView:
         table = self._chosen(wanted, labels, stop=stop).table()
         counted = facets(table)
         total = table.num_rows
-        if sort:
-            if sort not in PLAIN:
-                raise DataError(f"there is no column {sort!r} to sort by.{did_you_mean(sort, PLAIN)}")
-            order = pc.sort_indices(table, [(sort, "descending" if descending else "ascending")])
-            table = table.take(order[offset : offset + limit])
-        else:
-            if descending:
-                offset = max(0, total - offset - limit) if total - offset > 0 else total
-            table = table.slice(offset, limit)
-        rows = _shown(table)
-        if not sort and descending:
-            rows.reverse()
+        if sort and sort not in PLAIN:
+            raise DataError(f"there is no column {sort!r} to sort by.{did_you_mean(sort, PLAIN)}")
+        direction = "descending" if descending else "ascending"
+        is_evaluation = pc.invert(pc.starts_with(table["split"], "train"))
+        table = table.append_column("at", pa.array(np.arange(total))).append_column("is_evaluation", is_evaluation)
+        # The latest first is by steps, and of a step what was trained stands before what evaluated it.
+        keys = [(sort, direction)] if sort else [("step", direction), ("is_evaluation", "ascending"), ("at", direction)]
+        order = pc.sort_indices(table, keys)
+        rows = _shown(table.drop_columns(["at", "is_evaluation"]).take(order[offset : offset + limit]))
         for row in rows:
             said = labels.get((row["id"], row["step"], row["split"]), Label("", ""))
             row |= {"label": said.label, "note": said.note}
