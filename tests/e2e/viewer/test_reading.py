@@ -72,6 +72,15 @@ def test_no_pattern_of_markdown_repeats_without_a_bound():
         assert not [kind for kind in long for begins in "`*![" if re.fullmatch(kind, begins)], "it would be sought at each"
 
 
+def test_every_text_of_a_page_goes_through_what_shows_control_characters():
+    """`el`, `svg` and `say` of base.js; an element that is written to directly would obey them."""
+    for path in STATIC.glob("*.js"):
+        written = re.findall(
+            r"\.(?:textContent|innerText|innerHTML|outerHTML|nodeValue|title) = (?!legible)|insertAdjacent", path.read_text()
+        )
+        assert path.name == "uplot.js" or not written, path.name
+
+
 LAID_OUT = """async (text) => {
   const { rendered } = await import("/static/markdown.js"), { el } = await import("/static/base.js");
   const box = el("div", { class: "text rich" }, ...rendered(text));
@@ -95,6 +104,41 @@ def test_a_text_becomes_no_more_elements_than_a_browser_lays_out_at_once_and_is_
     assert 4900 < count < 5100 and shown.endswith("3\n]")
     count, _ = page.evaluate(LAID_OUT, "|a" * 20_000 + "\n" + "|-" * 200 + "\n" + "|b" * 20_000)
     assert count < 10, "a rule with fewer cells than its head makes no table"
+
+
+def test_a_page_of_long_messages_becomes_no_more_elements_than_one_can_hold(page):
+    page.goto("/#/0/about")
+    count, shown = page.evaluate(
+        """async (text) => {
+          const { message, wholePage } = await import("/static/one.js"), page = wholePage();
+          const m = { role: "tool", text, reasoning: text, num_characters: text.length, turn: 0, media: [], tool_calls: [] };
+          const made = [...Array(30).keys()].map(() => message(m, { page }));
+          return [made.reduce((sum, one) => sum + one.querySelectorAll("*").length, 0), made.at(-1).textContent];
+        }""",
+        "*a* " * 20_000 + "END",
+    )
+    assert 50_000 < count < 61_000 and "END" in shown and "It stands as it was written" in shown
+
+
+WOVEN = "a\u05d0" * 40_000
+
+
+def test_a_text_that_changes_its_direction_too_often_stands_as_it_was_written(page):
+    """A browser needs time that grows with the square of the changes; a text of two languages has far fewer."""
+    page.goto("/#/0/about")
+    for text in (WOVEN, f"`{'a' + WOVEN[:900]}` " * 90, f"> {WOVEN}"):
+        assert page.evaluate(AS_WRITTEN, [text, None]) == 1, text[:20]
+        assert page.evaluate(AS_WRITTEN, [text, f"b{text[1:]}"]) == 1, "compared with another one"
+    for text in ("\u0634\u0643\u0631\u0627 " * 16_000, "\u05e9\u05dc\u05d5\u05dd and so on " * 6000, WOVEN[:9000]):
+        assert page.evaluate(AS_WRITTEN, [text, None]) == 0, text[:20]
+
+
+AS_WRITTEN = """async ([text, other]) => {
+  const { rendered } = await import("/static/markdown.js"), { marked } = await import("/static/diff.js");
+  const { el } = await import("/static/base.js");
+  const box = el("div", {}, el("div", {}, ...(other ? marked(text, other, "+") : rendered(text))));
+  return box.querySelectorAll(".as-written").length;
+}"""
 
 
 def test_a_row_with_more_cells_than_its_head_keeps_what_they_say(page):
@@ -130,6 +174,20 @@ def test_two_trajectories_stand_turn_beside_turn_and_long_texts_scroll_together(
         page, f"(() => {{ const text = {TEXTS}[1]; return text.scrollTop + text.clientHeight > text.scrollHeight - 3; }})()"
     )
     assert page.evaluate(f"{TEXTS}[1].scrollTop") > 0
+
+
+def test_a_call_that_the_other_trajectory_does_not_make_is_marked_whole(page):
+    page.goto("/#/0/about")
+    marks = page.evaluate(
+        """async (kind) => {
+          const { message } = await import("/static/one.js");
+          const m = { role: "assistant", text: "same", num_characters: 4, turn: 0, media: [] };
+          const calls = [{ name: "add", arguments: "1 + 1", result: { text: "2", duration_s: 0 } }];
+          const shown = message({ ...m, tool_calls: calls }, { other: { ...m, tool_calls: [] }, kind: "-" });
+          return [...shown.querySelectorAll("del")].map((one) => one.textContent);
+        }"""
+    )
+    assert marks == ["1 + 1", "2"]
 
 
 def test_a_timeline_is_zoomed_and_its_axis_stays_in_view(page, keep):

@@ -41,6 +41,22 @@ def test_words_kinds_and_columns_narrow_the_table_and_stand_in_the_address(page,
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 18
 
 
+def test_training_stands_before_the_evaluations_of_its_step(page):
+    page.goto("/#/0/trajectories")
+    playwright.expect(page.locator("tbody tr")).to_have_count(19)
+    keys = page.locator("tbody tr").evaluate_all("rows => rows.map((row) => row.dataset.key)")
+    shown = [" ".join(key.split()[-2:]) for key in keys]
+    assert shown == [*["3 train"] * 6, "3 eval/hostile", *["2 train"] * 6, *["1 train"] * 6]
+
+
+def test_a_table_that_goes_on_beside_its_frame_says_so(page):
+    """Its right side is as bright as the rest only where nothing is cut off there."""
+    page.goto("/#/0/trajectories")
+    page.wait_for_selector("tbody tr")
+    ground = page.evaluate("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")
+    assert ground == "local, local, scroll, scroll"
+
+
 def test_a_label_is_given_on_the_page_of_a_trajectory_and_filters_the_table(page, runs: Path, keep):
     page.goto("/#/0/one?id=g30/0&step=3&split=train")
     page.get_by_label("Label", exact=True).fill("<b>odd</b>")

@@ -1,6 +1,6 @@
 // Conversations that wait for a person, the longest first. One is open; what is written to each stays while others come.
 
-import { el, get, post } from "/static/base.js";
+import { el, get, post, say } from "/static/base.js";
 
 const EVERY_MS = 1000;
 const drafts = new Map(); // ticket -> what is written and not yet sent
@@ -32,7 +32,7 @@ export async function answer() {
         choose(papers[0]?.ticket ?? null);
         document.getElementById("text")?.focus();
       } catch (failed) {
-        problem.textContent = failed.message;
+        say(problem, failed.message);
         problem.hidden = false;
       }
     };
@@ -48,11 +48,11 @@ export async function answer() {
   async function poll() {
     try {
       papers = await get("waiting");
-      status.textContent = `${papers.length} waiting`;
+      say(status, `${papers.length} waiting`);
       if (papers.some((paper) => paper.ticket === open)) showQueue();
       else choose(papers[0]?.ticket ?? null);
     } catch (failed) {
-      status.textContent = failed.message;
+      say(status, failed.message);
     }
     timer = setTimeout(poll, EVERY_MS);
   }

@@ -1,7 +1,7 @@
 // The frame: which page the address names, the runs, what is polled while a run goes on, the keyboard.
 // A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
 
-import { address, doing, el, get, go, kept, lasting, leave, place, state } from "/static/base.js";
+import { address, doing, el, get, go, kept, lasting, leave, legible, place, say, state } from "/static/base.js";
 import { answer } from "/static/answer.js";
 import { curves } from "/static/curves.js";
 import { distributions } from "/static/distributions.js";
@@ -38,7 +38,7 @@ async function show() {
   const info = state.runs[run];
   drawProblems(info);
   if (!info && shown !== "answer") { main.replaceChildren(el("p", { class: "problem", role: "alert" }, `There is no run ${run}.`)); return; }
-  document.title = `${shown === "runs" ? "Runs" : info?.name ?? "Answer"} – polyturn`;
+  document.title = legible(`${shown === "runs" ? "Runs" : info?.name ?? "Answer"} – polyturn`);
   const asked = location.hash, of = `${run}/${shown}${INSIDE.includes(shown) ? `/${values.id}/${values.step}/${values.split}` : ""}`;
   try {
     const built = await PAGES[shown](run, values, info);
@@ -111,7 +111,7 @@ async function poll() {
     if (before !== size(state.runs)) await follow();
     live.replaceChildren(...(info ? [doing(info), `${info.spent_s ? ` · ${lasting(info.spent_s)} of training` : ""} · step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read ${new Date().toLocaleTimeString("en-GB")}`] : []));
   } catch (problem) {
-    live.textContent = problem instanceof TypeError ? "the viewer has stopped" : problem.message;
+    say(live, problem instanceof TypeError ? "the viewer has stopped" : problem.message);
   }
   setTimeout(poll, 3000);
 }

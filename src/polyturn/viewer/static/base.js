@@ -4,8 +4,13 @@
 // Control characters and those that turn the direction of writing are seen, not obeyed, in every text and title of every element; of
 // marks on one letter so many count as in Unicode's stream-safe text (UAX 15), because a browser needs minutes to place thousands.
 const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]|(?<=\p{M}{30})\p{M}+/gu;
-const legible = (text) => (typeof text === "string" ? text.replace(UNSEEN, "\ufffd") : text);
+export const legible = (text) => (typeof text === "string" ? text.replace(UNSEEN, "\ufffd") : text);
 const SPOKEN = ["title", "alt", "aria-label"];
+
+// Whether a text changes its direction so often that it has to stand in the order in which it was written: the time in which a browser
+// orders two directions grows with the square of their changes. What no letter or digit of the other direction parts is one piece.
+const RIGHT_TO_LEFT = /(?:[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}][^\p{L}\p{N}]*)+/gu;
+export const isWoven = (text) => text.length > 20_000 && (text.match(RIGHT_TO_LEFT)?.length ?? 0) > 15_000;
 
 function filled(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) {
@@ -14,8 +19,12 @@ function filled(element, attributes, children) {
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, SPOKEN.includes(key) ? legible(value) : value);
   }
   element.append(...children.filter((c) => c !== null && c !== undefined && c !== false).map(legible));
+  if (isWoven(children.filter((c) => typeof c === "string").join(""))) element.classList.add("as-written");
   return element;
 }
+
+// Write another text into an element.
+export const say = (element, text) => element.replaceChildren(legible(text));
 
 export const el = (name, attributes = {}, ...children) => filled(document.createElement(name), attributes, children);
 export const svg = (name, attributes = {}, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);

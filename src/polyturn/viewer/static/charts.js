@@ -1,6 +1,6 @@
 // Charts by uPlot (line charts of metrics), and small pictures in SVG: dots of a group's rewards, the timeline of a step.
 
-import { el, short, svg } from "/static/base.js";
+import { el, say, short, svg } from "/static/base.js";
 
 const COLOURS = 6, DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [14, 6], [4, 8]];
 export const palette = (color) => `ink${color % COLOURS}`;
@@ -63,7 +63,7 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
   const ticks = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 }, font: "11px system-ui, sans-serif", values: (u, splits) => splits.map((v) => (v === null ? "" : short(v))) };
   const tell = (u) => {
     const at = u.cursor.idx;
-    told.textContent = at === null || at === undefined ? "\u00a0" : `${axis} ${short(data[0][at])}: ${drawn.map((c, i) => (typeof data[i + 1][at] === "number" && !c.isFaint ? `${drawn.length > 1 ? `${c.name} ` : ""}${short(data[i + 1][at])}` : "")).filter(Boolean).join(" · ")}`;
+    say(told, at === null || at === undefined ? "\u00a0" : `${axis} ${short(data[0][at])}: ${drawn.map((c, i) => (typeof data[i + 1][at] === "number" && !c.isFaint ? `${drawn.length > 1 ? `${c.name} ` : ""}${short(data[i + 1][at])}` : "")).filter(Boolean).join(" · ")}`);
   };
   const options = {
     width: 320, height, legend: { show: false }, series: [{}, ...drawn.map((c) => {

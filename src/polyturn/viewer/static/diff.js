@@ -1,6 +1,6 @@
 // What differs between two texts, word by word: the longest common subsequence of their words.
 
-import { el } from "/static/base.js";
+import { el, isWoven } from "/static/base.js";
 
 const MOST = 4e6; // cells of the table that is filled; what is longer counts as replaced where its ends do not agree
 const words = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
@@ -30,7 +30,7 @@ export function differences(first, second) {
 
 // A text with what differs from another one: "-" shows the first of two, "+" the second, "±" both in one.
 export function marked(text, other, kind) {
-  if (other === undefined || other === null || other === text) return [text];
+  if (other === undefined || other === null || other === text || isWoven(text) || isWoven(other)) return [text];
   const found = kind === "-" ? differences(text, other) : differences(other, text);
   return found.filter(([one]) => one === "=" || kind === "±" || one === kind).map(([one, words]) => (one === "=" ? words : el(one === "-" ? "del" : "ins", {}, words)));
 }

@@ -3,7 +3,7 @@
 // followed on a click. Every repetition in a pattern is bounded, and a long one holds no character that could begin it anew, so that a
 // text costs time in proportion to its length; what is left of it after `MOST_ELEMENTS` stands as it was written.
 
-import { el } from "/static/base.js";
+import { el, isWoven } from "/static/base.js";
 
 const MOST_JSON = 200_000; // characters of a text that is looked at as JSON
 const MOST_ELEMENTS = 5000; // of one text: a browser needs seconds to lay out as many as 100,000 characters can ask for
@@ -12,6 +12,7 @@ const CODE = /("(?:[^"\\\n]|\\.){0,2000}"|'(?:[^'\\\n]|\\.){0,2000}')|(\/\/[^\n]
 
 // Split a text by a pattern: what stands between its matches as text, each match as `make` has it, as long as elements are left.
 function pieces(text, pattern, budget, make) {
+  if (isWoven(text)) return [text];
   const found = [];
   let end = 0;
   for (const match of text.matchAll(pattern)) {

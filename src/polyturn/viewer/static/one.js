@@ -1,6 +1,6 @@
 // One trajectory as a conversation and as tokens, and two side by side.
 
-import { address, back, el, get, go, kept, place, post, reading, short, state } from "/static/base.js";
+import { address, back, el, get, go, kept, place, post, reading, say, short, state } from "/static/base.js";
 import { marked } from "/static/diff.js";
 import { code, picture, rendered } from "/static/markdown.js";
 import { tokensView } from "/static/tokens.js";
@@ -15,8 +15,8 @@ export async function one(run, values) {
   const choice = el("div", { class: "tabs2", role: "group", "aria-label": "How it is shown" }, ...[["both", "Both"], ["conversation", "Conversation"], ["tokens", "Tokens"]].map(([name, label]) =>
     el("button", { type: "button", "aria-pressed": String(show === name), onclick: () => go("one", { ...place().values, show: name }, { replace: true }) }, label)), ...[["changes", "Changes since the turn before"], ["raw", "As written"]].map(([name, label]) =>
     el("button", { type: "button", "aria-pressed": String(values[name] === "1"), onclick: () => go("one", { ...place().values, [name]: values[name] === "1" ? "" : 1 }, { replace: true }) }, label)));
-  const linked = (m) => m.at && (!kept || m.at[1] < data.page_size) && address("one", { ...values, segment: m.at[0], start: m.at[1] - (m.at[1] % data.page_size), token: m.at.join(":") }, run);
-  const talk = show !== "tokens" ? el("section", { "aria-label": "Conversation" }, ...data.messages.map((m, i) => message(m, { ...turnBefore(data.messages, i, values), isRaw: values.raw === "1", link: linked(m) }))) : null;
+  const page = wholePage(), linked = (m) => m.at && (!kept || m.at[1] < data.page_size) && address("one", { ...values, segment: m.at[0], start: m.at[1] - (m.at[1] % data.page_size), token: m.at.join(":") }, run);
+  const talk = show !== "tokens" ? el("section", { "aria-label": "Conversation" }, ...data.messages.map((m, i) => message(m, { ...turnBefore(data.messages, i, values), isRaw: values.raw === "1", link: linked(m), page }))) : null;
   const tokens = show !== "conversation" ? view.element : null;
   const nav = el("div", { class: "pager" }, back(), el("button", { type: "button", disabled: at <= 0, onclick: () => step(-1) }, "previous"), el("button", { type: "button", disabled: at < 0 || at >= list.length - 1, onclick: () => step(1) }, "next"));
   const element = el("div", {}, nav, heading(data, run), kept ? null : labelForm(run, data), choice, el("div", { class: show === "both" ? "three" : "two" }, talk, tokens, panel));
@@ -33,8 +33,8 @@ function labelForm(run, data) {
     event.preventDefault();
     try {
       await post(`runs/${run}/label`, { id: data.id, step: data.step, split: data.split, label: label.value, note: note.value });
-      said.textContent = "saved beside the run";
-    } catch (problem) { said.textContent = problem.message; }
+      say(said, "saved beside the run");
+    } catch (problem) { say(said, problem.message); }
   });
   return form;
 }
@@ -58,8 +58,10 @@ const seconds = (value) => `${short(typeof value === "number" ? Number(value.toP
 
 // `other` is a message that this one is compared with, word by word; `kind` is what of the differences is shown (`marked`). Without
 // one, Markdown, code and JSON are laid out, unless the text is to stand as it was written.
-export function message(m, { differs = false, link = null, other = undefined, kind = "±", isRaw = false } = {}) {
-  const isPlain = isRaw || other !== undefined;
+export const wholePage = () => ({ left: 50_000 }); // elements of its messages
+
+export function message(m, { differs = false, link = null, other = undefined, kind = "±", isRaw = false, page = wholePage() } = {}) {
+  const isFull = page.left <= 0, isPlain = isRaw || isFull || other !== undefined;
   const said = (text, before, lay = rendered) => (isPlain ? marked(text, before, kind) : lay(text));
   const box = isPlain ? "text" : "text rich";
   const head = el("div", { class: "head" }, el("b", {}, m.role + (m.name ? ` ${m.name}` : "")), m.turn >= 0 ? el("span", {}, `turn ${m.turn}`) : null,
@@ -67,15 +69,19 @@ export function message(m, { differs = false, link = null, other = undefined, ki
     m.score !== undefined && m.score !== null ? el("span", {}, `score ${short(m.score)}`) : null,
     m.timings?.generate !== undefined ? el("span", {}, seconds(m.timings.generate)) : null);
   const cut = m.num_characters > m.text.length ? el("p", { class: "muted" }, `the first ${m.text.length} of ${m.num_characters} characters`) : null;
-  return el("article", { class: `message ${["assistant", "user", "tool"].includes(m.role) ? m.role : "other"}${differs ? " differs" : ""}` }, head,
+  const article = el("article", { class: `message ${["assistant", "user", "tool"].includes(m.role) ? m.role : "other"}${differs ? " differs" : ""}` }, head,
     m.reasoning ? el("details", {}, el("summary", {}, "reasoning"), el("div", { class: box }, ...(isPlain ? [m.reasoning] : rendered(m.reasoning)))) : null,
     ...m.media.map((x) => (x.source ? picture(x.source, x.kind) : el("p", { class: "muted" }, `[${x.kind}]`))),
     m.text ? el("div", { class: box, tabindex: m.text.length > 500 ? 0 : null }, ...said(m.text, other?.text)) : null, cut,
     ...m.tool_calls.map((call, i) => el("div", { class: "call" },
       el("div", { class: "head" }, el("b", {}, `→ ${call.name || "(no name)"}`), call.result ? el("span", {}, seconds(call.result.duration_s)) : null, call.result?.reward !== null && call.result?.reward !== undefined ? el("span", {}, `reward ${short(call.result.reward)}`) : null,
         call.error || call.result?.error ? el("span", { class: "bad" }, call.result?.error ?? call.error) : null),
-      el("div", { class: box }, ...said(call.error ? call.raw : call.arguments, other?.tool_calls[i]?.arguments, (text) => [code(text)])), call.result ? el("div", { class: `${box} result` }, ...said(call.result.text, other?.tool_calls[i]?.result?.text)) : null)),
-    m.info && Object.keys(m.info).length ? el("details", {}, el("summary", {}, "details"), el("pre", {}, JSON.stringify(m.info, null, 1))) : null);
+      el("div", { class: box }, ...said(call.error ? call.raw : call.arguments, other && (other.tool_calls[i]?.arguments ?? ""), (text) => [code(text)])), call.result ? el("div", { class: `${box} result` }, ...said(call.result.text, other && (other.tool_calls[i]?.result?.text ?? ""))) : null)),
+    m.info && Object.keys(m.info).length ? el("details", {}, el("summary", {}, "details"), el("pre", {}, JSON.stringify(m.info, null, 1))) : null,
+    isFull && !isRaw ? el("p", { class: "muted" }, "It stands as it was written: the messages before it take the room of the page.") : null);
+  article.classList.toggle("long", article.textContent.length > 5000); // a browser lays it out when it comes into view
+  page.left -= article.getElementsByTagName("*").length;
+  return article;
 }
 
 // Two side by side
@@ -85,8 +91,8 @@ export async function compare(run, v) {
   const rows = inStep(pair.map((d) => d.messages)), said = (m) => JSON.stringify(m ? [m.role, m.text, m.tool_calls.map((c) => [c.name, c.arguments, c.result?.text])] : null);
   const differs = rows.map((row) => said(row[0]) !== said(row[1])), first = differs.indexOf(true);
   const status = pair.some((data) => data.problem) ? "One of them cannot be shown." : first < 0 ? "Both conversations are the same." : `${differs.filter(Boolean).length} of ${rows.length} messages differ, the first in ${rows[first].find(Boolean).turn < 0 ? "the prompt" : `turn ${rows[first].find(Boolean).turn}`}.`;
-  const columns = pair.map((data, side) => el("section", { "aria-label": `Trajectory ${data.id}` }, el("div", {}, el("p", {}, el("b", {}, state.runs[v[side ? "br" : "ar"] ?? run]?.name)), heading(data)),
-    ...rows.map((row, i) => (row[side] ? message(row[side], { differs: differs[i], other: differs[i] ? row[1 - side] ?? undefined : undefined, kind: side ? "+" : "-" }) : el("p", { class: "gap muted" }, "no such message")))));
+  const page = wholePage(), columns = pair.map((data, side) => el("section", { "aria-label": `Trajectory ${data.id}` }, el("div", {}, el("p", {}, el("b", {}, state.runs[v[side ? "br" : "ar"] ?? run]?.name)), heading(data)),
+    ...rows.map((row, i) => (row[side] ? message(row[side], { differs: differs[i], other: differs[i] ? row[1 - side] ?? undefined : undefined, kind: side ? "+" : "-", page }) : el("p", { class: "gap muted" }, "no such message")))));
   const sides = el("div", { class: "sides" }, ...columns);
   sides.style.setProperty("--rows", rows.length + 1);
   sides.addEventListener("scroll", (event) => scrollTogether(event.target, columns), true);

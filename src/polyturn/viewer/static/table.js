@@ -1,6 +1,6 @@
 // The table of trajectories: filters, columns, marks, pages. Text from a run only ever becomes text nodes.
 
-import { PAGE_SIZE, address, el, get, go, pager, query, select, short, state } from "/static/base.js";
+import { PAGE_SIZE, address, el, get, go, pager, query, say, select, short, state } from "/static/base.js";
 
 // Columns: their name, their title, whether they are numbers. Those of `DEFAULT` are shown unless the address names others.
 const COLUMNS = [["id", "id"], ["step", "step", 1], ["split", "split"], ["reward", "reward", 1], ["num_turns", "turns", 1], ["num_sampled_tokens", "tokens", 1], ["num_tool_calls", "calls", 1], ["num_tool_errors", "errors", 1], ["stop_reason", "stop reason"], ["label", "label"], ["task_id", "task"], ["question", "question"],
@@ -84,7 +84,7 @@ export async function trajectories(run, values, info) {
     else state.marked = [...state.marked, { run, id: row.id, step: row.step, split: row.split }].slice(-2);
     for (const tr of body.children) tr.querySelector("input").checked = isMarked(found.rows[tr.dataset.at]);
     compareButton.disabled = state.marked.length !== 2;
-    compareButton.textContent = label();
+    say(compareButton, label());
   }
   const open = (row) => go("one", { id: row.id, step: row.step, split: row.split });
   const body = el("tbody", {}, ...found.rows.map((row, at) => {

@@ -1,8 +1,8 @@
 // One task over training: its rewards, a slider over the steps, and what the model said there, beside what it said a step before.
 
-import { address, back, el, get, reading, remember, short } from "/static/base.js";
+import { address, back, el, get, reading, remember, say, short } from "/static/base.js";
 import { lineChart, palette } from "/static/charts.js";
-import { heading, inStep, message } from "/static/one.js";
+import { heading, inStep, message, wholePage } from "/static/one.js";
 
 const MOST = 1000;
 const mean = (numbers) => numbers.reduce((a, b) => a + b, 0) / numbers.length;
@@ -11,7 +11,7 @@ export async function task(run, values) {
   const slider = el("input", { type: "range", min: 0, "aria-label": "Step" }), member = el("select", { "aria-label": "Trajectory of the step" });
   const said = el("span", { role: "status" }), talk = el("div"), drawn = el("div"), legend = el("div", { class: "legend" }), all = el("a", { href: address("trajectories", { task_id: values.task_id, sort: "step" }, run) }), more = el("span");
   let rows = [], steps = [], total = 0, asked = 0, beside = "";
-  const tell = () => { said.textContent = `step ${steps[slider.value]}, ${Number(slider.value) + 1} of ${steps.length}${beside}`; };
+  const tell = () => { say(said, `step ${steps[slider.value]}, ${Number(slider.value) + 1} of ${steps.length}${beside}`); };
   const at = (step) => rows.filter((row) => row.step === step);
 
   async function load() {
@@ -20,8 +20,8 @@ export async function task(run, values) {
     steps = [...new Set(rows.map((row) => row.step))];
     slider.max = Math.max(0, steps.length - 1);
     slider.value = steps.includes(step) ? steps.indexOf(step) : steps.length - 1;
-    all.textContent = `All ${total} trajectories`;
-    more.textContent = total > MOST ? `; the first ${MOST} are here` : "";
+    say(all, `All ${total} trajectories`);
+    say(more, total > MOST ? `; the first ${MOST} are here` : "");
     draw();
     tell();
   }
@@ -46,7 +46,8 @@ export async function task(run, values) {
     if (mine !== asked) return;
     beside = old && !old.problem ? `; marked is what differs from ${old.id} at step ${old.step}` : "";
     tell();
-    talk.replaceChildren(heading(now, run), el("p", {}, el("a", { href: address("one", { id: pair[0].id, step: pair[0].step, split: pair[0].split }, run) }, "Its tokens")), ...inStep([now.messages, old?.messages ?? []]).filter(([m]) => m).map(([m, before]) => message(m, { other: before ?? undefined, kind: "±" })));
+    const page = wholePage();
+    talk.replaceChildren(heading(now, run), el("p", {}, el("a", { href: address("one", { id: pair[0].id, step: pair[0].step, split: pair[0].split }, run) }, "Its tokens")), ...inStep([now.messages, old?.messages ?? []]).filter(([m]) => m).map(([m, before]) => message(m, { other: before ?? undefined, kind: "±", page })));
   }
 
   slider.addEventListener("input", () => { remember({ step: steps[slider.value] }); show(); });
