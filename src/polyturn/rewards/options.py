@@ -13,7 +13,7 @@ from pydantic import Field
 from polyturn.rewards.rendered_text import TextOf
 
 DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
-"""What each component of a reward weighs in it, where a config says nothing; `overlong` always weighs 1."""
+"""Weights of a reward's components where a config names none; `overlong` always weighs 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
