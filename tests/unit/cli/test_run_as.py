@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.cli.run_as import find_stand_in, runtime_env, variables
+from polyturn.cli.run_as import find_stand_in, run, runtime_env, variables
 from polyturn.compat.verl_config.command import parse_arguments
 from polyturn.core.errors import ConfigError
 from support.cases import each
@@ -28,12 +30,21 @@ def test_the_shim_goes_before_whatever_is_on_the_path():
 
 
 def run_as_verl(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder with polyturn in verl's place."""
-    polyturn = [sys.executable, "-c", "from polyturn.cli.main import main; main()", "run-as", "verl", "--"]
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        [*polyturn, *command], capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False
-    )
+    """Run a command in a folder with polyturn in verl's place, as the process that `run-as` becomes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        became: list[Any] = []
+        patch.setattr("os.execve", lambda *process: became.extend(process))
+        run("verl", command)
+    program, arguments, environment = became
+    return run_process(program, *arguments[1:], folder=folder, environment=environment)
+
+
+def run_process(
+    *command: str, folder: Path, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False)
 
 
 def make_checkout(folder: Path) -> Path:
@@ -106,7 +117,11 @@ def test_a_command_and_its_children_find_verl_and_keep_their_exit_code(tmp_path:
         (tmp_path / "verl").mkdir()
         (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
     code = "import subprocess, sys; sys.exit(7 * (subprocess.run([sys.executable, '-m', 'own']).returncode == 0))"
-    ended = run_as_verl(tmp_path, "python", "-c", code)
+    if is_checkout:
+        ended = run_as_verl(tmp_path, "python", "-c", code)
+    else:
+        polyturn = [sys.executable, "-c", "from polyturn.cli.main import main; main()"]
+        ended = run_process(*polyturn, "run-as", "verl", "--", "python", "-c", code, folder=tmp_path)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.strip() == "polyturn.interactions.base"
 
@@ -116,9 +131,7 @@ def test_a_config_finds_a_projects_own_classes_in_the_working_directory(tmp_path
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "talk.py").write_text("from verl.interactions.base import BaseInteraction as Talk\n")
     code = "from polyturn.cli.run_as import find_like; find_like('verl'); import project.talk as t; print(t.Talk.__module__)"
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
-    )
+    ended = run_process(sys.executable, "-P", "-c", code, folder=tmp_path)
     assert ended.stdout.strip() == "polyturn.interactions.base", ended.stderr
 
 
@@ -131,9 +144,7 @@ def test_a_projects_own_modules_in_a_checkout_of_the_library_are_found(tmp_path:
 
 
 def test_a_mistake_in_the_config_is_one_sentence_of_the_program(tmp_path: Path):
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", "data.train_batch_sise=3"]
-    environment = {**os.environ, **variables("verl", {})}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60, check=False)
+    ended = run_as_verl(tmp_path, "python", "-m", "verl.trainer.main_ppo", "data.train_batch_sise=3")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
     assert "Did you mean 'data.train_batch_size'" in ended.stderr
 
