@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 import threading
@@ -98,19 +99,24 @@ async def test_a_bucket_owes_what_it_never_holds() -> None:
     assert [asked.acquire() for _ in range(3)] == [True, True, False]
 
 
-def _score(task: str, completion: str, reference: str, extra_info: Any) -> Any:
+SCORES = """
+def score(task, completion, reference, extra_info):
     if completion == "raise":
         raise ValueError("no number")
     return (completion == reference, extra_info) if task == "tuple" else {"score": 0.5}
+"""
 
 
-async def test_scores_are_computed_in_processes_and_a_failure_is_no_zero() -> None:
-    assert await parallel_compute_score_async(_score, ["a", "b"], ["a", "c"], ["tuple", "dict"], num_processes=1) == [
-        1.0,
-        0.5,
-    ]
+async def test_scores_are_computed_in_processes_and_a_failure_is_no_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_scores.py").write_text(SCORES)  # a file of its own, which processes import in no time
+    monkeypatch.syspath_prepend(tmp_path)
+    score = importlib.import_module("own_scores").score
+    found = await parallel_compute_score_async(score, ["a", "b"], ["a", "c"], ["tuple", "dict"], num_processes=1)
+    assert found == [1.0, 0.5]
     with pytest.raises(ValueError, match="no number"):
-        await parallel_compute_score_async(_score, ["raise"], ["a"], ["dict"], num_processes=1)
+        await parallel_compute_score_async(score, ["raise"], ["a"], ["dict"], num_processes=1)
 
 
 async def test_a_file_of_mcp_servers_is_read_once_and_asked_by_tool(tmp_path: Path) -> None:

@@ -192,19 +192,7 @@ async def test_errors_are_the_exceptions_of_the_clients():
             await ours.responses.create(model="tiny", input="a", previous_response_id="resp_1")
         await create(model="tiny", messages=messages)
 
-    async def call(base_url: str, anthropic_base_url: str, api_key: str) -> float:
-        async with (
-            openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as ours,
-            anthropic.AsyncAnthropic(base_url=anthropic_base_url, api_key=api_key) as theirs,
-        ):
-            await agent(ours, theirs)
-        return 1.0
-
-    scheduler = BlackBox(agent=call, models=["tiny", "m"])
-    t = await run_episode(
-        scripted_context(["x"], scheduler=scheduler, limits=Limits(max_context=200)), task(data_source=None), id="e"
-    )
-    assert t.error is None, t.error
+    await play(agent, ["x"], max_context=200, models=["tiny", "m"])
 
 
 async def test_a_picture_by_address_or_path_is_refused_and_nothing_is_opened(tmp_path: Path):
