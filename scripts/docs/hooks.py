@@ -13,9 +13,10 @@ import os
 import re
 import sys
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+|[^):#\s]+\.py)(#[^)\s]*)?\)")
@@ -59,6 +60,8 @@ def _listing(path: Path) -> str:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages, and those of files elsewhere that pages link to."""
+    from mkdocs.structure.files import File
+
     sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]  # mkdocs has taken it off again
     from reference import pages
 
@@ -81,11 +84,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links out of docs/ to their pages of the site."""
+    """Point links out of docs/ to their pages of the site, and let the search find guides before references, and no listing."""
     uri = page.file.src_uri
     is_outside = uri.startswith("repository/")
     if is_outside and not (ROOT / uri.removeprefix("repository/")).is_file():
+        page.meta["search"] = {"exclude": True}
         return markdown  # a listing
+    if is_outside or uri.startswith(("reference/", "migrate/")):
+        page.meta["search"] = {"boost": 0.001}  # a word of a title counts for a thousand of a text
     here = (ROOT / uri.removeprefix("repository/")) if is_outside else ROOT / "docs" / uri
 
     def rewritten(match: re.Match[str]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,6 +23,22 @@ def test_a_word_of_the_field_is_a_word_of_its_page(word: str, page: str) -> None
     (search,) = re.findall(r"separator: '(.*)'}", CONFIG)
     words = re.split(search, (ROOT / f"docs/{page}.md").read_text().lower())
     assert word in words
+
+
+def test_the_search_finds_guides_first_and_no_listing_of_code() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "scripts/docs/hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+
+    def sought(uri: str) -> dict[str, object]:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
+        hooks.on_page_markdown("", page, None, None)
+        return page.meta.get("search", {})
+
+    assert sought("repository/src/polyturn/training/optim.py.md") == {"exclude": True}
+    assert sought("guides/resume.md") == sought("algorithms.md") == {}
+    assert sought("reference/api.md") == sought("repository/benchmarks/README.md") == {"boost": 0.001}
 
 
 def test_every_page_stands_in_the_navigation_and_on_the_front_page() -> None:
