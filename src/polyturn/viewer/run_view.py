@@ -400,4 +400,4 @@ def _alarm(line: str) -> dict[str, Any]:
 
 
 def _damaged(message: str) -> dict[str, Any]:
-    return {"step": None, "alarm": "damaged", "message": message}
+    return {"step": None, "alarm": "damaged", "message": f"alarms.jsonl: {message}"}

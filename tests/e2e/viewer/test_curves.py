@@ -24,6 +24,7 @@ def write_long_run(folder: Path) -> None:
         {"step": s, "reward/mean": 9.0 if s == 3333 else s / STEPS, "loss/grad_norm": 10.0 ** -(s % 7), "time/step_s": 2.0}
         | {"policy/approx_kl": 0.0}
         | ({"eval/greedy/success": s / STEPS} if s % 100 == 0 else {})
+        | ({"policy/entropy": 1.5} if s == 50 else {})
         for s in range(1, STEPS + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -86,6 +87,12 @@ def test_the_axis_may_be_time_and_the_scale_logarithmic_and_both_are_in_the_addr
 def test_a_metric_that_is_always_zero_has_an_axis_from_zero_to_one(page, drawn):
     drawn("metric=policy/approx_kl")
     assert page.evaluate("(({ min, max }) => [min, max])(document.querySelector('.plot').plot.scales.y)") == [0, 1]
+
+
+def test_a_metric_that_was_measured_once_has_an_axis_around_its_step(page, drawn):
+    page.goto("/#/0/curves?metric=policy/entropy")
+    until(page, "document.querySelectorAll('.plot canvas').length === 1")
+    assert page.evaluate("(({ min, max }) => [min, max])(document.querySelector('.plot').plot.scales.x)") == [49, 51]
 
 
 def test_smoothing_leaves_what_was_measured_and_marks_what_stands_apart(page, drawn):

@@ -71,7 +71,7 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
       return { stroke, dash: DASHES[(c.dash ?? 0) % DASHES.length], fill: c.isFilled ? paled(stroke) : undefined, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
     })],
     bands: drawn.length > 1 && drawn.every((c) => c.isFilled) ? drawn.slice(1).map((_, i) => ({ series: [i + 1, i + 2] })) : band && drawn.length > Math.max(...band) ? [{ series: band.map((i) => i + 1), fill: paled(ink(palette(0))) }] : [],
-    scales: { x: { time: false, range: (u, low, high) => range ?? (low === high && low !== null ? [low - 1, high + 1] : [low, high]) }, y: { distr: isLog ? 3 : 1, ...(isLog ? {} : { range: curves.some((c) => c.isFilled) ? fromZero : around }) } },
+    scales: { x: { time: false, range: (u, low, high) => range ?? (data[0].length === 1 ? [Math.max(0, data[0][0] - 1), data[0][0] + 1] : [low, high]) }, y: { distr: isLog ? 3 : 1, ...(isLog ? {} : { range: curves.some((c) => c.isFilled) ? fromZero : around }) } },
     axes: [{ ...ticks, size: 28, space: 60, incrs: axis === "time" ? undefined : WHOLE }, { ...ticks, size: 54, space: 32 }],
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { onZoom(); return null; } }, points: { size: 6 } },
     hooks: {

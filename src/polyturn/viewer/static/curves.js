@@ -67,7 +67,7 @@ export async function curves(run, values) {
     const every = groupsOf(Object.keys(meanings)), further = every.length - MOST_GROUPS;
     groups.replaceChildren(...every.slice(0, MOST_GROUPS).map(([name, of]) => el("button", { type: "button", class: "facet", title: name, "aria-pressed": String(search.value === name), onclick: () => { search.value = search.value === name ? "" : name; changed(); } }, `${name.replace(/\/$/, "")} (${of.length})`)), ...(further > 0 ? [el("span", { class: "muted" }, `${further} further groups`)] : []));
     if (!names.length) grid.replaceChildren(el("p", { class: "muted" }, Object.keys(meanings).length ? `No metric matches; there are ${Object.keys(meanings).length}.` : "Nothing was recorded yet."));
-    alarms.replaceChildren(...infos[0].alarms.slice(-3).map((alarm) => el("div", { class: "problem" }, `step ${alarm.step}: ${alarm.message}`)));
+    alarms.replaceChildren(...infos[0].alarms.slice(-3).map((alarm) => el("div", { class: "problem" }, alarm.message)));
   }
 
   // Of several runs each has its colour, and each metric of the panel its dashes; of one run each metric has a colour.
