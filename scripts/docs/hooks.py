@@ -84,7 +84,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links out of docs/ to their pages of the site, and let the search find guides before references, and no listing."""
+    """Point links out of docs/ to their pages of the site; its search finds guides before references, and no listing."""
     uri = page.file.src_uri
     is_outside = uri.startswith("repository/")
     if is_outside and not (ROOT / uri.removeprefix("repository/")).is_file():
