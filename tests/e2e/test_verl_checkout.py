@@ -23,6 +23,8 @@ import pytest
 import polyturn.testing
 from polyturn import compat
 from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
+from polyturn.compat.verl_config.compose import compose_name
+from polyturn.core.task import ToolKwargs
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.router import RewardRouter
@@ -155,6 +157,36 @@ def test_the_script_with_a_tool(home: Path):
     results = [result for t in found for turn in t.turns for result in turn.tool_results]
     scored = [str(result.content) for result in results if result.error is None]
     assert any(text.startswith("Current parsed answer='3'") for text in scored), results[:3]
+
+
+async def test_verls_own_tool_agent_loop_as_a_file_of_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy under another name, which is how projects begin a loop of their own."""
+    source = CHECKOUT / "verl" / "experimental" / "agent_loop" / "tool_agent_loop.py"
+    if not source.is_file() or "await tool.create()" in source.read_text():
+        pytest.skip("this release has none, or one whose tools return an id alone")
+    compat.install("verl")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = source.read_text().replace("class ToolAgentLoop", "class Copied").replace('"tool_agent"', '"copied"')
+    (tmp_path / "copied_loop.py").write_text(text)
+    function = {"name": "calc_gsm8k_reward", "description": "Check.", "parameters": {"type": "object", "properties": {}}}
+    item = {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {}}
+    tools = {"tools": [{**item, "tool_schema": {"type": "function", "function": function}}]}
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    monkeypatch.chdir(CHECKOUT)
+    at = "actor_rollout_ref.rollout.multi_turn"
+    asked = [f"{at}.enable=True", f"{at}.tool_config_path={tmp_path / 'tools.json'}", "actor_rollout_ref.model.path=m"]
+    tree = compose_name("ppo_trainer", folder=None, overrides=[*asked, "data.train_files=t"]).values
+    scheduler = AgentLoopScheduler(loops={"copied": {"_target_": "copied_loop.Copied"}}, default="copied", config=tree)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = QWEN.read_text()
+    call = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "5"}}\n</tool_call>'
+    context = dataclasses.replace(scripted_context([call, "It is 5."], scheduler=scheduler), codec=Codec(tokenizer))
+    asks = task("3 + 2?", tools_kwargs={"calc_gsm8k_reward": ToolKwargs(create_kwargs={"ground_truth": "5"})})
+    found = await run_episode(context, asks, id="e")
+    assert [turn.message.text for turn in found.turns] == ["", "It is 5."], found.error
+    (segment,) = found.segments
+    assert "answer='5' reward=1.0" in tiny_codec().decode(segment.spans[2].ids)
+    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------------

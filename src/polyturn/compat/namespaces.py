@@ -51,6 +51,7 @@ _HERE = {
     "verl.experimental.reward.reward_loop.base": "polyturn.compat.verl.reward_loop",
     "verl.experimental.reward.reward_loop.naive": "polyturn.compat.verl.reward_loop",
     "verl.experimental.reward.reward_loop.registry": "polyturn.compat.verl.reward_loop",
+    "verl.workers.rollout.replica": "polyturn.compat.verl.agent_loop",
     "verl.workers.rollout.schemas": "polyturn.compat.verl.rollout_schemas",
     "verl.utils.rollout_trace": "polyturn.compat.verl.rollout_trace",
     "verl.utils.profiler": "polyturn.compat.verl.profiler",

@@ -35,8 +35,8 @@ class CallShape:
     """Keyword arguments that it is always given."""
     write: str
     """Its signature, as a user writes it."""
-    or_nothing: bool = False
-    """Whether it may also take nothing at all."""
+    or_num: int | None = None
+    """Number of positional arguments that it may also take, without any others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ def _check_call(function: Callable[..., Any], call: CallShape, *own: None, where
     try:
         signature.bind(*own, *[None] * call.num, **dict.fromkeys(call.names))
     except TypeError as problem:
-        if call.or_nothing and _binds(signature, *own):
+        if call.or_num is not None and _binds(signature, *own, *[None] * call.or_num):
             return
         names = ", ".join(_STARS.get(p.kind, "") + p.name for p in signature.parameters.values())
         raise ConfigError(

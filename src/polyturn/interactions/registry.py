@@ -24,11 +24,9 @@ _CALLS = {
     "start_interaction": CallShape(num=1, write="async def start_interaction(self, instance_id=None, **kwargs)"),
     "generate_response": CallShape(num=2, write="async def generate_response(self, instance_id, messages, **kwargs)"),
     "respond": CallShape(num=3, write="async def respond(self, view, instance_id, messages, **kwargs)"),
-    "calculate_score": CallShape(
-        num=1, or_nothing=True, write="async def calculate_score(self, instance_id=None, **kwargs)"
-    ),
+    "calculate_score": CallShape(num=1, or_num=0, write="async def calculate_score(self, instance_id=None, **kwargs)"),
     "finalize_interaction": CallShape(
-        num=1, or_nothing=True, write="async def finalize_interaction(self, instance_id=None, **kwargs)"
+        num=1, or_num=0, write="async def finalize_interaction(self, instance_id=None, **kwargs)"
     ),
 }
 _ALSO = ("snapshot", "restore", "check_setup", "check_row")

@@ -38,8 +38,8 @@ TOOL = Shape(
     calls={
         "create": CallShape(num=1, write="async def create(self, instance_id=None, **kwargs)"),
         "execute": CallShape(num=2, write="async def execute(self, instance_id, parameters, **kwargs)"),
-        "calc_reward": CallShape(num=1, or_nothing=True, write="async def calc_reward(self, instance_id, **kwargs)"),
-        "release": CallShape(num=1, or_nothing=True, write="async def release(self, instance_id, **kwargs)"),
+        "calc_reward": CallShape(num=1, or_num=0, write="async def calc_reward(self, instance_id, **kwargs)"),
+        "release": CallShape(num=1, or_num=0, write="async def release(self, instance_id, **kwargs)"),
     },
 )
 """The methods of a tool's class."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.compat.verl.agent_loop import AgentLoopBase, AgentLoopOutput
+from polyturn.compat.verl.agent_loop import AgentLoopBase, AgentLoopOutput, TokenOutput, ToolListWrap, register
 from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 from polyturn.compat.verl.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
 from polyturn.compat.verl.tool_parser import FunctionCall, KimiToolParser
@@ -156,6 +156,7 @@ async def test_a_row_may_choose_no_tool(tree: dict[str, Any]) -> None:
 
 
 async def test_loops_of_the_first_form_get_lists_of_ids(tree: dict[str, Any]) -> None:
+    @register("first_form_in_test")
     class First(AgentLoopBase):
         async def run(self, messages: list[dict[str, Any]], sampling_params: dict[str, Any]) -> AgentLoopOutput:  # type: ignore[override]
             ids = await self.apply_chat_template(messages)
@@ -172,6 +173,45 @@ async def test_loops_of_the_first_form_get_lists_of_ids(tree: dict[str, Any]) ->
     trajectory = await run(First, ["five", "four"], tree)
     (segment,) = trajectory.segments
     assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask) and len(trajectory.turns) == 2
+
+
+async def test_loops_of_the_last_form_are_given_their_tools_and_build_on_tokens(tree: dict[str, Any]) -> None:
+    class Base(AgentLoopBase):
+        def __init__(self, trainer_config: Any, *, data_config: Any, tools: ToolListWrap, **kwargs: Any) -> None:
+            super().__init__(trainer_config, data_config=data_config, **kwargs)
+            self.tools = tools.tools
+
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+            media = await self.process_multi_modal_info(messages := list(kwargs["raw_prompt"]))
+            schemas = [tool.tool_schema.to_dict() for tool in self.tools]
+            ids, mask = await self.ct_build_initial_tokens(messages, tools=schemas, images=media.get("images")), []
+            num, logprobs = len(ids), []
+            for text in ("sure?", None):
+                said: TokenOutput = await self.server_manager.generate("r", prompt_ids=ids, sampling_params=sampling_params)
+                merged, mask, logprobs = await self.ct_merge_assistant_token(
+                    ids, said.token_ids, mask, logprobs, said.log_probs
+                )
+                ids, before = merged.token_ids, list(messages)
+                messages.append({"role": "assistant", "content": self.tokenizer.decode(said.token_ids[:-1])})
+                if text:
+                    messages.append({"role": "user", "content": text})
+                    merged, mask, logprobs = await self.ct_merge_context_msg(
+                        [*before, messages[-2]], messages, ids, mask, logprobs, tools=schemas
+                    )
+                    ids = merged.token_ids
+            assert len(mask) == len(logprobs or ()) == len(ids) - num
+            return AgentLoopOutput(
+                prompt_ids=ids[:num], response_ids=ids[num:], response_mask=mask, response_logprobs=logprobs
+            )
+
+    class Own(Base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            assert [tool.name for tool in self.tools] == ["add"], "also where only a base class names them"
+
+    trajectory = await run(Own, ["five", "four"], tree)
+    (segment,) = trajectory.segments
+    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask) and len(trajectory.turns) == 2, trajectory.error
 
 
 async def test_calls_are_read_by_kimis_ids() -> None:

@@ -18,14 +18,18 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.messages import Message
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.task import NATIVE_AGENTS
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
 
 __all__ = [
     "AgentData", "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "AgentState", "AsyncLLMServerManager",
@@ -184,6 +188,7 @@ class AgentLoopBase(ABC):
         tokenizer: Any,
         processor: Any = None,
         dataset_cls: Any = None,
+        data_config: Any = None,
         dataset_config: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -192,7 +197,7 @@ class AgentLoopBase(ABC):
         self.tokenizer = tokenizer
         self.processor = processor
         self.dataset_cls = dataset_cls
-        self.dataset_config = _unwrapped(dataset_config)
+        self.data_config = self.dataset_config = _unwrapped(data_config or dataset_config)  # the older name is the second
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.apply_chat_template_kwargs: dict[str, Any] = dict(self.config.data.get("apply_chat_template_kwargs") or {})
         self.loop = asyncio.get_running_loop()
@@ -215,18 +220,75 @@ class AgentLoopBase(ABC):
         tools: Sequence[Mapping[str, Any]] | None = None,
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
+        audios: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
         """Return the ids of `messages` and the generation prompt, without what the template writes before the first message
         if `remove_system_prompt`."""
-        if images or videos:
-            raise ConfigError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
+        self._assert_mm_supported(bool(images or videos or audios))
         ids = self._render(messages, tools=tools, add_generation_prompt=True)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+
+    def _assert_mm_supported(self, has_multi_modal: bool) -> None:
+        if has_multi_modal:
+            raise ConfigError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the media in `messages`: none, because media are for the native scheduler."""
         return {}
+
+    process_multi_modal_info = process_vision_info
+
+    def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def build_sglang_video_payload(videos: Any, mm_inputs: Any) -> None:
+        """Return no payload, because there are no videos."""
+        return None
+
+    async def ct_build_initial_tokens(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        audios: Sequence[Any] | None = None,
+        mm_inputs_out: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of a prompt; one that is too long is the run's to refuse."""
+        return await self.apply_chat_template(messages, tools, images, videos, audios)
+
+    async def ct_merge_assistant_token(
+        self,
+        runtime_token_ids: list[int],
+        assistant_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        assistant_logprobs: list[float] | None = None,
+    ) -> tuple[Any, list[int], list[float] | None]:
+        """Return the ids (`token_ids`), mask and logprobs with a turn of the model's behind them."""
+        logprobs = None if response_logprobs is None else [*response_logprobs, *(assistant_logprobs or ())]
+        mask = [*response_mask, *[1] * len(assistant_token_ids)]
+        return SimpleNamespace(token_ids=[*runtime_token_ids, *assistant_token_ids]), mask, logprobs
+
+    async def ct_merge_context_msg(
+        self,
+        previous_messages: list[dict[str, Any]],
+        updated_messages: list[dict[str, Any]],
+        runtime_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[Any, list[int], list[float] | None]:
+        """Return the ids (`token_ids`), mask and logprobs with what `updated_messages` has behind `previous_messages`."""
+        codec = self.server_manager.codec or Codec(self.tokenizer, template_kwargs=self.apply_chat_template_kwargs)
+        old, new = ([Message.from_openai(m) for m in part] for part in (previous_messages, updated_messages))
+        last_id = runtime_token_ids[-1] if runtime_token_ids else None
+        added = DeltaEncoder(codec, tools=tools or ()).extend(new[len(old) :], last_id=last_id, history=old).tolist()
+        logprobs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
+        return SimpleNamespace(token_ids=[*runtime_token_ids, *added]), [*response_mask, *[0] * len(added)], logprobs
 
     def _render(self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool) -> list[int]:
         rendered = self.tokenizer.apply_chat_template(
@@ -252,7 +314,10 @@ AGENT_LOOP = Shape(
     what="an agent loop",
     needs=(("run",),),
     bases=(AgentLoopBase,),
-    calls={"run": CallShape(num=1, names=("raw_prompt",), write="async def run(self, sampling_params, **kwargs)")},
+    calls={
+        # or_num: of 0.5, run(self, messages, sampling_params)
+        "run": CallShape(num=1, names=("raw_prompt",), or_num=2, write="async def run(self, sampling_params, **kwargs)")
+    },
 )
 """The methods of an agent loop's class."""
 

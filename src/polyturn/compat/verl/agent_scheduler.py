@@ -17,6 +17,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,10 @@ from polyturn.compat.verl.agent_loop import (
     DictConfigWrap,
     TokenList,
     TokenOutput,
+    ToolListWrap,
     get_agent_loop_class,
 )
+from polyturn.compat.verl.tool_agent_loop import tools_of
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, UnknownNameError, one_line
 from polyturn.core.generation import FinishReason
@@ -233,14 +236,19 @@ class AgentLoopScheduler(MultiTurnScheduler):
         cls, config = chosen.cls, self._config_of(episode)
         tokenizer = _list_tokenizer(episode.codec.tokenizer)
         if has_parameter(cls.__init__, "trainer_config") or not has_parameter(cls.__init__, "config"):
+            named = _constructor_names(cls)
+            given: dict[str, Any] = {
+                "dataset_config" if "dataset_config" in named else "data_config": DictConfigWrap(config.data)
+            }
+            if "tools" in named:  # of 0.8 on, which load none themselves
+                given["tools"] = ToolListWrap(tools_of(config.actor_rollout_ref.rollout.multi_turn))
             loop = cls(
                 trainer_config=DictConfigWrap(config),
                 server_manager=server,
                 tokenizer=tokenizer,
                 processor=None,
                 dataset_cls=None,
-                dataset_config=DictConfigWrap(config.data),
-                **chosen.kwargs,
+                **{**given, **chosen.kwargs},
             )
         else:
             old: Any = cls
@@ -257,6 +265,12 @@ class AgentLoopScheduler(MultiTurnScheduler):
         run: Any = loop.run
         answer = run(row["raw_prompt"], params) if has_parameter(run, "messages") else run(params, **row)
         return await answer if inspect.isawaitable(answer) else answer
+
+
+def _constructor_names(cls: type) -> set[str]:
+    """Return the names of the parameters that a loop's own constructors have, down to the base class."""
+    own = (vars(c).get("__init__") for c in itertools.takewhile(lambda c: c is not AgentLoopBase, cls.__mro__))
+    return {name for init in own if inspect.isfunction(init) for name in inspect.signature(init).parameters}
 
 
 def row_of(task: Task) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -23,11 +21,8 @@ from polyturn.compat.verl.function_tool import load_function_tools_from_path
 from polyturn.compat.verl.profiler import simple_timer
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.messages import Message
 from polyturn.core.signature import has_parameter, takes_any_keyword
 from polyturn.interactions.registry import initialize_interactions_from_config
-from polyturn.tokens.codec import Codec
-from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tools.adapters import methods_of
 from polyturn.tools.registry import initialize_tools_from_config
 from polyturn.tools.result_shape import normalize
@@ -52,7 +47,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.max_parallel_calls = multi_turn.get("max_parallel_calls", 1)
         self.max_tool_response_length = multi_turn.get("max_tool_response_length", 256)
         self.tool_response_truncate_side = multi_turn.get("tool_response_truncate_side", "middle")
-        self.tools: dict[str, Any] = {tool.name: tool for tool in (tools.tools if tools else _tools_of(multi_turn))}
+        self.tools: dict[str, Any] = {tool.name: tool for tool in (tools.tools if tools else tools_of(multi_turn))}
         self.tool_schemas = [tool.tool_schema.to_dict() for tool in self.tools.values()]
         self.tool_parser_name = multi_turn.get("format") or "hermes"
         self.tool_parser = ToolParser.get_tool_parser(self.tool_parser_name, self.tokenizer)
@@ -110,7 +105,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _handle_pending_state(self, agent_data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         """Render the prompt."""
-        agent_data.prompt_ids = await self.apply_chat_template(agent_data.messages, tools=self.tool_schemas or None)
+        agent_data.prompt_ids = await self.ct_build_initial_tokens(agent_data.messages, tools=self.tool_schemas or None)
         return AgentState.GENERATING
 
     async def _handle_generating_state(
@@ -127,9 +122,14 @@ class ToolAgentLoop(AgentLoopBase):
             )
         agent_data.assistant_turns += 1
         agent_data.response_ids = list(output.token_ids)
-        agent_data.prompt_ids = [*agent_data.prompt_ids, *output.token_ids]
-        agent_data.response_mask = [*agent_data.response_mask, *[1] * len(output.token_ids)]
-        agent_data.response_logprobs = [*agent_data.response_logprobs, *(output.log_probs or ())]
+        merged, agent_data.response_mask, logprobs = await self.ct_merge_assistant_token(
+            agent_data.prompt_ids,
+            agent_data.response_ids,
+            agent_data.response_mask,
+            agent_data.response_logprobs,
+            output.log_probs,
+        )
+        agent_data.prompt_ids, agent_data.response_logprobs = merged.token_ids, logprobs or []
         agent_data.extra_fields = {**agent_data.extra_fields, **output.extra_fields}
         if len(agent_data.response_mask) >= self.response_length and not ignore_termination:
             return AgentState.TERMINATED
@@ -197,31 +197,10 @@ class ToolAgentLoop(AgentLoopBase):
             agent_data.prompt_ids,
             agent_data.response_mask,
             agent_data.response_logprobs or None,
+            tools=self.tool_schemas,
         )
         agent_data.prompt_ids, agent_data.response_logprobs = merged.token_ids, logprobs or []
         return AgentState.GENERATING
-
-    async def ct_merge_context_msg(
-        self,
-        previous_messages: list[dict[str, Any]],
-        updated_messages: list[dict[str, Any]],
-        runtime_token_ids: list[int],
-        response_mask: list[int],
-        response_logprobs: list[float] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[Any, list[int], list[float] | None]:
-        """Return the ids (`token_ids`), mask and logprobs with what `updated_messages` has behind `previous_messages`."""
-        old, new = ([Message.from_openai(m) for m in part] for part in (previous_messages, updated_messages))
-        last_id = runtime_token_ids[-1] if runtime_token_ids else None
-        added = self._encoder.extend(new[len(old) :], last_id=last_id, history=old).tolist()
-        logprobs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
-        return SimpleNamespace(token_ids=[*runtime_token_ids, *added]), [*response_mask, *[0] * len(added)], logprobs
-
-    @cached_property
-    def _encoder(self) -> DeltaEncoder:
-        codec = self.server_manager.codec or Codec(self.tokenizer, template_kwargs=self.apply_chat_template_kwargs)
-        return DeltaEncoder(codec, tools=self.tool_schemas)
 
     def _build_assistant_message(self, content: str, agent_data: AgentData) -> dict[str, Any]:
         """Return a turn as a message, with the calls that are followed."""
@@ -284,7 +263,7 @@ class ToolAgentLoop(AgentLoopBase):
         return interaction, kwargs
 
 
-def _tools_of(multi_turn: Mapping[str, Any]) -> list[Any]:
+def tools_of(multi_turn: Mapping[str, Any]) -> list[Any]:
     """Return the tools of the files that a config names."""
     found: list[Any] = []
     for key, load in (
