@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
     not SHARED.is_dir(), reason=f"{SHARED} is absent: the real problems, the real tokenizer and the real template are there"
 )
 
-NUM_TASKS, GROUP_SIZE, STEPS = 64, 2, 2
+NUM_TASKS, GROUP_SIZE, STEPS = 24, 2, 2
 TEMPERATURE = 0.7
 NUM_PROBLEMS = {"train": 7473, "test": 1319}
 INTERACTIONS = [{"name": "gsm8k", "class_name": "polyturn.interactions.gsm8k:Gsm8kInteraction"}]
