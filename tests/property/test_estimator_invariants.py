@@ -554,6 +554,17 @@ def assert_equal(found: Found, expected: Found) -> None:
         assert numbers == pytest.approx(expected[place], abs=tolerance, rel=1e-4), place
 
 
+def in_order(game: Game, groups: list[list[Seen]], found: list[list[list[float]]]) -> Found:
+    """Return what agents have as what their plays have, in the order of time."""
+    told: dict[tuple[int, int], list[tuple[int, float]]] = {
+        (g, m): [] for g, plays in enumerate(game.groups) for m in range(len(plays))
+    }
+    for group, of_group in zip(groups, found, strict=True):
+        for m, numbers in zip(group, of_group, strict=True):
+            told[m.place] += [(k, a) for (k, _, _), a in zip(m.tokens, numbers, strict=True)]
+    return {place: [a for _, a in sorted(pairs, key=lambda pair: pair[0])] for place, pairs in told.items()}
+
+
 def test_every_estimator_has_a_definition_here() -> None:
     assert set(OWN) == set(DEFINITIONS) and not set(OPTIONS) - set(OWN)
 
@@ -563,12 +574,7 @@ def test_every_estimator_has_a_definition_here() -> None:
 def test_it_is_what_its_definition_says(name: str, seed: int) -> None:
     game, options = drawn(name, seed)
     groups, greedy = seen(game)
-    expected: Found = {(g, m): [] for g, plays in enumerate(game.groups) for m in range(len(plays))}
-    told: dict[tuple[int, int], list[tuple[int, float]]] = {place: [] for place in expected}
-    for group, of_group in zip(groups, defined(name, groups, greedy, **options), strict=True):
-        for m, numbers in zip(group, of_group, strict=True):
-            told[m.place] += [(k, a) for (k, _, _), a in zip(m.tokens, numbers, strict=True)]
-    expected |= {place: [a for _, a in sorted(pairs, key=lambda pair: pair[0])] for place, pairs in told.items()}
+    expected = in_order(game, groups, defined(name, groups, greedy, **options))
     members = [m for group in groups if name not in COMPARE or len(group) > 1 for m in group]
     lacks_scores = not any(s is not None for m in members for s in m.scores)
     lacks_states = not any(s is not None for m in members for s in m.states[1:]) and any(m.states[1:] for m in members)
@@ -577,6 +583,28 @@ def test_it_is_what_its_definition_says(name: str, seed: int) -> None:
             run(game, name, options)
     else:
         assert_equal(run(game, name, options)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["gae", "turn_gae"])
+@given(seed=SEEDS)
+def test_a_critic_is_to_learn_its_value_and_what_it_missed(name: str, seed: int) -> None:
+    """By turns at the first token of each, and nothing at the others."""
+    game, options = drawn(name, seed)
+    groups, greedy = seen(game)
+    missed = DEFINITIONS[name](groups, greedy, **{**options, "whiten_batch": False})
+    wanted = []
+    for group, of_group in zip(groups, missed, strict=True):
+        wanted.append(
+            [[a + t.value for a, (_, _, t) in zip(of, m.tokens, strict=True)] for m, of in zip(group, of_group, strict=True)]
+        )
+        for m, of in zip(group, wanted[-1], strict=True):
+            for turn in by_turn(m) if name == "turn_gae" else ():
+                of[turn[0] + 1 : turn[-1] + 1] = [math.nan] * (len(turn) - 1)
+    returns = run(game, name, options)[1]
+    expected = in_order(game, groups, wanted)
+    assert returns is not None or not any(expected.values())
+    for place, numbers in (returns or {}).items():
+        assert numbers == pytest.approx(expected[place], abs=1e-4, nan_ok=True), place
 
 
 def without_cuts(game: Game) -> Game:
