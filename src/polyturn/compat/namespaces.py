@@ -72,6 +72,7 @@ _HERE = {
     "verl.experimental.dataset.sampler": "polyturn.compat.verl.sampler",
     "verl.utils.model": "polyturn.compat.verl.torch_functional",
     "verl.utils.py_functional": "polyturn.compat.verl.py_functional",
+    "verl.utils.ray_utils": "polyturn.compat.verl.py_functional",
     "verl.utils.import_utils": "polyturn.compat.verl.import_utils",
     "verl.utils.metric.utils": "polyturn.compat.verl.metric",
     "verl.trainer.ppo.metric_utils": "polyturn.compat.verl.metric_utils",

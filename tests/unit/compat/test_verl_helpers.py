@@ -16,8 +16,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from polyturn.compat.verl import hdfs_io, math_dapo
-from polyturn.compat.verl.configs import omega_conf_to_dataclass, update_dict_with_config
+from polyturn.compat.verl.configs import AlgoConfig, omega_conf_to_dataclass, update_dict_with_config
+from polyturn.compat.verl.import_utils import deprecated
 from polyturn.compat.verl.mcp_clients import MCPClientManager
+from polyturn.compat.verl.py_functional import get_event_loop
 from polyturn.compat.verl.reward_manager import parallel_compute_score_async
 from polyturn.compat.verl.sandbox_fusion_tools import PoolMode, SandboxFusionTool, init_execution_pool
 from polyturn.compat.verl.search_r1_like_utils import perform_single_search_batch
@@ -176,3 +178,29 @@ def test_a_config_becomes_the_object_of_its_class() -> None:
     known = {"a": 0, "c": 0}
     update_dict_with_config(known, OmegaConf.create({"a": 5}))
     assert known == {"a": 5, "c": 0}
+
+
+def test_what_files_of_projects_import_beside_their_subject() -> None:
+    @deprecated("new")
+    def old(x: int) -> int:
+        return x + 1
+
+    @deprecated()
+    class Old:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    with pytest.warns(FutureWarning, match=r"old is deprecated\. Please use 'new' instead\."):
+        assert old(1) == 2
+    with pytest.warns(FutureWarning, match=r"Old is deprecated\.$"):
+        assert isinstance(made := Old(3), Old) and made.x == 3
+    loop = get_event_loop()
+
+    async def own() -> bool:
+        return get_event_loop() is loop
+
+    try:
+        assert loop.run_until_complete(own()), "the one that runs, where one does"
+    finally:
+        loop.close()
+    assert AlgoConfig(gamma=0.5).get("gamma") == 0.5 and AlgoConfig().norm_adv_by_std_in_grpo

@@ -135,6 +135,11 @@ def test_each_test_of_a_program_has_a_result_of_its_own(monkeypatch: pytest.Monk
     results, known = sandbox_fusion_utils.check_correctness("http://sandbox", tests, "print(1)")
     assert results == [True, False, -3, -2, -1, -4] and known[4]["api_request_error"] == "gateway"
     assert [one["status"] for one in known[:2]] == ["success", "wrong_answer"] and known[1]["case_index"] == 1
+    one = sandbox_fusion_utils._process_single_case(0, "right", None, "http://sandbox", "print(1)", 5, 1024, "python")
+    assert one[0] is True and one[1]["run_status"] == "Finished" and one[1]["stdout"] == "1\n"
+    asserted = {"inputs": ["right"], "outputs": ["9"], "assert_case": ["assert f(1)"]}
+    (result,), (told,) = sandbox_fusion_utils.check_correctness("http://sandbox", asserted, "def f(x): return x")
+    assert result is True and told["expected_output"] == "9"
     assert sandbox_fusion_utils.check_correctness("", None, "") == ([-1], [{"error": "Invalid input/output data"}])
     unequal = {"inputs": ["a"], "outputs": []}
     assert sandbox_fusion_utils.check_correctness("", unequal, "") == ([-1], [{"error": "Input/output count mismatch"}])

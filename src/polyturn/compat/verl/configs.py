@@ -130,6 +130,19 @@ class RolloutCorrectionConfig(BaseConfig):
         return cls(**{**found, "rollout_is": "token"})
 
 
+class AlgoConfig(BaseConfig):
+    """The settings that an estimator reads."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "gamma": 1.0,
+        "lam": 1.0,
+        "adv_estimator": "gae",
+        "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False,
+        "kl_penalty": "kl",
+    }
+
+
 class PolicyLossConfig(BaseConfig):
     """The loss of a policy, and its own options."""
 

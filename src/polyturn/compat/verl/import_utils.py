@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,3 +85,23 @@ def import_external_libs(external_libs: str | Sequence[str] | None = None) -> No
     """Import modules by their names."""
     for name in [external_libs] if isinstance(external_libs, str) else external_libs or ():
         importlib.import_module(name)
+
+
+def deprecated(replacement: str = "") -> Callable[[Any], Any]:
+    """Return a decorator that warns, when a function or a class is called, that it is old, and what replaces it."""
+
+    def decorate(old: Any) -> Any:
+        call = old.__init__ if isinstance(old, type) else old  # type: ignore[misc]
+
+        @functools.wraps(call)
+        def warned(*args: Any, **kwargs: Any) -> Any:
+            advice = f" Please use '{replacement}' instead." if replacement else ""
+            warnings.warn(f"{old.__module__}.{old.__qualname__} is deprecated.{advice}", FutureWarning, stacklevel=2)
+            return call(*args, **kwargs)
+
+        if not isinstance(old, type):
+            return warned
+        old.__init__ = warned  # type: ignore[misc]
+        return old
+
+    return decorate

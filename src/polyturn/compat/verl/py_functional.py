@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import multiprocessing
@@ -141,3 +142,13 @@ class NestedNamespace(SimpleNamespace):
     def __init__(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         inner = {key: NestedNamespace(value) if isinstance(value, dict) else value for key, value in dictionary.items()}
         super().__init__(**inner, **kwargs)
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that runs, or that of this thread, made where there is none (`verl.utils.ray_utils`)."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        loop = asyncio.get_event_loop_policy().new_event_loop()
+        asyncio.set_event_loop(loop)
+        return loop

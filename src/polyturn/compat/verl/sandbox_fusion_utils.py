@@ -69,31 +69,50 @@ def check_correctness(
     outputs = given.get("outputs", [None] * len(inputs))
     if len(inputs) != len(outputs) or (asserts and len(asserts) != len(inputs)):
         return [-1], [{"error": "Input/output count mismatch"}]
-    slots = contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore
-    program = code.as_call(generation, name) if name else generation
+    limits = (timeout, memory_limit_mb, language, concurrent_semaphore)
 
     def run(number: int) -> tuple[bool | int, dict[str, Any]]:
-        whole = f"{program}\n\n{asserts[number]}" if asserts else program
-        stdin, expected = (None if text is None else str(text) for text in (inputs[number], outputs[number]))
-        with slots:
-            answer, problem = call_sandbox_api(
-                sandbox_fusion_url=sandbox_fusion_url,
-                code=whole,
-                stdin=stdin,
-                compile_timeout=timeout,
-                run_timeout=timeout,
-                memory_limit_mb=memory_limit_mb,
-                language=language,
+        if not asserts:
+            return _process_single_case(
+                number, inputs[number], outputs[number], sandbox_fusion_url, generation, *limits, name
             )
-        result, status = _judge(answer, None if asserts else outputs[number], is_call=name is not None)
-        known = {"case_index": number, "input": stdin, "expected_output": expected, "status": status}
-        return result, known | {"api_request_error": problem, "api_response": answer} | _said_of(answer or {})
+        program = f"{code.as_call(generation, name) if name else generation}\n\n{asserts[number]}"
+        result, known = _process_single_case(number, inputs[number], None, sandbox_fusion_url, program, *limits)
+        return result, {**known, "expected_output": None if outputs[number] is None else str(outputs[number])}
 
     if not inputs:
         return [], []
     with ThreadPoolExecutor(min(len(inputs), NUM_THREADS)) as threads:
         found = list(threads.map(run, range(len(inputs))))
     return [result for result, _ in found], [known for _, known in found]
+
+
+def _process_single_case(  # under this name tools of one's own call it
+    case_index: int,
+    stdin_data: Any,
+    expected_output: Any,
+    sandbox_fusion_url: str,
+    generation: str,
+    timeout: float,
+    memory_limit_mb: int,
+    language: str,
+    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+    fn_name: str | None = None,
+) -> tuple[bool | int, dict[str, Any]]:
+    stdin, expected = (None if text is None else str(text) for text in (stdin_data, expected_output))
+    with contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore:
+        answer, problem = call_sandbox_api(
+            sandbox_fusion_url=sandbox_fusion_url,
+            code=code.as_call(generation, fn_name) if fn_name else generation,
+            stdin=stdin,
+            compile_timeout=timeout,
+            run_timeout=timeout,
+            memory_limit_mb=memory_limit_mb,
+            language=language,
+        )
+    result, status = _judge(answer, expected_output, is_call=fn_name is not None)
+    known = {"case_index": case_index, "input": stdin, "expected_output": expected, "status": status}
+    return result, known | {"api_request_error": problem, "api_response": answer} | _said_of(answer or {})
 
 
 def _said_of(answer: Mapping[str, Any]) -> dict[str, Any]:
