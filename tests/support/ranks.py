@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from polyturn.training.process_group import join
 from support.forked import ONE_THREAD, Forked
+
+RUNS = 3
 
 
 def results_of_ranks(call: str, count: int, out: Path, *arguments: str) -> Any:
@@ -60,3 +64,15 @@ def _rank(rank: int, function: Any, count: int, store: str, out: Path, arguments
     function(out, *arguments)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def meet() -> None:
+    """Join the group of the environment and leave it, `RUNS` times; the rank `LATE` comes later than the other."""
+    rank = int(os.environ["RANK"])
+    for _ in range(RUNS):
+        join(local_rank=rank)
+        found = [None, None]
+        dist.all_gather_object(found, rank)
+        sys.stdout.write(f"{found}\n")
+        dist.destroy_process_group()
+        time.sleep(0.5 * (rank == int(os.environ["LATE"])))

@@ -9,6 +9,8 @@ its connections, and that is what wakes the others.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,18 +25,27 @@ from polyturn.training.rank_group import RankReply, RankWorker, values_of
 _CLOSE = "close"
 _FOREVER = timedelta(days=30)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_runs = itertools.count()
 
 
 def join(*, local_rank: int, is_alone: bool = False) -> torch.device:
     """Join the process group that the environment describes, or make one of this process, and return this rank's device."""
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if is_alone else {}
+    store, rank, size = (dist.HashStore(), 0, 1) if is_alone else _meeting()
+    # Under the same keys, a second run of this process would find the addresses of the first.
+    store = dist.PrefixStore(f"run {next(_runs)}", store)
+    device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_COLLECTIVE_TIMEOUT, **alone)
-        return device
-    dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT, **alone)
-    return torch.device("cpu")
+    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=size)
+    return device
+
+
+@functools.cache
+def _meeting() -> tuple[dist.Store, int, int]:
+    """Return where the ranks of the environment meet, which rank this is, and of how many."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=_COLLECTIVE_TIMEOUT))
+    return store, rank, size
 
 
 class ProcessRankGroup:
