@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.config.models import (
-    RunConfig,
-)
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.core.live import LiveObject
 

@@ -33,7 +33,7 @@ WARM_START = "warm_start"
 _BEST = "best"
 _FORMER, _GONE = ".former-", ".gone-"
 _POLL_S = 0.02
-"""Number of times that it is asked whether shards are written."""
+"""Seconds between two looks at whether the shards are written."""
 _MAX_SAVING = 50
 """Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
 
@@ -109,6 +109,7 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())  # a crash of the machine may keep the rename below and lose the bytes
         former = self.folder / f"{_FORMER}{final.name}"
+        # Two renames, because no system call exchanges two folders: between them `_restore` knows which name is missing.
         if final.exists():
             final.rename(former)
         draft.rename(final)
@@ -117,7 +118,7 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, draft: Path, step: int) -> Iterator[None]:
-        """Remove a draft that cannot be written, and say what is there: of a full disk torch tells only where it stopped."""
+        """Remove a draft that cannot be written, and name the free space, of which torch's own error says nothing."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as problem:
@@ -132,7 +133,7 @@ class Checkpoints:
     def mark_best(self, step: int) -> None:
         """Mark the checkpoint of `step` as the best one; it stays, however many follow."""
         draft = self.folder / f".{_BEST}"
-        draft.write_text(f"step-{step:06d}\n")
+        draft.write_text(f"step-{step:06d}\n")  # a name and no link: object stores and copies keep no links
         draft.replace(self.folder / _BEST)
 
     def latest(self) -> Path | None:
@@ -161,10 +162,9 @@ class Checkpoints:
             # Tensors and plain values alone: a checkpoint that somebody passed on must not run code.
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as problem:  # whatever damaged bytes come to
-            said = (
+            raise CheckpointError(
                 f"the checkpoint {file} cannot be read ({one_line(problem)}); to resume from an earlier one, remove {path}"
-            )
-            raise CheckpointError(said) from problem
+            ) from problem
         return state
 
     def _all(self) -> list[Path]:
@@ -186,7 +186,7 @@ class Checkpoints:
             shutil.rmtree(rest, ignore_errors=True)
 
     def _prune(self) -> None:
-        best = self.best()
+        best = self.best()  # read once `mark_best` has run: the former best may go with this very checkpoint
         for old in self._all()[: -self._keep]:
             step = int(old.name.removeprefix("step-"))
             stays = self._keep_every and step and step % self._keep_every == 0
@@ -225,7 +225,7 @@ class Saver:
     """Writes checkpoints beside training, one after another, from copies that no step changes: ranks their shards, and a
     thread here the rest.
 
-    A kill while one is being written leaves the one before it. What went wrong is told to whoever saves or waits next.
+    A kill while one is being written leaves the one before it. The next call of `save` or `wait` raises what went wrong.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -269,6 +269,7 @@ class Saver:
 def _discard(folder: Path) -> None:
     """Delete `folder` so that no half of it can be taken for a checkpoint."""
     if folder.exists():
+        # Renamed first: a deletion takes seconds, and a kill within them would leave a folder that lacks some shards.
         gone = folder.with_name(f"{_GONE}{folder.name}")
         shutil.rmtree(gone, ignore_errors=True)
         folder.rename(gone)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.buffer.drop_stats import DropStats
-from polyturn.buffer.group_buffer import GroupBuffer, Slot, Taken
+from polyturn.buffer.group_buffer import GroupBuffer, Taken
 from polyturn.buffer.staleness import Replay, check_staleness
 from polyturn.core.aio import Finished, OneThread, finish, first_error
 from polyturn.core.errors import CheckpointError
@@ -93,7 +93,7 @@ class Trainer:
             await self._engine.channel.start(self.state.step)
             await self._engine.snapshots.start(self.state.step)
             if self.state.step == 0:
-                self._save()
+                self._save()  # before anything costly, so that a disk that takes no checkpoint ends the run now
                 if self.settings.evaluation.before:
                     results = await self._evaluate(self._data.eval_sets)
                     self.state.reports["before"] = _reports(results)
@@ -177,8 +177,10 @@ class Trainer:
                 await self._step(taken, sampler, drops, began=began)
                 if await self._is_done():
                     break
+                # Behind the validation: slots that are freed earlier would let training groups compete with it.
                 await buffer.advance(state.step)
         finally:
+            # Noted before the buffer goes: the checkpoint of the end is written behind this.
             self._pending = self._untrained()
             self._buffer = None
             producing.cancel()
@@ -196,15 +198,17 @@ class Trainer:
         # A cancellation waits for the end of the update: between two optimizer steps there is no state to go on from.
         done = Finished(update(), None) if self._thread is None else await finish(self._thread.submit(update))
         (metrics, trained), cancelled = done
+        # From here on the step counts as taken: whatever fails below, a checkpoint of this state repeats none of it.
         state.step += 1
-        if self._saving.journal is not None:
-            metrics |= self._forget(self._saving.journal, taken.left)
         self._training = []
+        if self._saving.journal is not None:
+            metrics |= self._forget(self._saving.journal, taken)
         sampler.learn(_success(groups))
         sampler.observe(groups)
         try:
             if cancelled is not None:
                 raise cancelled
+            # Before slots are freed, so that no group of the next step starts under old weights.
             await self._engine.channel.publish(state.step)
             await self._engine.snapshots.follow(state.step)
         finally:  # the step was taken, so it is recorded, also when the run is cancelled here
@@ -221,11 +225,11 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         return identity_of(self.settings.train, self._data.tasks, has_baseline=self.update.has_baseline)
 
-    def _forget(self, journal: JournalFile, left: Sequence[Slot]) -> Mapping[str, float]:
+    def _forget(self, journal: JournalFile, taken: Taken) -> Mapping[str, float]:
         """Take the groups that were trained, and those that are cut off, out of the journal; return its metrics."""
-        oldest = self.state.step - 1 - self.settings.train.max_staleness
-        journal.forget(self._training, oldest=oldest)
-        journal.forget((slot.ticket for slot in left), oldest=oldest, are_cut=True)
+        oldest = self.state.step - 1 - self.settings.train.max_staleness  # for the step that was just taken
+        journal.forget(taken.tickets, oldest=oldest)
+        journal.forget((slot.ticket for slot in taken.left), oldest=oldest, are_cut=True)
         return journal.read_metrics()
 
     def _untrained(self) -> list[int]:
@@ -308,14 +312,14 @@ class Trainer:
         return every > 0 and step > 0 and step % every == 0
 
     def _oldest_version(self, ticket: int) -> int:
-        """Return the oldest policy version that tokens of a group may have which is trained by the run that goes on."""
+        """Return the oldest policy version that a resumed run may train tokens of the group of `ticket` at."""
         train = self.settings.train
         if train.carries_over:
             return self.state.step  # its slot says that it starts now
         return ticket // (train.groups_per_step + train.extra_groups) - train.max_staleness
 
     def _save_last_words(self) -> None:
-        """Save where the run ended by an error or a cancellation, unless that is in the middle of a step."""
+        """Save the run as an error or a cancellation left it, unless that is in the middle of a step."""
         try:
             if self.update.is_half_done:
                 self._saver.wait()

@@ -39,10 +39,6 @@ from polyturn.tracking.system import SystemSampler
 logger = logging.getLogger(__name__)
 
 
-def _no_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlsoRecord:
     """The records of a run beside its metrics and trajectories."""
@@ -59,7 +55,7 @@ class AlsoRecord:
     """Whether there are several evaluation sets, so that each has a folder of its own in `eval_dump`."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
     """Is told the numbers of each step once they are written."""
-    eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = _no_metrics
+    eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = lambda name, groups: {}
     """Further numbers of an evaluation set, from its name and its groups."""
 
 
@@ -129,7 +125,7 @@ class RunObserver:
     def on_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """A supervised step is done."""
         if self._sft_metrics is None:
-            # A first step beyond 1 goes on from an interrupted warm start.
+            # A warm start that goes on begins behind step 1; lines of steps that are taken again are dropped.
             resumed = step - 1 if step > 1 else None
             self._sft_metrics = JsonlTracker(self._folder / "sft_metrics.jsonl", resumed_step=resumed)
         self._sft_metrics.log(step, metrics)
@@ -214,7 +210,7 @@ class RunObserver:
     ) -> None:
         for group in groups:
             self._store.add(group, step=step, split=split, trained=trained)
-        self._store.flush()
+        self._store.flush()  # before the step's metrics: a line of these promises that its trajectories can be read
 
     def _advance(self, phase: str, total: int) -> None:
         if self._live is not None:

@@ -25,6 +25,7 @@ def trained_of(
     *,
     rejected: Collection[str] = (),
     drops_truncated: bool = False,
+    min_members: int = 1,
 ) -> dict[str, Trained]:
     """Return, by the id of a trajectory, what the step made of it.
 
@@ -35,6 +36,7 @@ def trained_of(
         passes: What the forward and backward passes said of `samples`, in their order; none before the policy trains.
         rejected: The ids of those that the off-policy correction left no token of.
         drops_truncated: Whether truncated ones were left out.
+        min_members: The members that did not fail which a group needed to pass the filters.
     """
     places: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -50,8 +52,8 @@ def trained_of(
                 found[trajectory.id] = Trained(dropped="failed")
             elif trajectory.id not in live:
                 # The filter counts its reasons and names no group; which one it was follows from the members.
-                is_alone = sum(not t.is_failed for t in group.trajectories) == 1 < len(group.trajectories)
-                found[trajectory.id] = Trained(dropped="one_left" if is_alone else "zero_variance")
+                is_small = sum(not t.is_failed for t in group.trajectories) < min_members
+                found[trajectory.id] = Trained(dropped="one_left" if is_small else "zero_variance")
             elif trajectory.id in places:
                 mine = {samples[i].id.segment: i for i in places[trajectory.id]}
                 used = _on_sampled(trajectory, mine, weights)

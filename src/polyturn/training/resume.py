@@ -36,15 +36,15 @@ def identity_of(train: TrainOptions, tasks: Sequence[Task], *, has_baseline: boo
     for index in (i * len(tasks) // count for i in range(count)):
         task = tasks[index]
         digest.update(repr((task.id, task.data_source, [(m.role, str(m.content)) for m in task.prompt])).encode())
-    values = {
+    return {
         "groups_per_step": train.groups_per_step,
         "group_size": train.group_size,
         "has_baseline": has_baseline,
         "extra_groups": train.extra_groups,
         "carries_over": train.carries_over,
         "max_attempts": train.dynamic_sampling,
+        "tasks": digest.hexdigest(),
     }
-    return {**values, "tasks": digest.hexdigest()}
 
 
 def require_same_identity(saved: Mapping[str, Any], mine: Mapping[str, Any], *, path: Path) -> None:

@@ -56,11 +56,6 @@ class UpdateSettings:
     correction: CorrectionSettings | None = None
     """The weights and rejection of tokens that were sampled off the policy; None takes them as they are."""
 
-    @property
-    def uses_engine_logprobs(self) -> bool:
-        """Take the engine's logprobs as the old ones instead of computing them."""
-        return self.algorithm.old_logprobs == "engine"
-
 
 class StepResult(NamedTuple):
     """The result of one step."""
@@ -182,24 +177,24 @@ class Update:
             logger.warning("step %d: no group has anything to learn from (%s); the weights stay as they are", step + 1, why)
         parts.append({"time/train_s": Sum(train_s)})
         order = [sample for share in shares for sample in share]
-        metrics = reduce(merge(parts))
-        self.is_half_done = False
+        metrics, cuts = reduce(merge(parts)), settings.algorithm.drop_truncated
         # Behind the passes, so that the metrics name the weights that this step was trained with.
         if self._reward_kl is not None:
             self._reward_kl.adapt()
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
-        drops = settings.algorithm.drop_truncated
-        made = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=drops)
+        least = self._kept_members
+        made = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
+        # Last: the caller counts the step only once this returns, and a checkpoint of a step half counted repeats it.
+        self.is_half_done = False
         return StepResult(metrics, made)
 
     def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
         """Make samples of the groups that have something to learn from, each with its advantages."""
         settings, began = self._settings, time.perf_counter()
         parts: list[Metrics] = [rollout_metrics(groups, version=step), greedy_metrics(groups)]
-        min_members = self._min_members if settings.drop_small_groups else 1
-        kept = filter_groups(groups, min_members=min_members, zero_variance=settings.drop_zero_variance)
+        kept = filter_groups(groups, min_members=self._kept_members, zero_variance=settings.drop_zero_variance)
         scale = settings.loss_scale
         samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
         parts.append(dropped_by_scale(kept.groups, samples))
@@ -234,7 +229,8 @@ class Update:
         needs_old = not is_on_policy or settings.correction is not None
         if needs_old or self._reward_kl is not None:
             # All are scored before the first optimizer step: the old policy is that of the start of the step.
-            scores = self._engine_logprobs(samples) if settings.uses_engine_logprobs else self.policy.score(samples)
+            is_given = settings.algorithm.old_logprobs == "engine"
+            scores = self._engine_logprobs(samples) if is_given else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         if settings.algorithm.kl_in("loss").coef or self._reward_kl is not None:
             scores = self.policy.score(samples, reference=True)
@@ -279,6 +275,11 @@ class Update:
     def _min_members(self) -> int:
         return max(self._settings.min_members, traits_of(self.estimator).min_group)
 
+    @property
+    def _kept_members(self) -> int:
+        """The members that a group must have left to stay in the loss."""
+        return self._min_members if self._settings.drop_small_groups else 1
+
     def _train_critic(self, shares: Sequence[Sequence[TrainSample]]) -> list[Metrics]:
         """Take the critic's optimizer steps, one for each share."""
         if self.critic is None:
@@ -296,7 +297,7 @@ class Update:
         for number, share in enumerate(shares):
             passes.append(self.policy.forward_backward(share))
             found = passes[-1].metrics
-            if number and self._settings.uses_engine_logprobs:
+            if number and self._settings.algorithm.old_logprobs == "engine":
                 # Behind an update they say how far that went, and not whether trainer and engine agree.
                 found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
             parts += [found, self.policy.optim_step()]

@@ -56,6 +56,7 @@ def update(
     coef: float = 0.0,
     target: float | None = None,
     minibatches: int = 1,
+    min_members: int = 1,
     **kw: Any,
 ) -> Update:
     vocab = len(tiny_codec().tokenizer)
@@ -64,7 +65,9 @@ def update(
     return Update(
         local_policy(model, optim=optim, reference=coef > 0),
         estimator=bind_estimator(advantages.resolve(name), offered={}, kwargs=kw),
-        settings=UpdateSettings(drop_zero_variance=False, train=TrainOptions(minibatches=minibatches)),
+        settings=UpdateSettings(
+            drop_zero_variance=False, train=TrainOptions(minibatches=minibatches), min_members=min_members
+        ),
         critic=local_critic(model, optim=optim, settings=CriticSettings(warmup=warmup)) if critic else None,
         reward_kl=RewardKl(KlOptions(place="reward", coef=coef, target=target)) if coef else None,
     )
@@ -197,3 +200,25 @@ def test_without_a_group_baseline_one_that_is_left_is_trained() -> None:
     result = made.run(but_one_failed(played(num_groups=1)) + played(num_groups=1), step=0)
     assert result.metrics["buffer/groups_one_left"] == 0
     assert sum(t.dropped is None for t in result.trained.values()) >= 4
+
+
+def test_a_group_too_small_for_its_estimator_is_recorded_as_it_is_counted() -> None:
+    made = update("reinforce_plus_plus", min_members=3)
+    groups = [
+        dataclasses.replace(g, trajectories=(*g.trajectories[:2], *but_one_failed([g])[0].trajectories[2:]))
+        for g in played()
+    ]
+    result = made.run(groups, step=0)
+    assert result.metrics["buffer/groups_one_left"] == 2
+    assert [t.dropped for t in result.trained.values()] == ["one_left", "one_left", "failed", "failed"] * 2
+
+
+def test_a_step_that_fails_behind_its_optimizer_step_is_no_state_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise TrainingError("its records cannot be made")
+
+    made = update("grpo")
+    monkeypatch.setattr("polyturn.training.update.trained_of", fails)
+    with pytest.raises(TrainingError, match="its records"):
+        made.run(played(), step=0)
+    assert made.is_half_done

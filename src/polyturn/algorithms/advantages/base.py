@@ -106,7 +106,7 @@ class MemberView:
 
     id: str
     reward: float
-    """The turn's reward."""
+    """The trajectory's reward; of one agent among several its own."""
     samples: tuple[TrainSample, ...]
     components: Mapping[str, float] = field(default_factory=dict)
     """Named scores that the reward was made of, and the numbers that the reward function returned beside its score."""
