@@ -36,6 +36,24 @@ def test_a_visitor_filters_opens_a_trajectory_and_reads_why_a_token_was_masked_i
     keep(page, "trajectory")
 
 
+def test_a_trajectory_is_read_from_its_top_and_the_table_is_there_where_it_was_left(browser, address: str):
+    page = browser.new_page(viewport={"width": 390, "height": 500}, base_url=address)
+    page.goto("/#/1/trajectories")
+    last = page.locator("tbody tr").nth(17)
+    last.scroll_into_view_if_needed()
+    place = page.evaluate("scrollY")
+    back = page.get_by_role("link", name="back")
+    for leave in (page.go_back, lambda: page.keyboard.press("Escape"), back.click):
+        last.locator("td").nth(1).click()
+        page.wait_for_selector(".tokens")
+        assert page.evaluate("scrollY") == 0
+        leave()
+        playwright.expect(last).to_be_in_viewport()
+        assert page.evaluate("scrollY") == place > 500
+        playwright.expect(last).to_be_focused()
+    page.close()
+
+
 def test_a_trained_token_says_everything_that_is_known_about_it(page):
     page.goto("/#/0/one?id=g30/0&step=3&split=train")
     page.wait_for_selector(".tokens .s-sampled")

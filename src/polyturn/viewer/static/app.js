@@ -57,23 +57,27 @@ const fields = () => [...main.querySelectorAll("form [name]")];
 const isTyped = (field) => (field.type === "checkbox" ? field.checked !== field.defaultChecked : field.tagName !== "SELECT" && field.value !== field.defaultValue);
 const isTextual = (field) => isTyped(field) && field.type !== "checkbox";
 
-// Put a page in place of the one before. Where it is the same one, built again, what was typed, opened or in focus stays so.
+// Put a page in place of the one before. Where it is the same one, built again, what was typed, opened or in focus stays so; the page of
+// a trajectory begins at its top, any other one where it was left, at the row of the trajectory that is left for it.
+const heights = {};
 function swap(built, of) {
-  const isSame = state.page?.of === of, before = document.activeElement, row = before?.closest("tr[data-key]")?.dataset.key;
+  const isSame = state.page?.of === of, before = document.activeElement, { id, step, split } = place().values;
+  const row = isSame ? before?.closest("tr[data-key]")?.dataset.key : state.page?.shown;
   const typed = fields().filter(isTextual), opened = [...main.querySelectorAll("details[open] > summary")].map((one) => one.textContent);
   state.page?.leave?.();
-  state.page = Object.assign(built, { of });
+  if (state.page) heights[state.page.of] = scrollY;
+  state.page = Object.assign(built, { of, shown: `${id} ${step} ${split}` });
   main.replaceChildren(problems, built.element);
+  if (!isSame) scrollTo(0, INSIDE.includes(place().page) ? 0 : heights[of] ?? 0);
   built.ready?.();
-  if (!isSame) return;
-  for (const field of fields()) {
+  for (const field of isSame ? fields() : []) {
     const old = typed.find((one) => one.name === field.name);
     if (old) field.value = old.value;
     if (field.name !== before?.name || document.activeElement !== document.body) continue;
     field.focus({ preventScroll: true });
     if (typeof before.selectionStart === "number") field.setSelectionRange(before.selectionStart, before.selectionEnd);
   }
-  for (const summary of main.querySelectorAll("details > summary")) if (opened.includes(summary.textContent)) summary.parentElement.open = true;
+  for (const summary of isSame ? main.querySelectorAll("details > summary") : []) if (opened.includes(summary.textContent)) summary.parentElement.open = true;
   const again = row && [...main.querySelectorAll("tr[data-key]")].find((tr) => tr.dataset.key === row);
   if (again) { main.querySelectorAll("tr[data-key]").forEach((tr) => (tr.tabIndex = -1)); again.tabIndex = 0; again.focus({ preventScroll: true }); }
 }
@@ -150,6 +154,7 @@ async function start() {
   new ResizeObserver(() => document.documentElement.style.setProperty("--head", `${getComputedStyle(head).position === "sticky" ? head.offsetHeight : 0}px`)).observe(head);
   document.addEventListener("keydown", keyboard);
   window.addEventListener("hashchange", show);
+  history.scrollRestoration = "manual"; // `swap` knows when the page is there
   try { [state.runs, state.hasDesk] = await Promise.all([get("runs"), kept ? false : get("desk")]); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }
   drawRuns();
   if (kept) {
