@@ -1,6 +1,6 @@
 // Conversations that wait for a person, the longest first. One is open; what is written to each stays while others come.
 
-import { el, get, post, say } from "/static/base.js";
+import { el, get, lasting, post, say } from "/static/base.js";
 
 const EVERY_MS = 1000;
 const drafts = new Map(); // ticket -> what is written and not yet sent
@@ -13,7 +13,7 @@ export async function answer() {
 
   const left = (paper) => Math.max(0, Math.round(paper.until - Date.now() / 1000));
   const showQueue = () => queue.replaceChildren(...papers.map((paper) => el("button", { type: "button", class: "ticket", "aria-current": paper.ticket === open ? "true" : null, onclick: () => choose(paper.ticket) },
-    el("strong", {}, String(paper.about.conversation ?? paper.ticket.slice(0, 8))), ` ${left(paper)} s`, el("span", { class: "muted" }, said(paper.messages.at(-1)?.content).slice(0, 80)))));
+    el("strong", {}, String(paper.about.conversation ?? paper.ticket.slice(0, 8))), ` ${lasting(left(paper))} left`, el("span", { class: "muted" }, said(paper.messages.at(-1)?.content).slice(0, 80)))));
 
   function choose(ticket) {
     open = ticket;

@@ -23,7 +23,7 @@ const main = document.getElementById("main");
 // The run's problems, above every page and as new as the last answer.
 const problems = el("div");
 function drawProblems(info) {
-  const said = info && place().page !== "runs" ? [...(info.end ? [`The run died: ${info.end}.`] : []), ...info.problems] : [];
+  const said = info && !["runs", "answer"].includes(place().page) ? [...(info.end ? [`The run died: ${info.end}.`] : []), ...info.problems] : [];
   problems.replaceChildren(...(said.length ? [el("div", { class: "problem", role: "alert" }, said.join("\n"))] : []));
 }
 
