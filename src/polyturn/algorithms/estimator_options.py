@@ -151,6 +151,8 @@ class ReturnToGoOptions(TurnOptions):
     """The discounted scores of the turns that follow."""
 
     name: Literal["return_to_go"]
+    norm_by_std: bool = False
+    """Divide the group's advantages by their standard deviation, which gives up that they are unbiased."""
     gamma: Share | None = None
     """Discount per turn."""
     baseline: bool | None = None

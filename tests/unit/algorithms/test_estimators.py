@@ -6,7 +6,8 @@ That each is what its definition says is tested on made-up games, in `tests/prop
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import inspect
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from polyturn.algorithms.advantages import (
     declare,
     members_needed,
 )
+from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.compat.verl.batch_estimator import as_estimator
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError
 from polyturn.core.generation import FinishReason
@@ -271,3 +273,11 @@ def test_an_estimator_of_ones_own_may_ask_for_the_batch() -> None:
     groups, samples = batch(0)
     found = assign_advantages(groups, samples, estimator=ranks)
     assert max(float(s.advantages.max()) for s in found if s.advantages is not None) == 11
+
+
+def test_options_that_are_not_null_have_the_defaults_of_the_estimator_they_are_of() -> None:
+    for options in get_args(NamedEstimatorOptions):
+        own = {f.name: f.default for f in dataclasses.fields(options) if f.name != "name" and f.default is not None}
+        for name in get_args(get_type_hints(options)["name"]):
+            parameters = inspect.signature(advantages.resolve(name)).parameters
+            assert {k: parameters[k].default for k in own} == own, name
