@@ -121,6 +121,7 @@ def _keep(
     for name, (low, high) in settings.bounds.items():
         value = measure(log, name)
         keep &= (value >= low) & (value <= high)
+    # By the smallest ratio alone: in a mean over thousands of tokens one that is impossible would not show.
     if settings.veto is not None and np.exp(log.min()) < settings.veto:
         keep[:] = False
     if settings.negative_bound is not None:

@@ -62,6 +62,7 @@ def straight_through(value: KlEstimator) -> KlEstimator:
     """Return an estimator with the value of `value` and the gradient of k2."""
 
     def estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+        # The last two cancel in value, and only the first of them has a gradient.
         through_T = k2(logprobs_T, ref_logprobs_T)
         return value(logprobs_T, ref_logprobs_T).detach() + through_T - through_T.detach()
 

@@ -62,6 +62,7 @@ def filter_groups(groups: Sequence[TrajectoryGroup], *, min_members: int = 1, ze
     alone: list[Trajectory] = []
     flat: list[Trajectory] = []
     num_flat = num_empty = num_alone = 0
+    # The first reason that applies is the one that is counted, so that the counts add up to what was dropped.
     for group in groups:
         live = tuple(t for t in group.trajectories if not t.is_failed)
         failed += [t for t in group.trajectories if t.is_failed]
@@ -96,6 +97,7 @@ def filter_samples(
 
     Call it after the advantages are assigned: a truncated trajectory still counts in its group's statistics.
     """
+    # By group and trajectory: a trajectory that was cut into several samples leaves with all of them.
     truncated = {(g.id, t.id) for g in groups for t in g.trajectories if t.stop_reason.is_truncation}
     is_cut = [drop_truncated and (s.id.group, s.id.trajectory) in truncated for s in samples]
     kept = [s for s, cut in zip(samples, is_cut, strict=True) if not cut and s.num_weighted]
@@ -103,9 +105,7 @@ def filter_samples(
         "buffer/samples": Sum(len(samples)),
         "buffer/samples_kept": Sum(len(kept)),
         "buffer/samples_truncated": Sum(sum(is_cut)),
-        "buffer/samples_unweighted": Sum(
-            sum(1 for s, cut in zip(samples, is_cut, strict=True) if not cut and not s.num_weighted)
-        ),
+        "buffer/samples_unweighted": Sum(len(samples) - len(kept) - sum(is_cut)),
         "tokens/dropped_truncated": Sum(sum(s.num_weighted for s, cut in zip(samples, is_cut, strict=True) if cut)),
     }
     return FilteredSamples(kept, metrics)

@@ -205,7 +205,7 @@ class _Step:
         flat = np.full((count, *known.shape[1:]), -1, np.int32)
         for place, routes in zip(places, given, strict=True):
             if routes is not None:
-                own = routes[: len(place)]
+                own = routes[: len(place)]  # [T, L, K], cut as the row is, before the last weighted token
                 flat[place] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
         return torch.from_numpy(flat).to(self.device)
 
@@ -227,6 +227,7 @@ def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, len
         lengths: The length of each sample that was laid out.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    # One flat array that is cut at the end: a write per micro-batch instead of one per sample.
     flat = np.zeros(starts[-1], dtype=np.float32)
     for batch, value_S in zip(batches, values, strict=True):
         if batch.is_padding:

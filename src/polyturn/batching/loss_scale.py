@@ -134,7 +134,7 @@ class LossScale:
                         f"loss_scale {self.name!r} gave the weights {shown(values.tolist())} for the {len(one.ids)} tokens "
                         f"of turn {one.turn.index} of trajectory {trajectory.id!r}; give a finite number, or one for each"
                     )
-                factors[one.turn.index] = factors[one.turn.index] * values
+                factors[one.turn.index] = factors[one.turn.index] * values  # [N], a single number for all of them
         parts, used = [np.empty(0, np.float32)], dict.fromkeys(factors, 0)
         for span in segment.spans:
             own = span.loss_weights

@@ -115,7 +115,8 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     batches: list[PlannedBatch] = []
     if settings.shared_prefix and is_text:
         rows = [s.token_ids[:n] for s, n in zip(samples, lengths, strict=True)]
-        order = [i for i in sorted_rows(rows) if lengths[i]]
+        order = [i for i in sorted_rows(rows) if lengths[i]]  # in which rows with a common prefix are neighbours
+        # Cut before it is decided: prefixes are shared within a micro-batch only, so the cut says what is saved.
         shared = _common(rows, order, settings.min_shared, [s.routed_experts for s in samples])
         batches = _cut_packed(lengths, counts, order, shared, settings)
         if sum(sum(b.shared) for b in batches) >= settings.min_saving * max(1, sum(lengths)):
@@ -187,6 +188,7 @@ def _cut_rows(lengths: Sequence[int], num_targets: Sequence[int], settings: Layo
         max_padding = settings.max_tokens_per_batch // 16
     batches: list[list[int]] = []
     targets = tokens = 0
+    # Rising lengths: the row that is added is always the longest, and tells the width of the whole micro-batch.
     for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i]):
         padded = (len(batches[-1]) + 1) * lengths[i] if batches else 0
         is_full = (
@@ -206,6 +208,7 @@ def _cut_rows(lengths: Sequence[int], num_targets: Sequence[int], settings: Layo
 def _enough(batches: list[PlannedBatch], lengths: Sequence[int], num_ranks: int) -> list[PlannedBatch]:
     """Halve the costliest micro-batches until they can be dealt out evenly, as far as they can be halved."""
     batches = list(batches)
+    # Halved rather than padded with empty passes: a pass without weight costs time and teaches nothing.
     while len(batches) % num_ranks:
         halvable = [b for b in batches if len(b.samples) > 1]
         if not halvable:
@@ -221,7 +224,7 @@ def _part(batch: PlannedBatch, which: slice, lengths: Sequence[int]) -> PlannedB
     samples = batch.samples[which]
     if not batch.shared:
         return PlannedBatch(samples=samples, cost=len(samples) * max(lengths[i] for i in samples))
-    shared = (0, *batch.shared[which][1:])
+    shared = (0, *batch.shared[which][1:])  # the first row of the second half has nobody to share with
     return PlannedBatch(samples=samples, shared=shared, cost=sum(lengths[i] for i in samples) - sum(shared))
 
 

@@ -81,10 +81,11 @@ def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
         start, end = end, end + len(row) - taken
         before = places[-1][:taken] if taken else np.zeros(0, np.int64)
         place = np.concatenate([before, np.arange(start, end)])
-        until_N[place] = end
+        until_N[place] = end  # of the prefix too: its tokens are now seen up to the end of this row
         positions_N[start:end] = np.arange(taken, len(row))
         cuts.update((start, end))
         if taken:
+            # The prefix itself may be in several pieces, which are cut wherever two of its tokens are no neighbours.
             jumps = np.flatnonzero(np.diff(before) != 1)
             cuts.update((before[jumps] + 1).tolist(), before[jumps + 1].tolist(), (int(before[0]), int(before[-1]) + 1))
         places.append(place)

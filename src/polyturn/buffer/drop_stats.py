@@ -58,6 +58,7 @@ def deciles(lengths: Sequence[int], *, of: Sequence[int]) -> list[int]:
     """Return how many of `lengths` lie in each tenth of the lengths `of`; equal ones share the middle of their ranks."""
     every = np.sort(np.asarray(of, np.int64))
     found = np.asarray(lengths, np.int64)
+    # The middle rank of equal lengths: all of them in the first decile they touch would look like a bias.
     middle = (np.searchsorted(every, found, "left") + np.searchsorted(every, found, "right")) / 2
     tenth = np.minimum(NUM_DECILES * middle / max(1, len(every)), NUM_DECILES - 1).astype(np.int64)
     return [int(n) for n in np.bincount(tenth, minlength=NUM_DECILES)]

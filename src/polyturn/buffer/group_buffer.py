@@ -100,7 +100,7 @@ class GroupBuffer:
         """Wait for a slot and return its ticket, a running number."""
         async with self._changed:
             await self._changed.wait_for(self._has_slot)
-            if self._again:
+            if self._again:  # first, because they are older than all that were not granted
                 ticket = self._again.pop(0)
             else:
                 ticket, self._next = self._next, self._next + 1
@@ -110,6 +110,7 @@ class GroupBuffer:
     async def put(self, ticket: int, group: TrajectoryGroup) -> None:
         """Hand in the group that was run on `ticket`; one that is no longer wanted is forgotten."""
         async with self._changed:
+            # Its wave may be over by now, and what was cut off has no slot any more.
             if (slot := self._slots.get(ticket)) is not None:
                 slot.group, slot.finished = group, self._num_finished
                 self._num_finished += 1
@@ -147,6 +148,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def _has_slot(self) -> bool:
+        # What is carried over keeps its slot, so that slots and not tickets are counted: a run ahead is bounded by them.
         if self._carries:
             ahead = self._step * self.groups_per_step + len(self._slots)
             return ahead < (self.version + 1) * self.groups_per_step + self._extra
@@ -170,13 +172,14 @@ class GroupBuffer:
         if len(done) < self.groups_per_step:
             return None
         chosen: list[Slot] = []
+        # The most urgent first: later = 0 are those that no step after this one may train.
         for later in range(self.max_staleness + 1):
             oldest = self._step + later - self.max_staleness
             old = sum(slot.version <= oldest for slot in slots)
             need = old - later * self.groups_per_step - sum(slot.version <= oldest for slot in chosen)
             if need > 0:
                 found = [slot for slot in done if slot.version <= oldest and slot not in chosen][:need]
-                if len(found) < need:
+                if len(found) < need:  # one that must be trained now still runs, and the step waits for it
                     return None
                 chosen += found
         chosen += [slot for slot in done if slot not in chosen][: self.groups_per_step - len(chosen)]

@@ -23,7 +23,7 @@ def oldest_version(group: TrajectoryGroup) -> int:
         for span in segment.spans
         if span.policy_version is not None
     ]
-    return min(versions, default=1 << 31)
+    return min(versions, default=1 << 31)  # nothing was sampled, so that nothing can be stale
 
 
 def check_staleness(groups: Iterable[TrajectoryGroup], *, step: int, max_staleness: int) -> None:

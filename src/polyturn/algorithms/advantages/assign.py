@@ -149,6 +149,7 @@ def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: 
         if not has_parameter(estimator, name) and not takes_any_keyword(estimator):
             options = [n for n in inspect.signature(estimator).parameters if n not in inputs]
             raise ConfigError(f"algorithm.advantage: the estimator takes no {name!r}.{did_you_mean(name, options)}")
+    # What is offered must be asked for by name: an estimator with **kwargs would get options that are not its own.
     bound = {**{k: v for k, v in offered.items() if has_parameter(estimator, k)}, **kwargs}
     return functools.partial(estimator, **bound) if bound else estimator
 

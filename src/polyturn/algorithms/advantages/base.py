@@ -69,7 +69,7 @@ _traits: dict[Estimator, Traits] = {}
 
 def traits_of(estimator: Estimator) -> Traits:
     """Return what `estimator` declared, also of one whose options are bound; without a declaration the defaults."""
-    while isinstance(estimator, functools.partial):
+    while isinstance(estimator, functools.partial):  # bound options change no trait
         estimator = estimator.func
     return _traits.get(estimator, Traits())
 
@@ -224,6 +224,7 @@ def turn_penalties(member: MemberView) -> NDArray[np.float64]:
     """Return [K] the sum of the penalties on each turn's trained tokens."""
     at = stream(member.samples)
     penalties_K = np.zeros(member.num_turns)
+    # `add.at`, because an indexed += counts each turn once, however many tokens it has.
     np.add.at(penalties_K, at.turn_N, at.gather([s.rewards for s in member.samples]))
     return penalties_K
 

@@ -42,7 +42,7 @@ def reinforce_plus_plus(
             rewards_N = at.gather([s.rewards for s in member.samples])
             rewards_N[at.ends] += rewards_at_ends(member, at, outcome)
             running = 0.0
-            for n in reversed(range(len(rewards_N))):
+            for n in reversed(range(len(rewards_N))):  # from rewards to returns, in place: G_t = r_t + gamma G_{t+1}
                 rewards_N[n] = running = rewards_N[n] + gamma * running
             of_group.append(at.scatter(rewards_N, member.samples))
         found.append(of_group)
@@ -71,6 +71,7 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
     totals = [g.totals for g in batch]
     num_all = sum(len(t) for t in totals)
     num_live = sum(len(t) for t in totals if np.ptp(t) > 0)
+    # With this factor a mean over the batch is a mean over the groups that teach something.
     alpha = num_all / num_live if num_live else 1.0
     return spread(batch, [(alpha * (t - t.mean()) / f_norm).tolist() for t in totals])
 

@@ -74,7 +74,7 @@ def turn_gae(
 
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
         ends = at.ends
-        starts = np.append(0, ends[:-1] + 1) if len(ends) else ends
+        starts = np.append(0, ends[:-1] + 1) if len(ends) else ends  # [U] of the trained tokens, the first of each turn
         rewards_U = rewards_at_ends(member, at, outcome)
         if len(ends):
             rewards_U = rewards_U + np.add.reduceat(at.gather([s.rewards for s in member.samples]), starts)

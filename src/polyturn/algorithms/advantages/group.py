@@ -61,6 +61,7 @@ def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     lengths = np.array([sum(s.num_weighted for s in samples) for samples in samples_G], dtype=np.float64)
+    # A group without a trained token has no lengths to weigh by, and no use for a baseline either.
     baseline = (lengths * values).sum() / lengths.sum() if lengths.sum() else values.mean()
     return _on_all(samples_G, values - baseline)
 

@@ -84,6 +84,7 @@ def mt_grpo(
         outcome_G = _standing(counted_G, norm_by_std, eps) * (outcome != "ignore")
         num_turns = [m.num_turns for m in group.members]
         credits = [np.zeros(k) for k in num_turns]
+        # Turn by turn, since a mean over all turns would compare a first turn with a last one.
         for k in range(max([0, *num_turns])):
             scored = [i for i, m in enumerate(group.members) if len(m.turn_scores_K) > k and np.isfinite(m.turn_scores_K[k])]
             values = np.array([group.members[i].turn_scores_K[k] for i in scored], dtype=np.float64)
@@ -125,6 +126,7 @@ def gigpo(
                 if state is not None:
                     anchors.setdefault(state, []).append((i, k))
         credits = [np.full(len(g), e) for g, e in zip(returns, of_group, strict=True)]
+        # A state that was met once stands alone in its group, where `_standing` gives 0: the trajectory's credit is left.
         for places in anchors.values():
             values = np.array([returns[i][k] for i, k in places])
             for (i, k), standing in zip(places, _standing(values, norm_by_std, eps), strict=True):

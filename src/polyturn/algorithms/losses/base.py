@@ -1,8 +1,4 @@
-"""The interface of a policy loss, and the terms that several losses share.
-
-Separate from aggregation: a loss here says what one token contributes, `aggregate.py` says how much each token counts, and
-the trainer's loss is the sum of both multiplied. So no loss needs to know a batch, and gradients of micro-batches add up.
-"""
+"""The interface of a policy loss, and the terms that several losses share."""
 
 from __future__ import annotations
 
@@ -127,8 +123,9 @@ def ratio_stats(log_ratio_T: Tensor, is_clipped_T: Tensor | None = None) -> dict
 def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Return [T] for each token the mean of `values_T` over the tokens of its sequence."""
     _, row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)
-    sums_B = values_T.new_zeros(len(count_B)).index_add(0, row_T, values_T)
-    return (sums_B / count_B)[row_T]
+    # Out of place: the mean carries the gradient of every token that went into it.
+    sums_B = values_T.new_zeros(len(count_B)).index_add(0, row_T, values_T)  # [B]
+    return (sums_B / count_B)[row_T]  # [T]
 
 
 def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:

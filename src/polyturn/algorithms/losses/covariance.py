@@ -38,6 +38,7 @@ def choose_within(
     able = np.flatnonzero((value_N > clip_cov_lb) & (value_N < clip_cov_ub))
     count = max(int(clip_cov_ratio * len(value_N)), 1)
     marked_N = np.zeros(len(value_N), bool)
+    # Drawn from the band, as the source does; above it lie outliers that a rank would always take.
     marked_N[rng.permutation(able)[:count]] = True
     return marked_N
 
@@ -79,6 +80,7 @@ def clip_cov(
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     loss_T, is_clipped_T = clipped(log_T.exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
     stats = {**ratio_stats(log_T, is_clipped_T), "marked_share": marks_T}
+    # Marked tokens stay in the average with a loss of 0: their share must not raise the weight of the others.
     return TokenLoss(torch.where(marks_T != 0, 0.0 * loss_T, loss_T), stats)
 
 

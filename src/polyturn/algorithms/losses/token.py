@@ -54,6 +54,7 @@ def ppo_clip(
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
     loss_T, is_clipped_T = clipped(log_ratio_T.exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None:
+        # PPO's minimum leaves r open above for A < 0: one token that became far likelier would outweigh the batch.
         bound_T = -advantages_T * dual_clip
         is_bounded_T = (advantages_T < 0) & (bound_T < loss_T)
         loss_T = torch.where(is_bounded_T, bound_T, loss_T)
@@ -115,6 +116,7 @@ def sapo(
         raise ConfigError(f"sapo has tau_pos {tau_pos} and tau_neg {tau_neg}; both must be above 0")
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
     tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
+    # 4 / tau, because the slope of sigmoid(tau x) at 0 is tau / 4.
     gate_T = torch.sigmoid(tau_T * (log_ratio_T.exp() - 1.0)) * (4.0 / tau_T)
     return TokenLoss(-gate_T * advantages_T, ratio_stats(log_ratio_T))
 
