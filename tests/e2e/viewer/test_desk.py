@@ -57,7 +57,7 @@ def test_a_person_answers_what_waits(desk: HumanQueue, address: str, tmp_path: P
         first = askers.submit(ask, desk, "g0/0", HOSTILE)
         page.get_by_text(HOSTILE).first.wait_for()
         second = askers.submit(ask, desk, "g0/1", "For how many?")
-        page.get_by_role("button", name=re.compile(r"g0/1 \d+ s left")).wait_for()
+        page.get_by_role("button", name=re.compile(r"g0.1 \d+ s left")).wait_for()
         page.get_by_label("Your answer, as the user").fill("That is no table.")
         page.wait_for_timeout(1500)
         assert page.get_by_label("Your answer, as the user").input_value() == "That is no table.", "what is written stays"
