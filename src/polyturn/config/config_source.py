@@ -63,6 +63,7 @@ def model_folder(path: Path | None) -> Path | None:
     """
     if path is None:
         return None
+    # The newest first; one that was killed before its export has no model, and the one before it stands in.
     steps = sorted((*path.glob("step-*"), *path.glob("checkpoints/step-*")), reverse=True)
     for candidate in (path, path / "model", *(step / "model" for step in steps)):
         if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():

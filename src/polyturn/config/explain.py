@@ -60,7 +60,7 @@ def explain(
             elif problem["type"] == "list_type" and isinstance(problem["input"], str):
                 text = f"it must be a list, such as [{problem['input']}]"
             wrong.setdefault(path, []).append(text)
-    for path, texts in wrong.items():
+    for path, texts in wrong.items():  # behind all of them, for one key may be wrong for each member of a union
         inside = any(p != path and p[: len(path)] == path for p in places)
         if path in told or (inside and isinstance(value_at(values, path), Mapping | list)):
             continue  # it was meant as a section or a list, and what is wrong in it is said

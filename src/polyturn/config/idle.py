@@ -82,6 +82,7 @@ def idle_keys(section: Any, path: KeyPath = ()) -> Iterator[Idle]:
         return
     for key, (other, values) in _rules(kind).items():
         of, now = _at(section, key.rpartition(".")[0]), _at(section, other)
+        # Compared with the default, because a run's own configuration has every key and would warn of them all.
         value, default = _at(section, key), keys_of(cast(Any, type(of)))[key.rpartition(".")[2]].default
         is_own = isinstance(_at(section, other.rpartition(".")[0]), OwnPart)  # what it reads is not known
         if value != default and not is_own and not (now in values if values else now):

@@ -121,6 +121,7 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
     if is_deep(sources.values):
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
     written, raw_env = resolve(model, sources)
+    # Before anything is judged: `off` arrives as false, and a null of another kind takes a key out.
     written = schema.with_choices(model, written)
     written = without_other_kinds(model, written)
     resolved = schema.with_instance_defaults(model, written)
@@ -249,6 +250,7 @@ def _override(model: type, sources: Sources, override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"the override {override!r} has no '='; write it as key.path=value")
     try:
+        # Read by OmegaConf, so that a value means on the command line what it means in a file.
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         why = f"{one_line(error):.300}"

@@ -47,6 +47,7 @@ class ByName:
             of = type(value) if schema.is_model(type(value)) else schema.meant(source, value)
             return cast(str, of.__name__)
 
+        # Tagged by our own rule: pydantic would try every member and report the errors of all of them.
         choices = {member.__name__: handler.generate_schema(member) for member in schema.unwrap(source)}
         return core_schema.no_info_before_validator_function(
             by_name, core_schema.tagged_union_schema(choices, discriminator=tag)

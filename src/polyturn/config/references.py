@@ -85,7 +85,7 @@ def _depends_on_environment(node: Any, key: Any) -> bool:
     try:
         return _MARK in str(_plain(node[key]))
     except (OmegaConfBaseException, RecursionError):
-        return True
+        return True  # taken for a secret: to write an expression down is safe, to write a value down may not be
 
 
 def _plain(value: Any) -> Any:

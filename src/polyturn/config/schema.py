@@ -216,7 +216,7 @@ def kinds_of(section: type) -> dict[str, tuple[str, ...]]:
 def told_apart_by(sections: Sequence[type]) -> str:
     """Return the key whose values tell the sections of a union apart, such as `kind`."""
     common = set.intersection(*(set(keys_of(section)) for section in sections))
-    for name in keys_of(sections[0]):
+    for name in keys_of(sections[0]):  # in the order of declaration, where the key that tells kinds apart comes first
         values = [kinds_of(section).get(name) for section in sections]
         if name in common and len(set(values)) == len(sections):
             return name

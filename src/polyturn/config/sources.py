@@ -45,6 +45,7 @@ class Sources:
         return f"{dotted(path)} is {shown}{self.of(path)}"
 
     def _nearest(self, origin: Mapping[KeyPath, str], path: KeyPath) -> str | None:
+        # Where it was written itself, else the nearest above, else inside: a section that is wrong was written by its keys.
         inside = [p for p in origin if p[: len(path)] == path and _is_there(self.values, p)]
         candidates = [*(path[:n] for n in range(len(path), 0, -1)), *inside]
         return next((origin[candidate] for candidate in candidates if candidate in origin), None)

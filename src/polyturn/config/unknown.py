@@ -136,6 +136,7 @@ def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) ->
         return [without_other_kinds(child(of, index), inner, of_run=of_run) for index, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
+    # Only null is taken out of what a person wrote: any other value they meant, and it is refused with a sentence.
     others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
     had_no_effect = of_run and not (is_model(of) and takes_more(of))
     kept = {key: inner for key, inner in value.items() if key not in others or not (had_no_effect or inner is None)}

@@ -82,6 +82,7 @@ class WeightChecksums:
             EngineError: it holds others; the message names the tensors.
         """
         made = self._made_of.get(engine)
+        # Nothing to compare with is no failure: the probe of logprobs looks at every engine too.
         if made is None or not made.parts or version != self._version or not isinstance(engine, Checked):
             return
         held = await engine.checksums()

@@ -70,6 +70,7 @@ class Critic(OverBackend):
             TrainingError: the samples lack them.
         """
         start = time.perf_counter()
+        # Over the whole step, before ranks and micro-batches see a share of it: a mean of their means would be another.
         coefs = value_coefs(samples) if coefs is None else coefs
         found = self.backend.forward_backward([bare(s) for s in samples], coefs, "value")
         metrics: Metrics = {"time/critic_s": Sum(time.perf_counter() - start)}
@@ -201,7 +202,7 @@ def value_metrics(samples: Sequence[TrainSample]) -> Metrics:
         "critic/value": Mean(float(values.sum()), len(values)),
         "critic/return": Mean(float(returns.sum()), len(returns)),
     }
-    if returns.var() > 0:
+    if returns.var() > 0:  # equal returns leave nothing to explain
         metrics["critic/explained_variance"] = Mean(float(1 - (returns - values).var() / returns.var()))
     return metrics
 

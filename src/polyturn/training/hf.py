@@ -247,7 +247,7 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
     groups: list[list[str]] = []
     for names in layers.values():
         outline = {n: torch.empty(weights.kinds[n].shape, dtype=weights.kinds[n].dtype, device="meta") for n in names}
-        made = revert_weight_conversion(model, outline)
+        made = revert_weight_conversion(model, outline)  # without values: only names and shapes are asked for here
         is_same = {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in outline.items()}
         kinds |= {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
         source |= {name: [name] if is_same else names for name in made}
@@ -263,7 +263,7 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
 def _save_config(model: PreTrainedModel, folder: Path) -> None:
     """Write what a model's folder holds beside weights."""
     folder.mkdir(parents=True)
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(model.config)  # the live one belongs to the model that is trained
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     config.save_pretrained(folder)
     if model.can_generate():

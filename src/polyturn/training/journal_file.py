@@ -111,6 +111,7 @@ class JournalFile:
         """Start the journal of the checkpoint of `step`, which is about to be written; that of the one before it stays. A
         disk that takes none ends the journal, until the next checkpoint."""
         with self._lock:
+            # What was trained before this checkpoint no run takes again; what is in flight a run that resumes here does.
             self._step, self._trained = step, {}
             if self._file is None:
                 self._live = {}
@@ -264,7 +265,7 @@ class JournalFile:
 
     def _write_anew(self, path: Path) -> None:
         """Write the lines that are of use to `path`, which is the journal from now on."""
-        draft = path.with_name(f".{path.name}")
+        draft = path.with_name(f".{path.name}")  # and renamed when it is whole, so that a kill leaves the one or the other
         with draft.open("wb") as file:
             self._trained, self._live = self._copy(self._trained, file), self._copy(self._live, file)
         draft.replace(path)

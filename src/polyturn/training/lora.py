@@ -56,6 +56,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
             torch.manual_seed(seed)
             model.add_adapter(config, adapter_name=ADAPTER)
             if model.device.type == "meta":
+                # From the same seed in the same order, so that an adapter is alike on one process and on many ranks.
                 torch.manual_seed(seed)
                 _draw_again(model)
     except ValueError as problem:
@@ -79,6 +80,7 @@ def _draw_again(model: nn.Module) -> None:
                 "goes with adapters of linear layers alone; leave it out of model.lora.target_modules, or use one process"
             )
         dtypes = [part.weight.dtype for part in pairs]
+        # Drawn in float32 and rounded then, as peft does: random numbers of another dtype are other numbers.
         for part in pairs:
             part.to_empty(device="cpu").float().reset_parameters()
         layer.reset_lora_parameters(ADAPTER, True)
@@ -132,6 +134,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():
             weight = weights[f"{name}.weight"]
+            # A new tensor: the live one is what training multiplies with beside the adapter, and must not hold it twice.
             weights[f"{name}.weight"] = weight + layer.get_delta_weight(ADAPTER).to(weight)
     return weights
 

@@ -89,6 +89,7 @@ class Objective:
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
         """Return the error message for a loss that is not finite: the first target whose term is not, with its inputs."""
+        # With its coefficient, as the loss sums it: 0 times infinity is no 0.
         bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
         s = bad[0] if bad else 0
         arrays = {
@@ -173,7 +174,7 @@ class PolicyTerms(Objective):
                 distill_S = distill_S * batch.correction_S
             loss_S = loss_S + settings.distill.coef * distill_S
             parts_S["loss/distill"] = settings.distill.coef * distill_S.detach()
-        if scores.entropy_S is not None:
+        if scores.entropy_S is not None:  # a figure of every run, with a gradient only where it is a term
             stats_S["policy/entropy"] = scores.entropy_S.detach()
             if algorithm.entropy_coef:
                 loss_S = loss_S - algorithm.entropy_coef * scores.entropy_S

@@ -169,7 +169,7 @@ class MegatronOptimizer(Optimizer):
         """Return the norm of the whole gradient, which is summed over ranks first."""
         square = torch.zeros((), dtype=torch.float32, device=params[0].device)
         for name, param in self._named:
-            if param.grad is None:
+            if param.grad is None:  # an expert that got no token here did get some elsewhere, and the sum is collective
                 param.grad = torch.zeros_like(param)
             self._sum(name, param.grad)
             square += torch.linalg.vector_norm(param.grad, dtype=torch.float32) ** 2 / self._copies_of[name]

@@ -96,10 +96,11 @@ class ToldChoice(RouterReplay):
         self.chosen = live
         if self.told is None:
             return values, live
-        is_told = self.told[:, :1] != LIVE
+        is_told = self.told[:, :1] != LIVE  # [tokens, 1]: a token has all of its experts told, or none
         self.chosen = chosen = torch.where(is_told, self.told, live)
         differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
         self.num_changed, self.num_told = int(differs.sum()), int(is_told.sum())
+        # The choice is the engine's, its weights are the router's own, so that the router still gets a gradient.
         return scores.gather(1, chosen), chosen
 
 

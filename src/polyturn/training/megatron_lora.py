@@ -124,5 +124,6 @@ def _adapted(
             low_TBR = share(nn.functional.linear(linear.lora_dropout[part](hidden_TBH).to(down.dtype), down))
             added.append(nn.functional.linear(low_TBR, up).unflatten(-1, (num_groups, -1)))
         else:
+            # A part without an adapter keeps its place, because the parts lie between each other in every group.
             added.append(out_TBO.new_zeros(*out_TBO.shape[:-1], num_groups, width))
     return (out_TBO + torch.cat(added, dim=-1).flatten(-2) * scaling).to(out_TBO.dtype), bias

@@ -92,6 +92,7 @@ class MegatronNetwork(Network):
         ids = functional.pad(batch.input_ids_BT, (0, self._padding(length)))
         if not self._is_first:
             shape = (ids.shape[1] // self._tp.size(), rows, self._hidden)
+            # An input that wants a gradient, without which autograd would never call the function that sends one back.
             anchor = torch.zeros((), device=ids.device, requires_grad=torch.is_grad_enabled())
             dtype = next(gpt.parameters()).dtype
             gpt.set_input_tensor(_FromPrevious.apply(anchor, shape, dtype, ids.device))
@@ -208,6 +209,7 @@ class MegatronPolicy(MegatronNetwork):
             router.logits = None
         whole_B = own_B.detach().clone()
         dist.all_reduce(whole_B, group=parallel_state.get_pipeline_model_parallel_group())
+        # The value of all stages with the gradient of this one: each stage sends gradients to its own routers alone.
         return (own_B + (whole_B - own_B.detach())) / self._num_routers
 
     def _router_metrics(self) -> Metrics:
@@ -251,6 +253,7 @@ def _score(
     logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
     if temperature_S is not None:
         logits_SV = logits_SV / temperature_S[:, None]
+    # Less the largest logit of the whole vocabulary, which all ranks must subtract alike before their sums are added.
     top_S = logits_SV.detach().amax(dim=-1)
     dist.all_reduce(top_S, op=dist.ReduceOp.MAX, group=group)
     logits_SV = logits_SV - top_S[:, None]

@@ -266,6 +266,7 @@ class ShardedNames(Names):
         for entry, number in self._places[name] if like.ndim else self._places[name][:1]:
             if entry.name in self._tied[1:]:  # the embedding is the same
                 continue
+            # In one order on all ranks: sends and receives are matched by it, and carry no name.
             for part, owner in sorted(self._owners[entry.name].items()):
                 piece = None
                 if rank == owner:

@@ -226,7 +226,7 @@ class ModelBackend:
             metrics["tokens/packing_refused"] = Sum(1)
         lengths = [len(s) for s in samples]
         logprobs, on_tokens = (scatter_back(real, of, lengths=lengths) if of else None for of in (own, entropies))
-        if problem is not None:
+        if problem is not None:  # told to the optimizer and not raised: all ranks must come to the same step, and skip it
             self.optimizer.spoil(problem)
         elif logprobs is not None:
             metrics |= agreement(samples, logprobs)
@@ -260,6 +260,7 @@ class ModelBackend:
             CheckpointError: there is none, it is damaged, of another model, or lacks the reference.
         """
         whose, names, clock = self.network.whose, self.network.names, self.optimizer.state_dict()
+        # The metadata first: a state of another model is refused before any tensor is written over.
         found = stored_kinds(folder, whose=whose)
         # A parameter has moments from its first gradient on; those that the folder has must be there to be read into.
         self.optimizer.make_moments(lambda name: all(f"moments/exp_avg/{n}" in found for n in names.sources(name)))

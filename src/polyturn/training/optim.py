@@ -82,7 +82,7 @@ class Optimizer:
         self.collect()
         params = [p for _, p in self._named]
         norm_tensor = self._total_norm(params)
-        norm = float(norm_tensor)
+        norm = float(norm_tensor)  # waits for the device: whether the step is taken is decided here
         lr = self.settings.lr * lr_factor(self.step_count, self.settings)
         is_finite = math.isfinite(norm)
         # One number decides for all parameters and ranks: a part of a step is never taken.
@@ -146,7 +146,7 @@ class Optimizer:
             )
             return
         before = self.skipped_in_a_row - 1
-        self.zero_grad()
+        self.zero_grad()  # whoever catches the error must not find the gradient that caused it
         raise TrainingError(problem + (f"; skipped in a row before it: {before}" if before else ""))
 
     def take_parameters(self) -> None:

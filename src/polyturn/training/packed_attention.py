@@ -47,6 +47,7 @@ class PackedView:
     def causal(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
         """[Q, K] what is added to the scores of the last Q of K tokens: 0, and -inf for what comes later."""
         if self._band is None or self._band.dtype != dtype:
+            # One band for all layers and blocks: a mask of another shape is a view of it, moved along the diagonal.
             width = max((len(place) for place in self.packing.places), default=0)
             ahead = torch.arange(-width, BLOCK)[None] > torch.arange(BLOCK)[:, None]
             self._band = torch.zeros(ahead.shape, dtype=dtype).masked_fill_(ahead, float("-inf")).to(self._device)
@@ -160,6 +161,7 @@ AttentionInterface.register(NAME, packed_attention)
 @contextlib.contextmanager
 def packed(model: PreTrainedModel) -> Iterator[None]:
     """Let the model's layers attend by rows; a backward pass that computes layers again must lie inside too."""
+    # Through the config, which transformers' layers read in each pass, so that no module is replaced.
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = NAME
@@ -216,7 +218,7 @@ def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None
         other = hidden(torch.where(is_own, (ids + 1) % vocab, ids), position_ids=positions, packed_view=view)
     if view.num_calls < 2 * num_layers:
         return f"{view.num_calls // 2} of its {num_layers} layers let their attention be exchanged"
-    is_exact = parameter.dtype.itemsize >= 4
+    is_exact = parameter.dtype.itemsize >= 4  # bfloat16 rounds by 2^-8, layer after layer
     if not _is_close(flat[~is_own], other[~is_own], 1e-5 if is_exact else 0.0):
         return "a row of its packed rows reads another one"
     for place, row in zip(packing.places, rows, strict=True):

@@ -69,6 +69,7 @@ def read_weights(model: PreTrainedModel, device: torch.device) -> int:
             LoadStateDictConfig(dtype=model.dtype, device_map={"": str(device)}, weight_mapping=mapping),
         )
     wrong = sorted(name for name, *_ in info.mismatched_keys)
+    # Before the look for what is missing: a tied tensor is in no file, and has its values only behind this.
     _settle(model, device)
     wrong += [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if wrong:

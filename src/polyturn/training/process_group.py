@@ -82,6 +82,7 @@ class ProcessRankGroup:
         except (RuntimeError, ConnectionError) as problem:
             if isinstance(problem, torch.OutOfMemoryError):  # a RuntimeError of this rank, and no lost connection
                 raise
+            # For good: commands and answers of a group that lost a rank no longer belong together.
             self._lost = f"a rank ended during {command!r} ({_first_line(problem)}); its log says why"
             raise RankLostError(self._lost) from problem
         assert answers is not None

@@ -115,7 +115,7 @@ class Producer:
                     seed=seed if attempt == 0 else derive_seed(seed, ticket, attempt),
                 )
                 group = await self._pool.run_one(spec, live=live)
-                if live.is_cut:
+                if live.is_cut:  # its slot is gone, and `_cut` counts what it had
                     return
                 if attempt == max_attempts or self._update.has_signal(group):
                     break

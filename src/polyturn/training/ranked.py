@@ -147,6 +147,7 @@ class RankedBackend:
         if self._mirror is None:
             return
         own = self._mirror.state_dict()
+        # A bucket at a time and in place, so that no second copy of the model is ever in memory here.
         with torch.no_grad():
             for bucket in self.trained().buckets():
                 for name, whole in bucket.items():
@@ -195,6 +196,7 @@ class RankedBackend:
     def _rows(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call with a share for each row of ranks, and return what the first rank of each row returned."""
         width = self._group.tensor_parallel
+        # Ranks of a row see the same samples and answer alike, so that one answer stands for all of them.
         return self._call(command, [share for share in shares for _ in range(width)])[::width]
 
 

@@ -35,6 +35,7 @@ def identity_of(train: TrainOptions, tasks: Sequence[Task], *, has_baseline: boo
     count = min(len(tasks), _NUM_LOOKED_AT)
     for index in (i * len(tasks) // count for i in range(count)):
         task = tasks[index]
+        # What a task asks and not how it is scored: a reward may be corrected between two parts of a run.
         digest.update(repr((task.id, task.data_source, [(m.role, str(m.content)) for m in task.prompt])).encode())
     return {
         "groups_per_step": train.groups_per_step,

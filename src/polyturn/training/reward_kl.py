@@ -48,7 +48,7 @@ class RewardKl:
             kl_T = self._kl(sample)
             kl_sum += float(kl_T.sum())
             num_tokens += sample.num_weighted
-            penalty_T = (-coef * kl_T).astype(np.float32)
+            penalty_T = (-coef * kl_T).astype(np.float32)  # [T], 0 at tokens that are not trained
             out.append(sample.replace(rewards=penalty_T if sample.rewards is None else sample.rewards + penalty_T))
         trajectories = {(s.id.group, s.id.trajectory) for s in samples if s.num_weighted}
         self._measured = (kl_sum / num_tokens, len(trajectories)) if num_tokens else None

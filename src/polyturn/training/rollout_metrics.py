@@ -130,7 +130,7 @@ def num_replayed(trajectory: Trajectory) -> int:
     """Return how often a sampled token is seen again, without weight, in the prompt of a segment that branched behind it."""
     wrote: list[np.ndarray[Any, Any]] = []
     total = 0
-    for segment in trajectory.segments:
+    for segment in trajectory.segments:  # parents come before those that branched off
         mask = segment.sampled_mask.copy()
         if segment.parent is not None:
             shared = wrote[segment.parent.segment][: segment.parent.length]

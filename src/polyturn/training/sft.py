@@ -45,6 +45,7 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
         completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP)
         builder.sample(completion, turn=turn, weights=np.full(len(ids), weight, np.float32))
         end = position + 1
+        # Everything up to the next assistant message at once: a template may render several tool results together.
         while end < len(messages) and messages[end].role != "assistant":
             end += 1
         observed = messages[position + 1 : end]

@@ -78,6 +78,7 @@ def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
     without it."""
     kinds = inside(stored_kinds(folder), prefix)
 
+    # Alone: an export is one process's work, and ranks read different tensors, so that no call has a counterpart.
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         state = {prefix + name: torch.empty(kinds[name].shape, dtype=kinds[name].dtype) for name in names}
         read_shards(state, folder, is_alone=True)

@@ -43,6 +43,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
             f"{model.config.model_type!r}; set it to 1, the parameters are sharded all the same"
         )
     config = model.config.get_text_config()
+    # Here and not in the first pass, where torch would complain of a shape without a word of heads.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % mesh.size():
             raise ConfigError(

@@ -71,6 +71,7 @@ class WeightProbe:
         Raises:
             EngineError: it cannot, or says that other weights spoke.
         """
+        # New ones each time: an engine that caches prefixes would answer old ones with keys and values of old weights.
         prompts = [self._prompt() for _ in range(self._num_prompts)]
         with first_error():
             async with asyncio.TaskGroup() as group:

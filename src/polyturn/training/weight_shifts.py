@@ -55,6 +55,7 @@ def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]
 
 def _noise(seed: str, was: Tensor) -> Tensor:
     """Return noise of the size of the values that are here; of size one where they are all zero, as biases are."""
+    # On the CPU, whose random numbers are the same on every rank and every device.
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     noise = torch.randn(was.shape, generator=generator, dtype=torch.float32).to(was)
     size = was.float().square().sum().div(max(1, was.numel())).sqrt().item()

@@ -198,7 +198,7 @@ class WeightSync:
             return
         if self._pushed != version:
             raise EngineError(f"nothing is known yet about version {version}")
-        found = self._differences({"it": await self._probe.sample(engine, version)})["it"]
+        (found,) = self._differences({"it": await self._probe.sample(engine, version)}).values()
         if found > self._limit:
             raise EngineError(f"its logprobs differ from the trainer's by {found:.2e} where {self._limit:.2e} is allowed")
 
@@ -289,6 +289,7 @@ class WeightSync:
         """Move a group, each time further, until it shows well."""
         assert self.noise is not None
         before = self._source.score(samples)
+        # Grown from a small start: a change that ruins the model would hide whether the groups behind it arrive.
         for growth in range(_MAX_GROWTHS):
             changes[group] = _FIRST_SCALE * _GROWTH**growth
             self._source.backend.shift_weights(group, changes[group])
