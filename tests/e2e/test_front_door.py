@@ -103,14 +103,17 @@ def test_a_run_from_objects_leaves_what_a_run_from_yaml_leaves(tmp_path: Path) -
 
 
 def test_a_run_goes_on_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = polyturn.train(**given(tmp_path))
+    """Also where another run has the name already, which leads through a folder."""
+    (tmp_path / "shop" / "mine").mkdir(parents=True)
+    run = polyturn.train(**given(tmp_path, name="shop/mine"))
+    assert run.config["name"] == "shop/mine-2"
     more = run.resume(steps=3)
     told = [said.partition("another setting: ")[2] for said in caplog.messages if "another setting" in said]
     assert told == ["train.steps: 2 -> 3"], "other rows, functions or models would be said too"
     assert more.folder == run.folder
     assert more.metrics["step"] == [1, 2, 3]
     assert len(more.trajectories) == 3 * 2 * 3
-    last = polyturn.train(**given(tmp_path, name=run.folder.name, steps=4, resume=True))
+    last = polyturn.train(**given(tmp_path, name=run.config["name"], steps=4, resume=True))
     assert (last.folder, last.metrics["step"]) == (run.folder, [1, 2, 3, 4])
 
 

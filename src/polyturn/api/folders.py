@@ -46,6 +46,11 @@ def new_run_folder(wanted: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
+def name_of(folder: Path, out: str) -> str:
+    """Return the name that leads to a run's folder: the one that was asked for, or with its number."""
+    return os.path.relpath(folder, out)
+
+
 def keep_tokenizer(parts: Parts, folder: Path) -> None:
     """Put the tokenizer beside the records of a run, so that its tokens can be read whatever becomes of the model.
 

@@ -250,6 +250,7 @@ def _train(given: GivenArguments, *, resume: bool | Literal["auto"]) -> Run:
 
 def _run_of(finished: Any, given: Any, source: Any) -> Run:
     """Return the run that training left, as seen from this process."""
+    from polyturn.api.folders import name_of
     from polyturn.api.run import Run
     from polyturn.api.training import TrainedRun
 
@@ -259,7 +260,7 @@ def _run_of(finished: Any, given: Any, source: Any) -> Run:
 
     @_in_a_sentence
     def again(changes: Mapping[str, Any]) -> Run:
-        return _train(given.changed(changes, name=folder.name), resume=True)
+        return _train(given.changed(changes, name=name_of(folder, source.config.out)), resume=True)
 
     return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again, resources=source)
 

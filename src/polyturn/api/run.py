@@ -117,8 +117,7 @@ class Run(StoredRun):
         if self._again is None:
             raise ConfigError(
                 f"the run in {str(self.folder)!r} has no objects to go on with; write polyturn.train(config="
-                f"{str(self.folder / 'config.yaml')!r}, name={self.folder.name!r}, resume=True, …) with the arguments that "
-                "started it"
+                f"{str(self.folder / 'config.yaml')!r}, resume=True, …) with the arguments that started it"
             )
         self._model = None  # what goes on builds its own
         return self._again(changes)

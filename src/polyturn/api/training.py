@@ -24,7 +24,7 @@ import yaml
 from polyturn import build
 from polyturn.api import ranks
 from polyturn.api.console import logging_to, stderr_console
-from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
+from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, name_of, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.api.warm_starting import Spent, warm_checkpoints, warm_start
 from polyturn.config.load import write_resolved
@@ -147,7 +147,7 @@ class _Attempt:
     source: build.ConfigSource
     resume: bool | Literal["auto"]
     name: str = ""
-    """The run's folder, once it is chosen."""
+    """The name that leads to its folder, once that is chosen."""
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources released at its end: the folder, for others to train into."""
 
@@ -206,7 +206,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     if not resume:
         folder = new_run_folder(folder)
         attempt.held.enter_context(hold_folder(folder))
-    attempt.name = folder.name
+    attempt.name = name_of(folder, config.out)
     if isinstance(parts.rank_group, ProcessRankGroup):
         parts.rank_group.last_word = folder
     if resume:
@@ -225,7 +225,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         return None
     parts, tasks, folder, latest = prepared
     config = parts.place.config
-    line = options.again(folder.name)
+    line = options.again(attempt.name)
     # Not before the checkpoint is loaded, so that one that is refused leaves the settings that the run had.
     keep_settings = functools.partial(_keep_settings, parts, folder, resolved)
     also = replace(build.build_records(parts, tasks.eval_sets, environ=os.environ), on_step=options.on_step)
@@ -272,7 +272,8 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
 
 
 def _keep_settings(parts: build.Parts, folder: Path, resolved: Mapping[str, Any]) -> None:
-    write_resolved(resolved, folder / "config.yaml", base=parts.place.base)
+    named = {**resolved, "name": name_of(folder, parts.place.config.out)}
+    write_resolved(named, folder / "config.yaml", base=parts.place.base)
     keep_tokenizer(parts, folder)
 
 

@@ -393,7 +393,7 @@ def test_a_damaged_run_opens_and_each_thing_that_cannot_be_read_is_one_sentence(
     run = polyturn.Run(tmp_path)
     assert (len(run), run.metrics["step"], list(run.problems)) == (0, [1], ["part-000001.parquet"])
     reads = (lambda: run.config, run.model, run.tokenizer, lambda: run.trajectories["g1/0"], run.resume)
-    wanted = ("config.yaml cannot be read", "no model in", "no tokenizer", "no trajectory", "name=")
+    wanted = ("config.yaml cannot be read", "no model in", "no tokenizer", "no trajectory", "resume=True")
     for read_it, says in zip(reads, wanted, strict=True):
         with pytest.raises(polyturn.PolyturnError, match=says) as told:
             read_it()
