@@ -59,33 +59,28 @@ def filter_groups(groups: Sequence[TrajectoryGroup], *, min_members: int = 1, ze
     """
     kept: list[TrajectoryGroup] = []
     failed: list[Trajectory] = []
-    alone: list[Trajectory] = []
-    flat: list[Trajectory] = []
-    num_flat = num_empty = num_alone = 0
+    alone: list[tuple[Trajectory, ...]] = []
+    flat: list[tuple[Trajectory, ...]] = []
     # The first reason that applies is the one that is counted, so that the counts add up to what was dropped.
     for group in groups:
         live = tuple(t for t in group.trajectories if not t.is_failed)
         failed += [t for t in group.trajectories if t.is_failed]
-        if not live:
-            num_empty += 1
-        elif len(live) < min_members:
-            num_alone += 1
-            alone += live
-        elif zero_variance and not has_signal(group):
-            num_flat += 1
-            flat += live
-        else:
+        if live and len(live) < min_members:
+            alone.append(live)
+        elif live and zero_variance and not has_signal(group):
+            flat.append(live)
+        elif live:
             kept.append(group if len(live) == len(group.trajectories) else dataclasses.replace(group, trajectories=live))
     metrics: Metrics = {
         "buffer/groups": Sum(len(groups)),
         "buffer/groups_kept": Sum(len(kept)),
-        "buffer/groups_all_failed": Sum(num_empty),
-        "buffer/groups_one_left": Sum(num_alone),
-        "buffer/groups_zero_variance": Sum(num_flat),
+        "buffer/groups_all_failed": Sum(len(groups) - len(kept) - len(alone) - len(flat)),
+        "buffer/groups_one_left": Sum(len(alone)),
+        "buffer/groups_zero_variance": Sum(len(flat)),
         "buffer/failed_trajectories": Sum(len(failed)),
         "tokens/dropped_failed": Sum(_num_sampled(failed)),
-        "tokens/dropped_one_left": Sum(_num_sampled(alone)),
-        "tokens/dropped_zero_variance": Sum(_num_sampled(flat)),
+        "tokens/dropped_one_left": Sum(sum(map(_num_sampled, alone))),
+        "tokens/dropped_zero_variance": Sum(sum(map(_num_sampled, flat))),
     }
     return FilteredGroups(kept, metrics)
 

@@ -160,9 +160,7 @@ class RunObserver:
             self._also.train_dump.write(step, groups)
         if self._system is not None:
             metrics = {**metrics, **self._system.read()}
-        self._tracker().log(step, metrics)
-        self._trackers.log(step, metrics)
-        self._trackers.record(step, "train", groups)
+        self._track(step, "train", metrics, groups)
         self._console.log(step, metrics)
         if self._live is not None:
             left = self._console.eta(step, metrics.get("time/step_s", 0.0))
@@ -182,10 +180,7 @@ class RunObserver:
         metrics = report.to_metrics(f"eval/{name}")
         if any(len(group.trajectories) > 1 for group in groups):
             metrics |= {f"eval/{name}/{key}": value for key, value in flat(repeated_metrics(groups)).items()}
-        metrics = {**metrics, **self._also.eval_metrics(name, groups)}
-        self._tracker().log(step, metrics)
-        self._trackers.log(step, metrics)
-        self._trackers.record(step, f"eval/{name}", groups)
+        self._track(step, f"eval/{name}", {**metrics, **self._also.eval_metrics(name, groups)}, groups)
         calls = "" if math.isnan(report.valid_tool_calls) else f"  valid calls {report.valid_tool_calls:.3f}"
         repairs = f"  repaired {report.repaired:.3f} (of {report.num_repairable})" if report.num_repairable else ""
         ended = [trajectory.is_failed for group in groups for trajectory in group.trajectories]
@@ -195,10 +190,12 @@ class RunObserver:
             name, report.success, report.first_turn_success, report.mean_turns, calls, repairs, failed,
         )  # fmt: skip
 
-    def _tracker(self) -> JsonlTracker:
-        if self._metrics is None:
+    def _track(self, step: int, split: str, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+        if self._metrics is None:  # made with the first line, so that a run which takes none leaves no empty file
             self._metrics = JsonlTracker(self._folder / "metrics.jsonl")
-        return self._metrics
+        self._metrics.log(step, metrics)
+        self._trackers.log(step, metrics)
+        self._trackers.record(step, split, groups)
 
     def _record(
         self,

@@ -40,8 +40,7 @@ class FrozenModel:
     """A model with frozen weights that scores tokens."""
 
     def __init__(self, network: Network, *, is_kept: bool, release: Callable[[Network], object]) -> None:
-        """Score with `network`; `is_kept` says whether checkpoints hold it, because no file does, and `release` frees what a
-        pass gathered."""
+        """Score with `network`, which checkpoints hold where it `is_kept`; `release` frees what a pass gathered."""
         self.network = network
         self._is_kept = is_kept
         self._release = release
