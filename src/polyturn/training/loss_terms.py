@@ -8,6 +8,7 @@ per token, their coefficients were normalised over the global batch before, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from polyturn.algorithms.aggregate import check_average
 from polyturn.algorithms.kl import kl_estimators
-from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
+from polyturn.algorithms.losses import PolicyLoss, bind, geo_mean, ppo_clip
 from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError, TrainingError
@@ -49,7 +50,8 @@ class LossSettings:
     def __post_init__(self) -> None:
         check_average(self.algorithm.aggregate.name, self.algorithm.segment_weight)
         low, high, dual = (self.policy_loss_kwargs.get(name) for name in ("clip_low", "clip_high", "dual_clip"))
-        if not 0 <= (low or 0.0) <= 1 or not (high or 0.0) >= 0:
+        most = math.inf if self.policy_loss is geo_mean else 1  # geo_mean bounds the logarithm of the ratio
+        if not 0 <= (low or 0.0) <= most or not (high or 0.0) >= 0:
             raise ConfigError(
                 f"algorithm.loss: the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must hold 1 and stay above 0"
             )

@@ -356,3 +356,9 @@ def test_a_checkpoint_holds_a_reference_that_is_in_no_file():
     of_files = local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(VOCAB), teacher=tiny_model(VOCAB))
     for made, is_held in ((policy(reference=True), True), (of_files, False)):
         assert any(name.startswith("reference/") for name in made.backend.state_dict()) is is_held
+
+
+def test_the_bound_of_a_log_ratio_may_pass_one_and_that_of_a_ratio_may_not():
+    LossSettings(policy_loss=policy_losses.resolve("geo_mean"), policy_loss_kwargs={"clip_low": 1.5, "clip_high": 1.5})
+    with pytest.raises(ConfigError, match="must hold 1 and stay above 0"):
+        LossSettings(policy_loss_kwargs={"clip_low": 1.5})
