@@ -14,6 +14,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean, one_line, raised_at
 from polyturn.core.messages import Origin
+from polyturn.core.nesting import excess
 from polyturn.core.protocols import Tool
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import Task, select_tools
@@ -31,6 +32,9 @@ from polyturn.tools.truncate import ResultLimit
 from polyturn.tools.validate import ArgumentSchema
 
 logger = logging.getLogger(__name__)
+
+MAX_SCHEMA_PARTS = 1 << 16
+"""Lists and mappings that the schema of one tool may hold."""
 
 
 class RunTools:
@@ -168,7 +172,14 @@ class RunTools:
 
 
 def _schema_of(tool: Tool) -> dict[str, Any]:
-    schema = copy.deepcopy(dict(tool.schema))
+    try:
+        schema = dict(tool.schema)
+        found = excess(schema, max_count=MAX_SCHEMA_PARTS)
+    except RecursionError:  # it is written out by recursion where it is no plain dictionary
+        found = "it is nested without end, or refers to itself"
+    if found is not None:
+        raise ConfigError(f"the tool {tool.name!r} has a schema that no prompt can show: {found}; write it flatter")
+    schema = copy.deepcopy(schema)
     shown = schema.get("function", {}).get("name")
     if shown != tool.name:
         raise ConfigError(f"the tool {tool.name!r} is called {shown!r} in its schema; the model would call it by that name")

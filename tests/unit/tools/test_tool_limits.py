@@ -421,3 +421,26 @@ async def test_an_answer_that_holds_itself_is_refused():
 def test_tokens_without_a_tokenizer_are_refused():
     with pytest.raises(ConfigError, match="max_result_tokens is 5 and there is no tokenizer"):
         ToolBox([], ToolOptions(max_result_tokens=5))
+
+
+def nested_schema(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        found = {"type": "object", "properties": {"a": found}}
+    return found
+
+
+def round_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "object", "properties": {}}
+    found["properties"] |= {"a": found, "b": found}
+    return found
+
+
+@pytest.mark.parametrize("parameters", [nested_schema(40), nested_schema(5000), round_itself()], ids=["40", "5000", "round"])
+def test_a_schema_that_is_nested_without_end_is_refused_in_a_sentence(parameters: dict[str, Any]) -> None:
+    class Deep(BaseTool):
+        def __init__(self) -> None:
+            super().__init__({}, schema("t") | {"function": schema("t")["function"] | {"parameters": parameters}})
+
+    with pytest.raises(ConfigError, match=r"the tool 't' has a schema that no prompt can show: it .*; write it flatter"):
+        ToolBox([Deep()])
