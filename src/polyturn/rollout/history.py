@@ -11,6 +11,7 @@ own in the same segments.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -193,6 +194,9 @@ class History(HistoryState):
             text = kept.rest + codec.decode(added)
         said = turn.said_before + kept.text
         own, whole = self.read(said, turn=turn.index), self.read(said + text, turn=turn.index)
+        if not own.tool_calls:  # a scheduler may have read them, in a form that the parser does not know
+            calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text)
+            own = dataclasses.replace(own, tool_calls=calls)
         return self._happen(self._continued, kept.num_tokens, kept.text, text, ids, own, whole)
 
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:

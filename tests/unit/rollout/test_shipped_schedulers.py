@@ -146,6 +146,7 @@ async def test_a_call_is_answered_inside_the_message_and_masked() -> None:
     t = await play(says, React(), tools=[add])
     assert t.messages[-1].text == ('I add.\nAction: add\nAction Input: {"a": 2, "b": 3}\nObservation: 5\nFinal Answer: 5')
     assert len(t.segments) == 1 and len(t.turns) == 2 and t.turns[0].tool_results[0].content == "5"
+    assert [(c.name, dict(c.arguments)) for c in t.turns[0].message.tool_calls] == [("add", {"a": 2, "b": 3})]
     assert "Observation" not in weighted(t)[0] and "I guess" not in whole(t)
     assert t.metrics["dropped_cut"] > 0
 
