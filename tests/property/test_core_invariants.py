@@ -253,8 +253,6 @@ class Episode:
     """A builder, and beside it the plain lists that say what must be true of it."""
 
     builder: TrajectoryBuilder
-    seen: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
-    """Per turn: the segment that grew, and the prompt that the engine saw."""
     sampled: list[tuple[int, int, list[int], np.ndarray[Any, Any], list[int]]] = dataclasses.field(default_factory=list)
     """Per turn: segment, first token, ids, weights, versions."""
 
@@ -284,7 +282,6 @@ def episodes(draw: st.DrawFn) -> Episode:
         weights = draw(st.none() | st.lists(weight, min_size=n, max_size=n))
         before = builder.context
         refs = builder.sample(completion, turn=turn, weights=weights)
-        episode.seen.append((refs[0].segment, before.tolist()))
         versions = [[v for start, v in completion.policy_versions if start <= i][-1] for i in range(n)]
         expected = np.ones(n, np.float32) if weights is None else np.array(weights, np.float32)
         episode.sampled.append((refs[0].segment, len(before), completion.token_ids.tolist(), expected, versions))
@@ -292,20 +289,6 @@ def episodes(draw: st.DrawFn) -> Episode:
         if draw(st.booleans()):
             builder.observe(draw(ids), turn=turn)
     return episode
-
-
-@given(episodes())
-def test_i1_the_prompt_of_every_turn_is_a_prefix_of_its_segment_in_the_end(episode: Episode) -> None:
-    built = episode.builder.build()
-    for segment, prompt in episode.seen:
-        assert built[segment].token_ids[: len(prompt)].tolist() == prompt
-
-
-@given(episodes())
-def test_i2_the_arrays_of_a_segment_have_one_length(episode: Episode) -> None:
-    for segment in episode.builder.build():
-        for field in ("token_ids", "loss_weights", "logprobs", "turn_ids", "versions", "sampled_mask"):
-            assert len(getattr(segment, field)) == len(segment)
 
 
 @given(episodes())

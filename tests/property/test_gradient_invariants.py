@@ -1,4 +1,4 @@
-"""I7: the gradient does not depend on the micro-batch split, on the layout, or on how a trajectory is cut into samples.
+"""I7: the gradient does not depend on the micro-batch split, the layout, or the ranks; `test_segment_invariants.py` cuts.
 
 The comparison is a plain loop that knows none of them: one sample at a time, no padding, logits at every position.
 """
@@ -140,41 +140,6 @@ def test_the_supervised_gradient_does_not_depend_on_the_split_or_the_order(dtype
     whole.sft_forward_backward(samples)
     split.sft_forward_backward(samples[::-1])
     assert_close(gradient(whole), gradient(split), TOLERANCE[dtype])
-
-
-@settings(max_examples=6)
-@given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES))
-def test_coefficients_of_the_whole_batch_let_it_be_trained_in_parts(seed, mode):
-    """What several ranks do: each takes a share of the samples, with coefficients that were normalised over all of them."""
-    samples = batch_of(seed)
-    coefs = loss_coefs(samples, mode=mode)
-    policy = policy_of(torch.float64, 64, mode=mode)
-    policy.forward_backward(samples)
-    whole = gradient(policy)
-    policy.forward_backward(samples[::2], coefs=coefs[::2])
-    policy.forward_backward(samples[1::2], coefs=coefs[1::2])
-    assert_close(whole, gradient(policy), 1e-9)
-
-
-@settings(max_examples=6)
-@given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES))
-def test_cutting_a_trajectory_into_samples_changes_nothing(seed, mode):
-    """A trajectory whose two turns are trained in one sample, or in two samples with the same contexts."""
-    whole = [s for s in batch_of(seed) if len(s) > 4]
-    cut = []
-    for sample in whole:
-        half = len(sample) // 2
-        first, second = sample.loss_weights.copy(), sample.loss_weights.copy()
-        first[half:], second[:half] = 0.0, 0.0
-        cut += [
-            sample.replace(id=SampleId("g", sample.id.trajectory, 2 * sample.id.segment), loss_weights=first),
-            sample.replace(id=SampleId("g", sample.id.trajectory, 2 * sample.id.segment + 1), loss_weights=second),
-        ]
-    policy = policy_of(torch.float64, 100, mode=mode)
-    policy.forward_backward(whole)
-    expected = gradient(policy)
-    policy.forward_backward(cut)
-    assert_close(expected, gradient(policy), 1e-9)
 
 
 @settings(max_examples=6)

@@ -358,7 +358,8 @@ def _numbers() -> Iterator[str]:
 
 def test_the_text_of_a_number_is_the_number_for_every_keyword() -> None:
     """As YAML and the environment have them: `steps=os.environ["STEPS"]`."""
-    defaults = {row.key: json.loads(row.default) for row in schema_table(RunConfig) if row.key in set(_numbers())}
+    of_numbers = set(_numbers())
+    defaults = {row.key: json.loads(row.default) for row in schema_table(RunConfig) if row.key in of_numbers}
     numbers = {key: value for key, value in defaults.items() if isinstance(value, int | float)}
     assert len(numbers) > 50
     given = {"model": "tiny", "tasks": ROWS}
