@@ -14,6 +14,7 @@ from pathlib import Path
 
 from polyturn.engines import serve_commands
 from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.weight_transport import Way
 
 ROOT = Path(__file__).parents[2]
 MAX_CONTEXT = 2048
@@ -25,7 +26,7 @@ def why_not(engine: str) -> str | None:
     """Return why `engine` cannot be started here; None if it can."""
     if os.environ.get("POLYTURN_TEST_ENGINES") == "0":
         return "POLYTURN_TEST_ENGINES=0 leaves the real engines out"
-    if not interpreter(engine).exists():
+    if not interpreter(engine).parent.with_name(".complete").exists():  # the stamp of scripts/venv_cache.py
         return f"there is no environment for {engine}; `make engines` builds it"
     return None
 
@@ -38,8 +39,10 @@ def interpreter(engine: str) -> Path:
     return Path(shown.stdout.split()[1])
 
 
-def launch_spec(engine: str, model: Path, *, max_context: int = MAX_CONTEXT, sees: bool = False) -> LaunchSpec:
-    """Return how `engine` serves the model in `model` on a CPU, as a run would start it."""
+def launch_spec(
+    engine: str, model: Path, *, max_context: int = MAX_CONTEXT, sees: bool = False, way: Way = "gloo"
+) -> LaunchSpec:
+    """Return how `engine` serves the model in `model` on a CPU, as a run would start it; weights come by a folder too."""
     make = getattr(serve_commands, f"{engine}_command")
-    spec = make(python=str(interpreter(engine)), model=model, max_context=max_context, device="cpu", sees=sees)
+    spec = make(python=str(interpreter(engine)), model=model, max_context=max_context, device="cpu", sees=sees, way=way)
     return dataclasses.replace(spec, ready_timeout_s=READY_S)

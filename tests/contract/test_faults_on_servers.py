@@ -27,6 +27,7 @@ from polyturn.engines.weight_files import WeightFolder
 from polyturn.infra.process import session_of, signal_session
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
+from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_sync import WeightSync
 
 KINDS = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -45,7 +46,7 @@ def server(kind, server_of):
 
 def client(kind, url="", *, folder=None, supervisor=None, **options):
     model = ServedModel(vocab_size=VOCAB, max_context=2048, folder=folder)
-    made = KINDS[kind](url, model, options=ServerOptions(kind=kind, **{"health_s": 3.0} | options), supervisor=supervisor)
+    made = KINDS[kind](url, model, options=ServerOptions(kind=kind, **{"health_s": 20.0} | options), supervisor=supervisor)
     made._link._timeout_s = 20.0
     return made
 
@@ -108,7 +109,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
     trainer = local_policy(other_model(), optim=OptimSettings(lr=1e-3))
     launched = client(kind, supervisor=ServerSupervisor(launch_spec(kind, model_folder), max_restarts=1))
     async with pool_of(model_folder, client(kind, server), launched, within_s=2 * READY_S) as pool:
-        await WeightSync(pool, trainer, vocab_size=VOCAB).start(3)
+        await WeightSync(pool, trainer, WeightProbe(vocab_size=VOCAB)).start(3)
         asked = start_all(pool, 8, max_tokens=250)
         await until(lambda: pool.replicas[1].load == 4)
         await asyncio.sleep(0.15)
@@ -157,7 +158,7 @@ async def test_a_server_that_takes_requests_and_falls_silent_is_left_and_used_ag
         for task in asked:
             check(await task, model=small_model(), length=250)
         assert pool.num_redone == 4
-        assert len(lines(caplog, "takes requests and does not answer them")) == 1
+        assert len(lines(caplog, "is left out (EngineLostError: ")) == 1
         assert len(lines(caplog, "replica 0 is back, unharmed")) == 1
 
 
@@ -236,13 +237,13 @@ async def test_weights_that_somebody_else_put_there_are_found_and_replaced(kind,
     trainer = local_policy(other_model(), optim=OptimSettings(lr=1e-3))
     stranger = client(kind, server, folder=model_folder)
     async with pool_of(model_folder, client(kind, server)) as pool:
-        await WeightSync(pool, trainer, vocab_size=VOCAB).start(0)
+        await WeightSync(pool, trainer, WeightProbe(vocab_size=VOCAB)).start(0)
         await stranger.update_weights(0, weights=small_model().state_dict())
         answers = [await task for task in start_all(pool, 3)]
         for answer in answers:
             check(answer, model=trainer.backend.model)
         assert pool.num_stale == 3
-        assert len(lines(caplog, "it answers as policy version -1 and was given 0")) == 1
+        assert len(lines(caplog, "is left out (EngineError: it answers as policy version -1 and was given 0")) == 1
         assert len(lines(caplog, "is back, with the weights of policy version 0 sent anew and verified")) == 1
     await stranger.close()
 
@@ -250,16 +251,16 @@ async def test_weights_that_somebody_else_put_there_are_found_and_replaced(kind,
 async def test_an_interrupted_update_does_not_leave_the_server_paused(kind, server, model_folder):
     engine = client(kind, server, folder=model_folder)
     await engine.update_weights(0, weights=small_model().state_dict())
-    load = engine._load
+    load = engine.load_folder
 
-    async def never(folder, version):
+    async def never(folder):
         await asyncio.sleep(60)
 
-    engine._load = never
+    engine.load_folder = never
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1):
             await engine.update_weights(1, weights=small_model().state_dict())
-    engine._load = load
+    engine.load_folder = load
     async with asyncio.timeout(30):
         check(await engine.generate(ask("after")), model=small_model())
     await engine.close()

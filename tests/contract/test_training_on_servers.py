@@ -20,7 +20,7 @@ WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.inte
 
 @pytest.mark.parametrize(
     ("kind", "replicas", "way"),
-    [("vllm", 1, "auto"), ("sglang", 1, "ipc"), pytest.param("vllm", 2, "auto", marks=pytest.mark.slow)],
+    [("vllm", 1, "auto"), ("sglang", 2, "gloo"), pytest.param("vllm", 2, "auto", marks=pytest.mark.slow)],
 )
 def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, way, tmp_path):
     if (reason := why_not(kind)) is not None:
@@ -47,6 +47,34 @@ def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, way, t
     steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "engine/replicas_live" in m]
     assert [(m["engine/replicas_live"], m["engine/lost"]) for m in steps] == [(replicas, 0)] * 2
     assert versions == {0, 1, 2}  # the first step's, the second's, and the evaluation after it
+
+
+def test_an_adapter_is_sent_alone_and_the_server_samples_from_what_is_trained(tmp_path):
+    if (reason := why_not("vllm")) is not None:
+        pytest.skip(reason)
+    log, folder = tmp_path / "server.log", tmp_path / "weights"
+    folder.mkdir()
+    called = call_command(
+        main,
+        *(
+            "train",
+            write_tiny_run(tmp_path),
+            *WIDER,
+            "train.steps=2",
+            "train.optim.lr=0.05",
+            "model.lora={rank: 4, alpha: 16}",
+        ),
+        *("engine.kind=vllm", "engine.num_slots=null", "engine.weights=adapter", f"engine.weights_folder={folder}"),
+        *(f"engine.launch.python={interpreter('vllm')}", f"engine.launch.log={log}"),
+        f"engine.launch.ready_timeout_s={READY_S}",
+    )
+    assert called.code == 0, called.err + log.read_text()[-2000:]
+    assert "the weights arrive" in called.err + called.out
+    steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss/total" in m]
+    assert len(steps) == 2 and all(m["policy/rollout_difference"] < 1e-4 for m in steps)
+    spans = [s for t in open_store(tmp_path / "runs" / "tiny").trajectories() for one in t.segments for s in one.spans]
+    assert {s.policy_version for s in spans if s.logprobs is not None} == {0, 1, 2}
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.slow
@@ -191,8 +219,9 @@ def test_a_run_on_a_ray_cluster_trains_on_two_servers_on_nodes_of_their_own(kind
     [
         ("engine.launch={replicas: 2}", "on a cluster set cluster.engines.count to 2"),
         ('engine.launch={devices: ["0"]}', "on a cluster Ray says which GPUs a server gets"),
-        ("engine.weights=ipc", "engine.weights is ipc, which needs trainer and server in one machine's memory"),
+        ("engine.weights=ipc", "engine.weights is ipc, which needs trainer and server on one GPU"),
         ("engine.update=wait", "weights arrive in flight"),
+        ("engine.update=sleep", "there are 1 ranks of 0 GPUs and 1 servers of 0; set cluster.rank_resources to GPU: 1"),
     ],
 )
 def test_what_is_for_one_machine_is_refused_on_a_cluster_before_anything_is_started(setting, said, tmp_path):

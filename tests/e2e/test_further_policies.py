@@ -218,4 +218,4 @@ def test_a_dry_run_shows_them_and_says_which_nobody_names(tmp_path: Path, caplog
 
 def test_a_run_on_a_cluster_refuses_them(tmp_path: Path) -> None:
     called = call_command(main, "train", write_game(tmp_path), "cluster.address=local")
-    assert called.code != 0 and "policies names 'opponent' and the run is on a Ray cluster" in called.err
+    assert called.code != 0 and "policies names 'opponent' and the run has rollout workers" in called.err

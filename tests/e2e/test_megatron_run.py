@@ -13,7 +13,6 @@ from polyturn.build.ranks import check_ranks
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError
 from support.forked import run_forked
 from support.runs import call_command, write_tiny_run
 
@@ -26,7 +25,10 @@ def early(trajectory):
 '''
 WITHOUT_MORE = ["rollout.interactions=null", "rollout.tools={}", "evaluation={before: false, every: 0}"]
 MEGATRON = ["train.backend=megatron", "warm_start.steps=0", "reward.routes={tiny: 'plugins.py:early'}", *WITHOUT_MORE]
-LEARNING = ["train.group_size=16", "train.optim.lr=3e-2", "algorithm.kl.coef=0.001", "rollout.limits.max_turns=1"]
+LEARNING = [
+    *("train.group_size=16", "train.optim.lr=3e-2", "algorithm.kl.coef=0.001", "rollout.limits.max_turns=1"),
+    "model.gradient_checkpointing=true",
+]
 
 
 @pytest.mark.timeout(400)
@@ -57,7 +59,11 @@ def test_a_run_learns_and_goes_on_with_the_other_backend(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-@pytest.mark.parametrize("more", [[], ["model.lora={rank: 4, dropout: 0.1}"]])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["model.lora={rank: 4, dropout: 0.1}"], ["train.distributed={ranks: 2, context_parallel: 2}"]],
+    ids=["whole", "adapter", "tokens split"],
+)
 def test_a_critic_and_an_adapter_go_on_with_the_other_backend(tmp_path, more):
     config = write_tiny_run(tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -71,23 +77,31 @@ def test_a_critic_and_an_adapter_go_on_with_the_other_backend(tmp_path, more):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_ranks_of_a_row_may_drop_of_an_adapters_input_and_those_of_fsdp_may_not(tmp_path):
+def test_ranks_of_a_row_may_drop_of_an_adapters_input(tmp_path):
     """As a script of ms-swift asks, whose adapters have a dropout of 0.05 unless it says otherwise."""
     adapter = ["model.lora={rank: 4, dropout: 0.05}", "train.distributed={ranks: 1}", "train.backend=megatron"]
     called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", *adapter)
     assert called.code == 0, called.err
     row = ["model.path=none", *adapter, "train.distributed={tensor_parallel: 2}"]
-    check_ranks(load_config(RunConfig, None, row).config, 2)
-    with pytest.raises(ConfigError, match=r"model.lora.dropout is 0.05 .* set dropout to 0"):
-        check_ranks(load_config(RunConfig, None, [*row, "train.backend=torch"]).config, 2)
+    for backend in ("megatron", "torch"):
+        check_ranks(load_config(RunConfig, None, [*row, f"train.backend={backend}"]).config, 2)
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
         (["train.backend=megatrn"], "megatron"),
+        (["train.distributed={ranks: 3, tensor_parallel: 3}"], "num_attention_heads is 2; it must divide"),
         (["train.distributed.pipeline_parallel=2", "train.distributed.ranks=2"], "train.backend is torch, which has none"),
         (["train.distributed={ranks: 4, expert_parallel: 3}"], "expert_parallel is 3 and there are 4 ranks"),
+        (
+            ["train.backend=megatron", "train.distributed={ranks: 6, context_parallel: 4}"],
+            "context_parallel is 4 and there are 6 ranks",
+        ),
+        (
+            ["train.backend=megatron", "train.distributed={ranks: 2, context_parallel: 2}", "train.layout=rows"],
+            "splits packed rows",
+        ),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_before_anything_is_loaded(tmp_path, overrides, sentence):

@@ -91,7 +91,8 @@ def test_two_ranks_train_an_adapter_and_one_process_goes_on_with_it(tmp_path):
 @pytest.mark.timeout(240)
 def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tmp_path):
     config = write_run(tmp_path)
-    run = Forked("train", config, "--nproc", 2, *ENDLESS, "train.checkpoint_every=1", env=ENVIRONMENT)
+    settings = ["train.checkpoint_every=1", "cluster.restarts=1"]
+    run = Forked("train", config, "--nproc", 2, *ENDLESS, *settings, env=ENVIRONMENT)
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
     try:
         run.wait_until(lambda: any(p.name >= "step-000002" for p in checkpoints.glob("step-*")))
@@ -102,6 +103,7 @@ def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tm
         run.kill()
     said = run.out + run.err
     assert "rank 1 was killed by SIGKILL" in said and "The last lines of its log" in said and "Resume the run" in said
+    assert "cluster.restarts is 1, and ranks of --nproc or torchrun are not started again" in " ".join(said.split())
     last = max(int(p.name.removeprefix("step-")) for p in checkpoints.glob("step-*"))
     done = call_command(main, "train", config, "--resume", f"train.steps={last + 1}")
     assert done.code == 0, done.err

@@ -10,26 +10,25 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from functools import partial
-from pathlib import Path
 
 import pytest
 from cluster_run import assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
 from polyturn.cli.main import main
-from polyturn.core.errors import ConfigError, EngineError, EngineLostError
+from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.training import hf
+from support.ray_processes import MARK, processes_of, wait_until
 from support.runs import SEVERAL_TURNS, call_command
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 
 from polyturn.cluster.members import ResourceRequest
-from polyturn.cluster.placement import Cluster, check_travels
+from polyturn.cluster.placement import Cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -70,14 +69,14 @@ def mark():
 def address(mark):
     from ray.cluster_utils import Cluster
 
-    os.environ["POLYTURN_TEST_CLUSTER"] = mark
+    os.environ[MARK] = mark
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"trainer": 2}, "include_dashboard": False}
     )
     cluster.add_node(num_cpus=2, resources={"rollout": 2})
     yield cluster.address
     cluster.shutdown()
-    del os.environ["POLYTURN_TEST_CLUSTER"]
+    del os.environ[MARK]
 
 
 @pytest.mark.slow
@@ -106,7 +105,7 @@ async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_i
         script = [[5, 6], [5, 6], EngineError("the prompt is too long")]
         engine = cluster.engines(ResourceRequest(count=2, resources={"rollout": 0.5}), partial(ScriptedEngine, script))
         assert list((await engine.generate(request("a/0", session="a"))).token_ids) == [5, 6]
-        first, second = actors_of(mark, "EngineActor")
+        first, second = processes_of(mark, "EngineActor")
         os.kill(first, signal.SIGKILL)
         said = [await told(engine, request(f"a/{turn}", session="a")) for turn in range(1, 4)]
         assert said[0] == [5, 6] and "the prompt is too long" in said, "of the other's script"
@@ -173,7 +172,7 @@ def kill_after_a_step(folder, mark, *kinds):
         checkpoints = folder / "runs" / "tiny" / "checkpoints"
         wait_until(lambda: any(p.name >= "step-000001" for p in checkpoints.glob("step-*")))
         for kind in kinds:
-            os.kill(called_last(folder) if kind == "RolloutActor" else max(actors_of(mark, kind)), signal.SIGKILL)
+            os.kill(called_last(folder) if kind == "RolloutActor" else max(processes_of(mark, kind)), signal.SIGKILL)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -191,24 +190,6 @@ def called_last(folder):
 
 def calls_of(folder):
     return (folder / "calls.log").read_text().split()
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 120
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def actors_of(mark, kind):
-    found = []
-    for process in Path("/proc").iterdir():
-        try:
-            is_one = process.name.isdigit() and kind.encode() in (process / "cmdline").read_bytes()
-            if is_one and mark.encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue  # it ended meanwhile
-    return found
 
 
 @pytest.mark.slow
@@ -360,14 +341,13 @@ def test_a_program_trains_on_two_ranks_with_engine_and_its_own_functions_on_anot
     assert_two_ranks_trained(tmp_path)
 
 
-def test_an_object_that_cannot_travel_is_a_sentence():
-    with pytest.raises(ConfigError, match=r"<live mine:lock> cannot be sent to the nodes .* give its class"):
-        check_travels("<live mine:lock>", threading.Lock())
-
-
 def test_a_cluster_without_room_is_a_sentence(address, tmp_path):
     config = write_run(tmp_path)
     done = call_command(main, "train", config, "--ray", address, *PLACES, "cluster.engines.count=50", "cluster.patience_s=1")
     assert done.code == 2
     assert "waiting for room for 50 actors as engine replica" in done.err
     assert "no room for 50 actors as engine replica" in done.err and "Lower cluster.*" in done.err
+    done = call_command(
+        main, "train", config, "--ray", address, "cluster.engines.resources={GPU: 16}", "cluster.patience_s=1"
+    )
+    assert done.code == 2 and "Each engine replica is on one node" in done.err

@@ -40,7 +40,7 @@ from support.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 SHARED = ROOT.parent / "shared" / "data"
-OVERLAYS = ("one_gpu", "eight_gpus", "thirty_two_gpus", "qwen3")
+OVERLAYS = ("one_gpu", "eight_gpus", "eight_gpus_shared", "thirty_two_gpus", "qwen3")
 """What lies below all recipes, or above any."""
 NAMES = sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in OVERLAYS)
 WITH_DATA = dict(
@@ -185,21 +185,28 @@ def test_on_eight_gpus_ranks_and_servers_have_a_device_each(recipe: str) -> None
     assert "shared" not in plan
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B"])
+@pytest.mark.parametrize(
+    ("name", "layout", "said"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "eight_gpus", "GPU 7"),
+        ("Qwen/Qwen3-8B", "eight_gpus", "GPU 7"),
+        ("Qwen/Qwen3-8B", "eight_gpus_shared", "each shared GPU in an update"),
+    ],
+)
 def test_the_plan_of_a_large_model_needs_no_weights(
-    name: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    name: str, layout: str, said: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Nor the servers: there is no file of weights in the folder, and vLLM may not be installed."""
     config = AutoConfig.for_model(**PUBLISHED[name])
     config.save_pretrained(tmp_path / "large")
     tiny_tokenizer().save_pretrained(tmp_path / "large")
-    above = [str(RECIPES / file) for file in ("qwen3.yaml", "eight_gpus.yaml")]
+    above = [str(RECIPES / file) for file in ("qwen3.yaml", f"{layout}.yaml")]
     given = [f"model.path={tmp_path / 'large'}"]
     given += [f"{key}.files={data['gsm8k_tool']}/test.parquet" for key in ("data.train", "evaluation.data")]
     done = call_command(main, "train", RECIPES / "gsm8k_tool.yaml", "--dry-run", *above, *given)
     assert done.code == 0, done.err
     counted = {"Qwen/Qwen2.5-7B-Instruct": "7615.62 M", "Qwen/Qwen3-8B": "8190.74 M"}[name]
-    told = (counted, "rank 3", "server 3", "each GPU of a server: weights", "not measured")
+    told = (counted, "rank 3", "server 3", "each GPU of a server: weights", said, "not measured")
     assert [words for words in told if words not in done.out] == []
     assert "gaps in the heap" not in done.out  # which a CPU has, and these name GPUs
 

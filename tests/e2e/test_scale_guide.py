@@ -90,7 +90,7 @@ SIZES = {"Qwen/Qwen3-8B": (4096, 12288, 36, 32), "Qwen/Qwen3-32B": (5120, 25600,
 PLANS = re.findall(r"```console\n\$ polyturn (plan .*)\n([^`]*)```", GUIDE.read_text())
 
 
-@pytest.mark.parametrize(("command", "printed"), PLANS, ids=SIZES)
+@pytest.mark.parametrize(("command", "printed"), PLANS, ids=["8 GPUs", "8 shared GPUs", "32 GPUs"])
 def test_the_plans_of_the_recipes_are_those_that_are_printed(command, printed, tmp_path, monkeypatch):
     (name,) = re.findall(r"model\.path=(\S+)", command)
     width, inner, layers, heads = SIZES[name]

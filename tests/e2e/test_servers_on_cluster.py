@@ -37,14 +37,14 @@ def nodes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where actors find `support`
         made = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        made.rooms = [made.add_node(num_cpus=1, resources={"room": 2}) for _ in range(2)]
+        made.rooms = [made.add_node(num_cpus=1, num_gpus=2, resources={"room": 2}) for _ in range(2)]
         yield made
         made.shutdown()
 
 
 @pytest.fixture
 def cluster(nodes):
-    made = Cluster(nodes.address, patience_s=60)
+    made = Cluster(nodes.address, patience_s=200)
     yield made
     made.close()
 
@@ -88,6 +88,12 @@ def processes_with(word):
         except OSError:
             continue  # it ended meanwhile
     return found
+
+
+def gpus_of(pid):
+    """Return the GPUs that a process was started to see."""
+    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(line for line in lines if line.startswith("CUDA_VISIBLE_DEVICES=")).partition("=")[2]
 
 
 async def test_servers_on_two_nodes_answer_as_one_engine_and_get_weights_that_the_pool_never_holds(cluster, model):
@@ -145,7 +151,29 @@ async def test_a_lost_server_is_replaced_where_there_is_room_given_its_weights_a
     assert {c.policy_versions for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))} == {((0, 2),)}
     await engine.close()
     if victim == "node":
-        nodes.rooms[0] = nodes.add_node(num_cpus=1, resources={"room": 2})
+        nodes.rooms[0] = nodes.add_node(num_cpus=1, num_gpus=2, resources={"room": 2})
+
+
+async def test_servers_share_the_gpus_of_ranks_on_their_node_and_sleep_until_they_are_given_weights(cluster, model):
+    """Ray counts GPUs that these nodes do not have: who sees which is the same."""
+    ranks, places = cluster.shared(
+        ResourceRequest(count=4, resources={"GPU": 1}), ResourceRequest(count=2, resources={"GPU": 2, "room": 1})
+    )
+    assert len({rank.home.node for rank in ranks[:2]}) == len({rank.home.node for rank in ranks[2:]}) == 1
+    engine = cluster.pool()
+    made = places(model)
+    engine.start(partial(echo_pool, made))
+    of_ranks = [",".join(gpu for rank in pair for gpu in rank.home.gpus) for pair in (ranks[:2], ranks[2:])]
+    assert list(made.devices) == of_ranks and {len(gpus.split(",")) for gpus in of_ranks} == {2}
+    pids = {int(c.info["pid"]) for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))}
+    assert sorted(map(gpus_of, pids)) == sorted(of_ranks)
+    await engine.sleep()
+    asked = [asyncio.create_task(ask(engine, i)) for i in range(8)]
+    await asyncio.sleep(0.5)
+    assert not any(one.done() for one in asked)
+    await engine.update_weights(1, weights=TIED)
+    assert {c.policy_versions for c in await asyncio.gather(*asked)} == {((0, 1),)}
+    await engine.close()
 
 
 def test_a_server_that_cannot_be_started_is_a_sentence_that_names_its_node(cluster, model):

@@ -98,6 +98,10 @@ class ScriptedServer:
             return {"weight_version": self._version}
         if path == "/update_weights_from_disk":
             return self._load(body)
+        if path == "/update_weight_version":
+            with self._changes:
+                self._version = body["new_version"]
+            return {"success": True, "message": ""}
         if path == "/generate":
             return self._spoken(body) if body["sampling_params"]["stop_token_ids"] else self._probed(body)
         return {} if path.partition("?")[0] in QUIET else None
@@ -107,7 +111,6 @@ class ScriptedServer:
 
         with self._changes:
             self._model.load_state_dict(load_file(Path(body["model_path"]) / "model.safetensors"), strict=False)
-            self._version = body["weight_version"]
         return {"success": True, "message": ""}
 
     def _probed(self, body: dict[str, Any]) -> Any:

@@ -27,6 +27,8 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall, with_origin
 from polyturn.rollout.edits import shorten
 from polyturn.rollout.history import History
+from polyturn.rollout.history_edits import go_on, rewrite
+from polyturn.rollout.journal import replay
 from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import Reply
@@ -173,20 +175,20 @@ def shown(
         if kind == "answer":
             line.record(turn, Reply(messages=(first,)))
         elif kind == "append":
-            history.rewrite(history.typed([*history.openai, second.to_openai()]))
+            rewrite(history, history.typed([*history.openai, second.to_openai()]))
         elif kind == "replace":
-            history.rewrite(history.typed([history.messages[0], first.to_openai(), second]))
+            rewrite(history, history.typed([history.messages[0], first.to_openai(), second]))
         elif kind == "fork":
             line = line.fork(messages=[*history.messages, second])
         elif kind == "go on":
-            line.go_on(text, keep=turn.text[: len(turn.text) // 2], is_trusted=False)
+            go_on(line, text, keep=turn.text[: len(turn.text) // 2], is_trusted=False)
         elif kind == "prefill":
             said_before = dataclasses.replace(first, content=first.text or "so", tool_calls=(), reasoning=None)
-            history.rewrite([history.messages[0], said_before], goes_on=True)
+            rewrite(history, [history.messages[0], said_before], goes_on=True)
         elif kind == "compact":
             held = [*history.messages, *with_origin((second,), Origin.ENVIRONMENT)]
             shorter = shorten(held, policy=ContextPolicy.COMPACT, num_prompt=1, fits=lambda kept: True)
-            history.rewrite(shorter or held)
+            rewrite(history, shorter or held)
         else:
             line.record(turn, Reply(messages=(second,)))
             line = line if line.events is None else _journaled(line, encoder, prompt)
@@ -200,7 +202,7 @@ def _journaled(history: History, encoder: DeltaEncoder, prompt: list[Message]) -
     events = json.loads(json.dumps(writer.encode(history.events)))
     reader.read(json.loads(json.dumps(writer.take_new())))
     other = History(encoder, PlainParser(), prompt)
-    other.replay(reader.decode(events))
+    replay(other, reader.decode(events))
     other.events = history.events
     assert other.messages == history.messages and np.array_equal(other.context, history.context)
     return other

@@ -12,7 +12,7 @@ from typing import Any
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.base import ServerPlaces
-from polyturn.engines.dialect import HttpCall, ServerFacts
+from polyturn.engines.dialect import HttpCall, Memory, ServerFacts
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
@@ -29,7 +29,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/load":
-            held.update(tag=body["tag"], bytes=(pathlib.Path(body["folder"]) / "model.safetensors").stat().st_size)
+            held.update(bytes=(pathlib.Path(body["folder"]) / "model.safetensors").stat().st_size)
+        if self.path == "/rename":
+            held.update(tag=body["tag"])
         if self.path == "/generate":
             time.sleep(0.05)
         self.reply({"token": 7, "pid": os.getpid(), **held})
@@ -79,14 +81,30 @@ class EchoEngine(RemoteEngine):
     async def _pause(self) -> None:
         return
 
-    async def _load(self, folder: Path, version: int) -> None:
-        await self._post("/load", {"folder": str(folder), "tag": self.tag(version)})
+    async def load_folder(self, folder: Path) -> None:
+        """Load a checkpoint."""
+        await self._post("/load", {"folder": str(folder)})
+
+    async def _loaded(self) -> None:
+        return
+
+    async def _rename(self, tag: str) -> None:
+        await self._post("/rename", {"tag": tag})
+
+    async def _named(self) -> str:
+        raise NotImplementedError
 
     async def _forget(self) -> None:
         return
 
     async def _resume(self) -> None:
         return
+
+    async def _sleep(self) -> None:
+        await self._post("/sleep", {})
+
+    async def _wake(self, memory: Memory) -> None:
+        await self._post("/wake", {"memory": memory})
 
 
 async def echo_pool(places: ServerPlaces) -> EnginePool:
@@ -101,7 +119,7 @@ async def echo_pool(places: ServerPlaces) -> EnginePool:
         )
         for number in range(places.count)
     ]
-    pool = EnginePool(engines, policy="least_loaded", slots=8, patience_s=120, files=places.store())
+    pool = EnginePool(engines, policy="least_loaded", slots=8, patience_s=120, files=places.store(None))
     await pool.update_weights(0)
     return pool
 

@@ -25,6 +25,9 @@ def pretend() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import token_dispatcher
 
+    from polyturn.training import megatron
+
+    megatron.require_no_cuda = lambda *args: None
     stream = Stream()
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.current_stream = lambda: stream

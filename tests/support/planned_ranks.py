@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.hf import load_model, load_unread
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes
@@ -20,6 +21,7 @@ from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
+from support import megatron_cpu
 from support.ranks import bytes_of
 
 TOKENS = 512
@@ -46,12 +48,20 @@ def train(policy, count):
         policy.optim_step()
 
 
-def measure(out, folder):
-    """Write what each rank had above its imports, beside `out`, and there the plan by what it is, in bytes."""
+def measure(out, folder, *tensor_parallel):
+    """Write what each rank had above its imports, beside `out`, and there the plan by what it is, in bytes; where
+    `tensor_parallel` is said, of megatron-core's ranks."""
     rank, ranks, layout = dist.get_rank(), dist.get_world_size(), LayoutSettings(max_tokens_per_batch=TOKENS)
+    split = Degrees(tensor_parallel=int(tensor_parallel[0])) if tensor_parallel else None
+    if split is not None:
+        megatron_cpu.pretend()
+        from polyturn.training.megatron import Megatron
     Path("/proc/self/clear_refs").write_text("5")  # the most starts again from here
     before = bytes_of("VmRSS")
-    if ranks == 1:
+    if split is not None:
+        backend = policy_backend(load_unread(folder), placement=Megatron(split, CPU), optim=OptimSettings(), layout=layout)
+        train(ModelPolicy(backend), 2)
+    elif ranks == 1:
         train(local_policy(load_model(folder), optim=OptimSettings(), layout=layout), 2)
     else:
 
@@ -63,10 +73,11 @@ def measure(out, folder):
         if rank:
             follow(worker)
         else:
-            backend = RankedBackend(ProcessRankGroup(worker, tensor_parallel=1), "policy", layout=layout)
+            backend = RankedBackend(ProcessRankGroup(worker, row_width=1), "policy", layout=layout)
             train(ModelPolicy(backend), 2 * ranks)
             backend.close()
     out.with_name(f"{rank}.json").write_text(json.dumps(bytes_of("VmHWM") - before))
     if rank == 0:
-        planned = rank_bytes(ModelSize.of(load_unread(folder)), RankLoad(ranks=ranks, tokens=TOKENS, on_gpu=False))
+        load = RankLoad(ranks=ranks, megatron=split, tokens=TOKENS, on_gpu=False)
+        planned = rank_bytes(ModelSize.of(load_unread(folder)), load)
         out.write_text(json.dumps(planned))

@@ -1,6 +1,7 @@
 """What test_fsdp.py runs on each of two ranks: a policy over shards beside one of one process, and how far they differ."""
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -25,6 +26,7 @@ from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOpt
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import PolyturnError
 from polyturn.core.messages import Message
+from polyturn.core.metrics import Mean
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.tokens.codec import Codec
@@ -33,7 +35,7 @@ from polyturn.training.backend import Degrees
 from polyturn.training.critic import Critic, CriticSettings, critic_backend, local_critic, value_coefs
 from polyturn.training.fsdp import Sharded
 from polyturn.training.fsdp import make_mesh as new_mesh
-from polyturn.training.hf import load_model, load_unread
+from polyturn.training.hf import checkpoint_activations, load_model, load_unread
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
@@ -42,7 +44,8 @@ from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker, assign
 from polyturn.training.ranked import RankedBackend
-from polyturn.training.shards import inside, local_part
+from polyturn.training.shards import inside, local_part, whole_tensor
+from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
 from support.models import tiny_model
@@ -368,6 +371,34 @@ def compare_lora(tp):
     return found
 
 
+def compare_dropout():
+    """Return how far an adapter's gradient under dropout is from one process's that drops the same, and whether a row's
+    ranks have the same of what is whole on each.
+
+    Layers with whole inputs alone: of the others each rank of a row draws for its own columns.
+    """
+    model, mesh = exact_model(layers=1), make_mesh(CPU, tensor_parallel=2)
+    torch.manual_seed(dist.get_rank())  # as of a leader that has drawn more
+    targets = ["q_proj", "v_proj", "up_proj"]
+    add_lora(model, LoraSettings(rank=2, alpha=4, dropout=0.5, target_modules=targets))
+    for name, tensor in adapter_tensors(model).items():
+        tensor.add_(0.1 * (".lora_B." in name))
+    options = {
+        "optim": OptimSettings(lr=1e-2),
+        "layout": LayoutSettings(max_tokens_per_batch=400, max_padding_per_batch=400),
+    }
+    one, placement = local_policy(copy.deepcopy(model), **options), Sharded(mesh, CPU)
+    many, samples = ModelPolicy(policy_backend(model, placement=placement, **options)), samples_of(5, 3)
+    grads = []
+    for made, draws in ((one, placement.drawing(0, 0)), (many, contextlib.nullcontext())):
+        with draws:
+            made.forward_backward(samples)
+        grads.append({n: whole_tensor(p.grad) for n, p in made.backend.model.named_parameters() if p.grad is not None})
+    every = [None, None]
+    dist.all_gather_object(every, {n: g for n, g in grads[1].items() if ".lora_A." in n})
+    return {"gradient": same_parts(*grads), "ranks": same_parts(*every)}
+
+
 def routed_samples(seed, size, *, layers):
     """Samples that went to experts by chance, or nobody knows where."""
     rng, found = np.random.default_rng(seed), []
@@ -618,6 +649,75 @@ def compare_losses():
     return found
 
 
+def context_samples(seed, size, *, routes=False):
+    """Samples of which some begin alike, so that sharing has something to share, at two temperatures."""
+    found = routed_samples(seed, size, layers=2) if routes else samples_of(seed, size)
+    for i, sample in enumerate(found):
+        alike = np.concatenate([np.arange(3), sample.token_ids[3:]]).astype(np.int32)
+        returns = {"returns": sample.advantages, "values": sample.advantages * 0.5}
+        found[i] = sample.replace(token_ids=alike if i % 3 else sample.token_ids, temperature=0.7 + 0.3 * (i % 2), **returns)
+    return found
+
+
+def context_case(kind):
+    """Return the model, the losses and the layout of a case: a ratio and a balance are of whole sequences."""
+    model, loss = exact_model(), LossSettings(policy_loss=policy_losses.resolve("gspo"), algorithm=ALGORITHM)
+    if kind == "experts":
+        model = tiny_model(VOCAB, kind="qwen3_moe", hidden=16, heads=2, kv_heads=2, spread=0.1)
+        loss = LossSettings(algorithm=dataclasses.replace(ALGORITHM, routing=RoutingOptions(balance_coef=0.5)))
+    if kind == "adapter":
+        add_lora(model, LoraSettings(rank=2, alpha=4))
+    if kind == "recomputed":
+        checkpoint_activations(model)
+    return model, loss, LAYOUTS["shared" if kind == "shared" else "packed"]
+
+
+def compare_context(kinds, **degrees):
+    """Return how far ranks that split the tokens of packed rows and one process differ: scores, loss, gradient, norm, state
+    of a policy with a reference and a teacher, and of a critic."""
+    degrees = Degrees(**degrees)
+    wide, found = degrees.context_parallel * degrees.tensor_parallel, {}
+    row, rows = dist.get_rank() // wide, dist.get_world_size() // wide
+    optim, mesh = OptimSettings(lr=1e-2, max_grad_norm=0.1), make_mesh(CPU, tensor_parallel=degrees.tensor_parallel)
+    for kind in kinds:
+        model, loss, layout = context_case(kind)
+        made = []
+        for placed in ({}, {"placement": Sharded(mesh, CPU, degrees=degrees), "layout": layout}):
+            own = copy.deepcopy(model)
+            if kind == "critic":
+                made.append(Critic(critic_backend(exact_model(), optim=optim, **placed)))
+                made[-1].backend.take(first_weights(own))
+            else:
+                backend = policy_backend(own, optim=optim, loss=loss, reference=True, **placed)
+                made.append(ModelPolicy(backend, loss=loss))
+        one, many = made
+        coefs_of = value_coefs if kind == "critic" else functools.partial(loss_coefs, mode="token-mean")
+        for step in range(2):
+            samples = context_samples(step, 5, routes=kind == "experts")
+            mine = list(range(row, 5, rows))
+            share, coefs = [samples[i] for i in mine], coefs_of(samples)
+            for more in [{}] if kind == "critic" else [{}, {"reference": True}]:
+                a, b = one.score(samples, **more), many.score(share, **more)
+                found[f"{kind}/score{step}{len(more)}"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
+            passes = [one.backend, many.backend]
+            objective = "value" if kind == "critic" else "policy"
+            first = one.backend.forward_backward(samples, coefs, objective, 0.1)
+            second = many.backend.forward_backward(share, [coefs[i] for i in mine], objective, 0.1)
+            if rows == 1:
+                names = [n for n, m in first.metrics.items() if isinstance(m, Mean) and n.startswith("loss/")]
+                found[f"{kind}/loss{step}"] = max(abs(first.metrics[n].value - second.metrics[n].value) for n in names)
+            skipped = ("q_norm.weight", "k_norm.weight") if degrees.tensor_parallel > 1 else ()
+            grads = {n: p.grad for n, p in one.backend.model.named_parameters() if p.grad is not None}
+            whole = {n: p.grad.full_tensor() for n, p in many.backend.model.named_parameters() if p.grad is not None}
+            assert grads.keys() == whole.keys() and max(float(g.abs().max()) for g in grads.values()) > 1e-4
+            names = [n for n in grads if not n.endswith(skipped)]
+            found[f"{kind}/gradient{step}"] = max(float((grads[n] - whole[n]).abs().max()) for n in names)
+            norms = [backend.optim_step() for backend in passes]
+            found[f"{kind}/norm{step}"] = abs(norms[0]["loss/grad_norm"].value - norms[1]["loss/grad_norm"].value)
+        found[f"{kind}/state"] = same_parts(state_of(one), state_of(many))
+    return found
+
+
 def shifted(many, samples, own):
     """Return how far weights are from what they were, once each group was moved so that scores differ, and put back."""
     before = many.score(samples)
@@ -633,7 +733,7 @@ def shifted(many, samples, own):
 async def proved(many):
     """Return what the proof of an engine with weights of its own measured, and how far it is from the ranks afterwards."""
     engine = EmbeddedEngine(exact_model(7).eval(), num_slots=4)
-    report = await WeightSync(engine, many, vocab_size=VOCAB, num_prompts=1, num_tokens=8).start(3)
+    report = await WeightSync(engine, many, WeightProbe(vocab_size=VOCAB, num_prompts=1, num_tokens=8)).start(3)
     assert report.num_groups == len(many.backend.weight_groups()) and report.smallest_effect > 4 * report.canary
     await engine.close()
     return report.canary, report.noise
@@ -654,7 +754,7 @@ def compare_leader():
     if dist.get_rank():
         follow(rank)
         return None
-    mirror, rank_group = exact_model(), ProcessRankGroup(rank, tensor_parallel=1)
+    mirror, rank_group = exact_model(), ProcessRankGroup(rank, row_width=1)
     backend = RankedBackend(rank_group, "policy", layout=options["layout"], start=mirror.state_dict(), mirror=mirror)
     many = ModelPolicy(backend, loss=loss)
     one = local_policy(exact_model(), loss=loss, reference=True, **options)
@@ -695,9 +795,12 @@ SHORT = {
     "experts": (compare_mixtures, "qwen3_moe", "and_matrices"),
     "vision": (compare_vision,),
     "refused": (refusals,),
+    "dropout": (compare_dropout,),
     "in_parts": (read_in_parts,),
+    "context": (functools.partial(compare_context, context_parallel=2), ("packed", "shared", "experts", "critic")),
 }
 LONG = {
+    "context": (functools.partial(compare_context, context_parallel=2), ("adapter", "recomputed")),
     "lora": (compare_lora, 1),
     "lora_tensor_parallel": (compare_lora, 2),
     "critic_tensor_parallel": (compare_critic, 2),
@@ -714,3 +817,34 @@ def measure(out, *how):
         results["leader"] = compare_leader()  # the last, for a leader that closes ends the process group
     if is_leader:
         out.write_text(json.dumps(results))
+
+
+def measure_context(out, tensor_parallel):
+    """Write how far four ranks, of which two rows or pairs split the same tokens, and one process differ."""
+    found = compare_context(["shared", "critic"], context_parallel=2, tensor_parallel=int(tensor_parallel))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+
+
+def measure_long(out, *_):
+    """Write how far loss and gradient of two GPUs that split tokens and of one are apart, and the loss of 128k tokens."""
+    device, found = torch.device("cuda", dist.get_rank()), {}
+    torch.cuda.set_device(device)
+    layout, optim = LayoutSettings(max_tokens_per_batch=2**17, packed=True), OptimSettings()
+    for name, length in (("short", 2**12), ("long", 2**17)):
+        rng, weights = np.random.default_rng(0), (np.arange(length) % 8 == 7).astype(np.float32)
+        ids, noise = rng.integers(0, VOCAB, length).astype(np.int32), rng.normal(size=length).astype(np.float32)
+        row = {"loss_weights": weights, "turn_ids": np.zeros(length, np.int32), "advantages": noise}
+        samples = [TrainSample(id=SampleId("g", "0", 0), token_ids=ids, **row)]
+        sharded = Sharded(make_mesh(device), device, degrees=Degrees(context_parallel=2))
+        made = []
+        for placement in [None, sharded] if name == "short" else [sharded]:
+            model = tiny_model(VOCAB, hidden=256, layers=2, heads=4, kv_heads=2).to(device)
+            checkpoint_activations(model)
+            policy = ModelPolicy(policy_backend(model, optim=optim, layout=layout, placement=placement))
+            loss = policy.forward_backward(samples).metrics["loss/total"].value
+            grads = {n: whole_tensor(p.grad).cpu() for n, p in policy.backend.model.named_parameters()}
+            made.append({"loss": torch.tensor([loss]), **grads})
+        found[name] = same_parts(*made) if name == "short" else abs(float(made[0]["loss"]))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))

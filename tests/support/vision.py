@@ -167,3 +167,13 @@ def tiny_vision_model(
         torch.manual_seed(seed)
         model = Qwen2VLForConditionalGeneration(config)
     return model.float().eval()
+
+
+def sharp_vision_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGeneration:
+    """Return the tiny model with weights large enough that a wrong position or picture shows in its logprobs."""
+    model = tiny_vision_model(tokenizer)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(6 if "language_model" in name else 3)
+    return model

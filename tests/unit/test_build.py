@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def test_the_rollout_gets_what_the_config_says(parts: build.Parts):
     assert set(context.interactions) == {"coach"}
     assert type(context.scheduler) is MultiTurnScheduler and context.sanity_every == 3
     assert parts.template.renders_tools
+
+
+def test_rollout_workers_share_the_episodes_that_may_live(parts: build.Parts, tmp_path: Path):
+    several = place(tmp_path, "cluster.workers.count=3", "rollout.max_concurrent=8")
+    pool = build.with_workers(dataclasses.replace(parts, place=several)).pool
+    workers = [pickle.loads(worker._build).args[0].config for worker in pool._workers.values()]
+    assert [(one.rollout.max_concurrent, one.cluster.workers.count) for one in workers] == [(3, 1)] * 3
 
 
 def test_the_engine_samples_from_the_trainers_own_tensors(parts: build.Parts, tmp_path: Path):

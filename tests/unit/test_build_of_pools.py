@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from polyturn import build
 from polyturn.build import parts
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
+from polyturn.engines.dialect import ServerFacts
 from polyturn.engines.order import Fifo, LongestFirst
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.request_limits import ServedModel
+from polyturn.engines.served import require_one_version
 from polyturn.engines.vllm import VllmEngine
 from support.runs import write_tiny_run
 
@@ -37,11 +43,17 @@ def clients(pool: EnginePool) -> Iterator[RemoteEngine]:
 
 
 async def test_each_url_is_a_server_of_the_pool(tmp_path: Path) -> None:
-    pool = build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://a:1, http://b:2/]")
+    pool = build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://a:1, http://b:2/]", f"engine.weights_folder={tmp_path}")
     assert [engine.url for engine in clients(pool)] == ["http://a:1", "http://b:2"]
     assert all(isinstance(engine, VllmEngine) for engine in clients(pool))
     assert isinstance(pool._policy, LongestFirst)
     await pool.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+def test_tensors_to_vllm_from_a_trainer_without_its_package_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"comes to gloo.*the package vllm.*install it, or .*engine\.weights_folder"):
+        build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://192.0.2.7:1]")
 
 
 async def test_replicas_are_started_each_with_its_own_devices_and_log(tmp_path: Path) -> None:
@@ -64,6 +76,68 @@ async def test_replicas_are_started_each_with_its_own_devices_and_log(tmp_path: 
     await pool.close()
 
 
+SLEEP = (*LAUNCH, "engine.update=sleep")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("vllm", ["--enable-sleep-mode", "--gpu-memory-utilization", "0.4"]),
+        ("sglang", ["--enable-memory-saver", "--mem-fraction-static=0.4"]),
+    ],
+)
+async def test_a_server_on_the_trainers_gpu_is_started_so_that_it_can_sleep_beside_it(
+    kind: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(parts, "on_gpu", lambda model: model)
+    pool = build_pool(tmp_path, *SLEEP, f"engine.kind={kind}", f"engine.launch.args={flags[1:]}")
+    (engine,) = clients(pool)
+    assert engine._supervisor is not None and engine._supervisor._spec.command[-len(flags) :] == tuple(flags)
+    await pool.close()
+
+
+def test_a_server_that_would_take_the_trainers_gpu_for_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(parts, "on_gpu", lambda model: model)
+    with pytest.raises(ConfigError, match=r"add --gpu-memory-utilization with the share that `polyturn plan` says is left"):
+        build_pool(tmp_path, *SLEEP)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is no mistake")
+def test_a_server_that_is_to_sleep_without_cuda_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine.update is sleep, .* there is no CUDA .*; leave engine.update at in_flight"
+    ):
+        build_pool(tmp_path, *SLEEP)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([*LAUNCH[:2], "engine.urls=[http://a:1]"], "started by the run, with the flags for it, so set engine.launch"),
+        ([*LAUNCH, "engine.weights=adapter"], "drops a server's weights, .* leave it at auto"),
+        ([*LAUNCH, "engine.weights=nccl"], "makes no group of two processes on one GPU; use ipc"),
+        ([], r"and only servers that the run starts \(engine.kind vllm, sglang\)"),
+    ],
+)
+def test_what_cannot_sleep_is_refused(settings: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_pool(tmp_path, *settings, "engine.update=sleep")
+
+
+async def test_servers_of_several_versions_are_refused_with_one_of_each() -> None:
+    model = ServedModel(vocab_size=8)
+    engines = [VllmEngine(f"http://{name}:1", model) for name in "abc"]
+    for engine, version in zip(engines, ("0.32.0", "0.32.0", "0.31.1"), strict=True):
+        engine._facts = ServerFacts(seeded=True, priorities=False, max_context=None, version=version)
+    require_one_version(EnginePool(engines[:2]))
+    with pytest.raises(ConfigError, match=r"vllm 0\.31\.1 at http://c:1, vllm 0\.32\.0 at http://a:1; install one on all"):
+        require_one_version(EnginePool(engines))
+
+
 async def test_the_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
     pool = build_pool(tmp_path, *LAUNCH, "engine.order_kwargs.age=1.5")
     assert isinstance(pool._policy, LongestFirst) and pool._policy._age == 1.5
@@ -75,9 +149,18 @@ async def test_the_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
     [
         (("engine.urls=[a:1]",), "write it with its scheme"),
         (("engine.urls=[http://a:1, http://a:1/]",), "names a server twice"),
-        (("engine.urls=[http://192.0.2.7:1]", "engine.weights=shared_memory"), "192.0.2.7:1 is another machine"),
-        (("engine.weights=disk",), "disk needs a folder"),
-        (("engine.weights=disk", "engine.weights_folder=nowhere"), "which is no folder"),
+        (("engine.urls=[http://192.0.2.7:1]", "engine.weights=folder"), "192.0.2.7:1 is another machine"),
+        (("engine.weights=gloo", "engine.weights_folder=nowhere"), "a transfer of tensors has no folder"),
+        (("engine.weights_folder=nowhere",), "which is no folder"),
+        (("engine.weights=adapter",), "model.lora is not set, so there is no adapter to send"),
+        (
+            ("engine.weights=adapter", "model.lora={rank: 2}", "engine.urls=[http://192.0.2.7:1]"),
+            "engine.weights is adapter, and http://192.0.2.7:1 is another machine",
+        ),
+        (
+            ("engine.kind=sglang", "engine.weights=adapter", "model.lora={rank: 2}"),
+            "servers of this engine.kind do not change an adapter while requests for it run",
+        ),
         (("engine.in_process=true",), "leave it out: engine.kind: sglang starts a server beside the trainer"),
         (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and names GPUs for 1"),
         (("engine.order=longest",), "longest_first"),
@@ -89,6 +172,24 @@ def test_what_cannot_work_is_one_sentence(tmp_path: Path, overrides: tuple[str, 
     launch = LAUNCH if not any("urls" in override for override in overrides) else LAUNCH[:2]
     with pytest.raises(ConfigError, match=says.replace("{", r"\{").replace("}", r"\}")):
         build_pool(tmp_path, *launch, *overrides)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+async def test_a_server_of_an_adapter_starts_from_the_model_without_it(tmp_path: Path, trains: bool) -> None:
+    """A run that trains nothing sends nothing, and is served the whole model."""
+    overrides = (*LAUNCH, "engine.weights=adapter", "model.lora={rank: 12}")
+    loaded = load_config(RunConfig, write_tiny_run(tmp_path), overrides)
+    place = build.ConfigSource(config=loaded.config, base=tmp_path)
+    made = build.build_parts(place if trains else build.untrained(place))
+    assert isinstance(made.engine, EnginePool)
+    (client,) = clients(made.engine)
+    assert client._supervisor is not None
+    command, env = client._supervisor._spec.command, client._supervisor._spec.env
+    served = load_file(Path(command[command.index("--model") + 1]) / "model.safetensors")
+    assert ("--enable-lora" in command) == trains == ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in env)
+    assert not trains or command[command.index("--max-lora-rank") + 1] == "16"
+    assert not any("lora" in name for name in served)
+    await made.engine.close()
 
 
 @pytest.mark.parametrize("replica", ["", ".1"])

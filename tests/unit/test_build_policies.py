@@ -114,7 +114,9 @@ def test_a_scheduler_with_policies_of_another_kind_keeps_its_own(
 
 
 def test_a_run_whose_model_is_served_elsewhere_has_no_copy_of_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policies.past: it is a copy of the policy that is trained, which is not here"):
+    with pytest.raises(
+        ConfigError, match=r"policies.past: model is `self`, the policy in training, and nothing is trained here"
+    ):
         build.build_policies(place(tmp_path, {"past": {"model": "self"}}))
 
 
@@ -145,6 +147,7 @@ def test_policies_that_cannot_be_are_refused_when_the_config_is_read(
     [
         ({"model": "./nowhere"}, "policies.opponent: there is no folder"),
         ({"checkpoint": "nowhere"}, "policies.opponent: there is no model in"),
+        ({"model": "opponent", "engine": {"kind": "vllm", "update": "sleep"}}, "opponent: engine.update is sleep, and only"),
         (
             {"model": "opponent", "max_context": 4096},
             "opponent: max_context is 4096 and the model has 1024 positions",

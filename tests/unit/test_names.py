@@ -13,18 +13,18 @@ SRC = Path(polyturn.__file__).parent
 
 RETIRED = {
     "Accepts", "AsWritten", "Ask", "Asking", "Backstage", "Bounded", "ChatVoice", "Desk", "Drops", "EpisodeClock",
-    "EpisodeHistory", "EpisodeScene", "Fate", "Flight", "FlightBook", "Flights", "Followers", "Gate", "GroupTeam", "Handed",
-    "HeldWeights", "Home", "InteractionHost", "Keeper", "Lanes", "LastWords", "LineWorker", "LiveTurn", "ModelPass",
-    "Need", "OtherPolicy", "Partner", "Place", "PlanScheduler", "PolicyVoice", "Post", "RayTeam", "Said", "Scene",
-    "SceneInteraction", "Seam", "Seat", "Seating", "Spoken", "Team", "Telling", "Told", "ToolBranch", "Transcript", "Voice",
-    "VoiceOptions", "Walls", "WeightInbox", "Words",
+    "EpisodeHistory", "EpisodeScene", "EpisodeState", "Fate", "Flight", "FlightBook", "Flights", "Followers",
+    "Gate", "GroupTeam", "Handed", "HeldWeights", "HistoryState", "Home", "InteractionHost", "Keeper", "Lanes",
+    "LastWords", "LineWorker", "LiveTurn", "ModelPass", "Need", "OtherPolicy", "Partner", "Place", "PlanScheduler",
+    "PolicyVoice", "Post", "RayTeam", "Said", "Scene", "SceneInteraction", "Seam", "Seat", "Seating", "Spoken",
+    "Team", "Telling", "Told", "ToolBranch", "Transcript", "Voice", "VoiceOptions", "Walls", "WeightInbox", "Words",
 }  # fmt: skip
 """Names of classes."""
 RETIRED_MODULES = {
-    "asking", "backstage", "chat_voice", "claims", "communicator", "cut", "damage", "desk", "flight", "flight_book",
-    "flights", "followers", "held_weights", "keeper", "kills", "lanes", "lifespan", "line_worker", "live_turn",
-    "meanings", "narration", "other_policy", "outcome", "own_loop", "partner", "scene", "seating", "team", "telling",
-    "told", "towers", "weight_ways", "writings",
+    "asking", "backstage", "chat_voice", "claims", "communicator", "cut", "damage", "desk", "episode_state",
+    "flight", "flight_book", "flights", "followers", "held_weights", "history_state", "keeper", "kills", "lanes",
+    "lifespan", "line_worker", "live_turn", "meanings", "narration", "other_policy", "outcome", "own_loop",
+    "partner", "scene", "seating", "team", "telling", "told", "towers", "weight_ways", "writings",
 }  # fmt: skip
 
 

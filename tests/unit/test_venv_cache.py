@@ -98,3 +98,15 @@ def test_benchmarks_ask_for_interpreters_as_the_scripts_offer_them(monkeypatch: 
     assert rows.other_interpreter() is None
     with pytest.raises(SystemExit, match="no environment for vllm; build it with `make engines`"):
         servers.python_of("vllm")
+
+
+def test_contract_tests_take_no_half_environment_for_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(SCRIPTS.parent / "tests" / "contract"))
+    monkeypatch.delenv("POLYTURN_TEST_ENGINES", raising=False)
+    servers = importlib.import_module("engine_servers")
+    monkeypatch.setattr(servers, "interpreter", lambda engine: tmp_path / engine / "bin" / "python")
+    (tmp_path / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "vllm" / "bin" / "python").touch()
+    assert "no environment for vllm" in servers.why_not("vllm")
+    (tmp_path / "vllm" / ".complete").touch()
+    assert servers.why_not("vllm") is None

@@ -7,6 +7,7 @@ under "statistics", means with intervals, pass@k, maj@k and success by turn budg
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from polyturn import build
 from polyturn.api.console import stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
-from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.seeds import derive_seed
@@ -27,7 +27,7 @@ from polyturn.evaluation.evaluate import EvalSet, evaluate
 from polyturn.evaluation.report import EvalReport
 from polyturn.evaluation.statistics import Statistics, statistics
 from polyturn.infra.writable import check_writable
-from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.pool import RolloutPool
 from polyturn.training.observer import RunObserver
 
 
@@ -54,7 +54,9 @@ def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, che
     """Run the evaluation sets of a configuration; leave the trajectories and a report.json in a run folder of their own."""
     sets = _sets(place)
     check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
-    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
+    check = functools.partial(build.check_first_tasks, place, {"evaluation.data": sets[0].tasks})
+    parts = build.build_parts(build.untrained(place), checkpoint=build.model_folder(checkpoint), check=check)
+    parts = build.with_workers(parts)
     tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
     sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
     build.check_run(parts, tasks, name="evaluation.data")
@@ -62,7 +64,7 @@ def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, che
     keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        found = run_loop(_all(parts.context, place.config, sets, observer), deadline_s=place.config.deadline_s)
+        found = run_loop(_all(build.pool_of(parts), place.config.seed, sets, observer), deadline_s=place.config.deadline_s)
     return _reported(folder, found)
 
 
@@ -72,13 +74,13 @@ def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], en
     check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
     context, engine = build.build_endpoint_context(place, endpoint)
     build.check_endpoint_run(context, sets[0].tasks, name="evaluation.data")
-    folder = _new_folder(place, resolved)
+    folder, rollout = _new_folder(place, resolved), place.config.rollout
     context.codec.tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        found = run_loop(
-            _all(context, place.config, sets, observer, finish=engine.finish), deadline_s=place.config.deadline_s
-        )
+        pool = RolloutPool(context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
+        running = _all(pool, place.config.seed, sets, observer, finish=engine.finish)
+        found = run_loop(running, deadline_s=place.config.deadline_s)
     return _reported(folder, found)
 
 
@@ -104,8 +106,8 @@ def _new_folder(place: build.ConfigSource, resolved: Mapping[str, Any]) -> Path:
 
 
 async def _all(
-    context: RolloutContext,
-    config: RunConfig,
+    pool: RolloutPool,
+    seed: int,
     sets: Sequence[EvalSet],
     observer: RunObserver,
     *,
@@ -115,19 +117,17 @@ async def _all(
     try:
         for which in sets:
             result = await evaluate(
-                context,
+                pool,
                 which,
-                max_concurrent=config.rollout.max_concurrent,
-                max_failed_share=config.rollout.max_failed_share,
-                seed=derive_seed(config.seed, "eval"),
+                seed=derive_seed(seed, "eval"),
                 on_group=lambda group, which=which: observer.on_group(  # type: ignore[misc]
                     group, phase=f"eval/{which.name}", total=len(which.tasks)
                 ),
                 finish=finish,
             )
             observer.on_eval(0, which.name, result.report, result.groups)
-            found = statistics(result.groups, success_at=which.success_at, seed=config.seed)
+            found = statistics(result.groups, success_at=which.success_at, seed=seed)
             out[which.name] = EvaluatedSet(report=result.report, statistics=found)
     finally:
-        await context.close()
+        await pool.close()
     return out

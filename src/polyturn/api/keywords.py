@@ -24,6 +24,7 @@ PARTS = ("algorithm.advantage", "algorithm.loss")
 """Of these, the arguments whose names no other key has."""
 ELSEWHERE: Mapping[str, str] = {
     "reward_funcs": "reward=right, a function of one trajectory",
+    "dataset": "tasks=dataset",
     "train_dataset": "tasks=dataset",
     "eval_dataset": "eval_tasks=dataset",
     "processing_class": "tokenizer=tokenizer",
@@ -31,6 +32,8 @@ ELSEWHERE: Mapping[str, str] = {
     "peft_config": "**{'model.lora.rank': 16}",
     "callbacks": "for step in polyturn.steps(…): …",
     "optimizers": "lr=1e-6, weight_decay=0.0, schedule='cosine'",
+    "environment": "env=Game",
+    "environments": "env=Game",
     "environment_factory": "env='trl:game.py:Game'",
     "rollout_func": "scheduler=MyScheduler, a subclass of polyturn.MultiTurnScheduler",
     "num_generations": "group_size=8",
@@ -89,14 +92,14 @@ def path_of(name: str) -> list[str]:
         return name.split(".")
     keys = _keys().get(name, ())
     if not keys and name in ELSEWHERE:
-        raise ConfigError(f"there is no keyword {name!r}; here it is {ELSEWHERE[name]}")
+        raise ConfigError(f"there is no keyword {name!r}; write {ELSEWHERE[name]}")
     if not keys and (retired := [then.says for key, then in RETIRED.items() if key.rpartition(".")[2] == name]):
         raise ConfigError(f"there is no keyword {name!r} any more; {retired[0]}")
     if not keys:
         known = [*OWN, *_keys()]
         near = did_you_mean(name, known) if get_close_matches(name, known) else ""
         for theirs in [] if near else get_close_matches(name, ELSEWHERE, n=1):
-            near = f" If {theirs!r} is meant, here it is {ELSEWHERE[theirs]}."
+            near = f" If you mean {theirs!r}, write {ELSEWHERE[theirs]}."
         raise ConfigError(
             f"there is no keyword {name!r}.{near} A keyword is one of "
             f"{', '.join(OWN)}, a section of the configuration, or the last part of a key of it, such as steps or max_turns"

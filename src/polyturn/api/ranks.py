@@ -75,10 +75,10 @@ def this_rank() -> RankPlace | None:
 
 
 def tell_start(name: str) -> None:
-    """Say that a run begins, once for all of its ranks, before PyTorch is imported, which takes seconds."""
+    """Say for all ranks that a run begins."""
     this = this_rank()
     if this is None or this.rank == 0:
-        logger.info("%s: loading PyTorch and the model", name)
+        logger.info("%s: checking the configuration, then loading PyTorch and the model", name)
 
 
 def launch(num_ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import operator
@@ -18,7 +19,7 @@ from polyturn.core.run_loop import run_loop
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.infra.writable import check_writable
-from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.rollout.pool import GroupSpec
 from polyturn.training.observer import RunObserver
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,11 @@ def roll_out(
     config = place.config
     folder = Path(config.out) / f"{config.name}-rollout"
     check_writable(folder.parent, instead=ANOTHER_FOLDER)
-    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
-    tasks = build.fitting(parts, build.build_train_tasks(place), name="data.train")
+    tasks = build.build_train_tasks(place)
+    check = functools.partial(build.check_first_tasks, place, {"data.train": tasks})
+    parts = build.build_parts(build.untrained(place), checkpoint=build.model_folder(checkpoint), check=check)
+    parts = build.with_workers(parts)
+    tasks = build.fitting(parts, tasks, name="data.train")
     if num_tasks is not None and num_tasks > len(tasks):
         logger.warning("data.train has %d tasks, fewer than the %d asked for: each of them runs once", len(tasks), num_tasks)
     tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))
@@ -72,18 +76,14 @@ def roll_out(
     keep_tokenizer(parts, folder)
 
     async def run_all(observer: RunObserver) -> list[TrajectoryGroup]:
-        pool = RolloutPool(
-            parts.context,
-            max_concurrent=config.rollout.max_concurrent,
-            max_failed_share=config.rollout.max_failed_share,
-            on_group=lambda group: observer.on_rollout(group, total=len(tasks)),
-        )
+        pool = build.pool_of(parts).apart(on_group=lambda group: observer.on_rollout(group, total=len(tasks)))
         specs = [
             GroupSpec(id=f"g{i}", task=task, size=config.train.group_size, seed=config.seed) for i, task in enumerate(tasks)
         ]
-        groups = await pool.run(specs)
-        await parts.context.close()
-        return groups
+        try:
+            return await pool.run(specs)
+        finally:
+            await pool.close()
 
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         groups = run_loop(run_all(observer), deadline_s=config.deadline_s)

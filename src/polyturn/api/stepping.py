@@ -24,10 +24,10 @@ from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.training.update import Revise, Revised
 
 if TYPE_CHECKING:
     from polyturn.api.run import Run
+    from polyturn.training.update import Revise, Revised
 
 
 class TrainingStep:
@@ -148,6 +148,8 @@ class TrainingStep:
             )
 
     def _revised(self) -> Revised:
+        from polyturn.training.update import Revised
+
         return Revised(self._groups, self._samples)
 
 

@@ -3,6 +3,7 @@
     run_training(source, resolved, …)  ->  TrainedRun(folder=runs/quickstart, steps=30, …)
 
 Both front doors lead here: `polyturn train` in a process of its own, and `polyturn.train` in whatever process calls it.
+PyTorch, whose import takes seconds, is not imported before what can be refused without it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from polyturn.api import ranks
 from polyturn.api.console import logging_to, stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, name_of, new_run_folder
 from polyturn.api.signals import Signals
-from polyturn.api.warm_starting import Spent, warm_checkpoints, warm_start
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.config.unknown import as_of_now
@@ -36,18 +36,16 @@ from polyturn.core.secret import masked
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.writable import check_writable
 from polyturn.tracking.plot import plot_learning_curve
-from polyturn.training.checkpoint import MODEL, Checkpoints
-from polyturn.training.loop import Trainer
-from polyturn.training.lora import CONFIG_FILE, require_same_settings
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
-from polyturn.training.process_group import ProcessRankGroup
 from polyturn.training.resume import changed_settings
-from polyturn.training.state import LoopState
-from polyturn.training.update import Revise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from polyturn.training.loop import Trainer
+    from polyturn.training.state import LoopState
+    from polyturn.training.update import Revise
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +123,15 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
         ranks.launch(config.train.distributed.ranks)
         return None
     attempt = _Attempt(source=source, resume=options.resume)
-    for left in range(config.cluster.restarts if is_on_cluster else 0, -1, -1):
+    restarts = 0 if options.dry_run is not None else config.cluster.restarts
+    if restarts and this.size > 1:
+        logger.warning(
+            "cluster.restarts is %d, and ranks of --nproc or torchrun are not started again: the run ends with one of them. "
+            "Place them on Ray (--ray), or go on with --resume",
+            restarts,
+        )
+        restarts = 0
+    for left in range(restarts, -1, -1):
         try:
             with attempt.held:
                 return _train(attempt, resolved, this, options)
@@ -172,23 +178,27 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     place, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
     config = place.config
     folder = Path(config.out) / config.name
-    if resume and options.dry_run is None and folder.is_dir():
-        attempt.held.enter_context(hold_folder(folder))
-    latest = Checkpoints(folder / "checkpoints").latest() if resume else None
-    former = latest or warm_checkpoints(folder).latest() if resume else None
-    if resume == "auto" and former is None:
-        resume = False
-        attempt.held.close()  # the run gets a folder of its own
-    if former is not None and config.model.lora is not None and (former / MODEL / CONFIG_FILE).is_file():
-        require_same_settings(former / MODEL, rank=config.model.lora.rank, alpha=config.model.lora.alpha)
-    if resume and former is None:
-        raise CheckpointError(
-            f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without resume, or name another "
-            "run with name=…"
-        )
     check_writable(folder if resume else folder.parent, instead=ANOTHER_FOLDER)
-    build.check_backend(place)
+    build.check_plugins(place)
+    build.check_workers(config)
     tasks = build.build_run_tasks(place)
+    latest = None
+    if resume:
+        # A folder that another process makes while this one loads PyTorch is that one's: it is looked for once.
+        is_there = folder.is_dir()
+        if is_there and options.dry_run is None:
+            attempt.held.enter_context(hold_folder(folder))
+        latest, former = _checkpoints_of(folder, config) if is_there else (None, None)
+        if former is None and resume != "auto":
+            raise CheckpointError(
+                f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without resume, or name "
+                "another run with name=…"
+            )
+        if former is None:
+            resume = False
+            attempt.held.close()  # the run gets a folder of its own
+    if config.cluster.address is not None or config.policies:  # else among what is checked before weights are loaded
+        build.check_backend(place)
     if config.cluster.address is not None:
         build.check_cluster(config)
     if config.cluster.address is not None and options.dry_run is None:
@@ -203,12 +213,16 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         return None
     if this.size > 1 or (config.train.backend != BACKEND and parts.rank_group is None):
         parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
+    parts = build.with_workers(parts)
     if not resume:
         folder = new_run_folder(folder)
         attempt.held.enter_context(hold_folder(folder))
     attempt.name = name_of(folder, config.out)
-    if isinstance(parts.rank_group, ProcessRankGroup):
-        parts.rank_group.last_word = folder
+    if parts.rank_group is not None:
+        from polyturn.training.process_group import ProcessRankGroup
+
+        if isinstance(parts.rank_group, ProcessRankGroup):
+            parts.rank_group.last_word = folder
     if resume:
         tell_changes(folder / "config.yaml", resolved)
     else:
@@ -217,12 +231,31 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     return _Prepared(parts, tasks, folder, latest)
 
 
+def _checkpoints_of(folder: Path, config: RunConfig) -> tuple[Path | None, Path | None]:
+    """Return the newest checkpoint of training in a run's folder, and the newest one of training or of its warm start.
+
+    Raises:
+        CheckpointError: it has adapters of another shape than those that are configured.
+    """
+    from polyturn.api.warm_starting import warm_checkpoints
+    from polyturn.training.checkpoint import MODEL, Checkpoints
+    from polyturn.training.lora import CONFIG_FILE, require_same_settings
+
+    latest = Checkpoints(folder / "checkpoints").latest()
+    former = latest or warm_checkpoints(folder).latest()
+    if former is not None and config.model.lora is not None and (former / MODEL / CONFIG_FILE).is_file():
+        require_same_settings(former / MODEL, rank=config.model.lora.rank, alpha=config.model.lora.alpha)
+    return latest, former
+
+
 def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> TrainedRun | None:
     """Train a run to its end; None for a dry run."""
     began = time.monotonic()
     prepared = _prepare(attempt, resolved, this, options)
     if prepared is None:
         return None
+    from polyturn.api.warm_starting import Spent, warm_start
+
     parts, tasks, folder, latest = prepared
     config = parts.place.config
     line = options.again(attempt.name)
@@ -289,7 +322,7 @@ def tell_changes(path: Path, resolved: Mapping[str, Any]) -> None:
     try:
         former = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as problem:
-        logger.warning("what this run was started with is not known (%s)", problem)
+        logger.warning("the former settings of this run cannot be read, so changes of them are not listed (%s)", problem)
         return
     known = as_of_now(RunConfig, former) if isinstance(former, dict) else {}
     for line in changed_settings(known, masked(resolved)):
@@ -332,4 +365,4 @@ async def _until_done(trainer: Trainer, parts: build.Parts, signals: Signals, *,
         raise SystemExit(128 + signals.received[0]) from None
     finally:
         signals.on_signal = lambda: None
-        await parts.context.close()
+        await (parts.pool or parts.context).close()

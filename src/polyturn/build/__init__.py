@@ -8,12 +8,20 @@ those to its left; nothing else in the library takes a config.
 """
 
 from polyturn.build.backend import check_backend
-from polyturn.build.checks import check_before_weights, check_run, check_training, fitting, settle
-from polyturn.build.cluster import check_cluster, cluster_parts
+from polyturn.build.checks import (
+    check_before_weights,
+    check_first_tasks,
+    check_run,
+    check_training,
+    check_warm_start,
+    fitting,
+    settle,
+)
+from polyturn.build.cluster import check_cluster, check_workers, cluster_parts, pool_of, with_workers
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
-from polyturn.build.engine import build_engine
+from polyturn.build.engine import build_engine, sends_adapter, untrained
 from polyturn.build.model import build_codec, build_media, build_model
-from polyturn.build.parts import Parts, build_parts, build_rewarder, build_scheduler, build_tools
+from polyturn.build.parts import Parts, build_parts, build_rewarder, build_scheduler, build_tools, check_plugins
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.build.ranks import check_ranks, follow_leader, holds_weights, lead
 from polyturn.build.tasks import (
@@ -40,6 +48,9 @@ __all__ = [
     "build_estimator", "build_eval_sets", "build_media", "build_model", "build_parts", "build_policies", "build_policy",
     "build_records", "build_rewarder", "build_run_tasks", "build_sampler", "build_scheduler", "build_tasks", "build_tools",
     "build_train_tasks", "build_trainer", "check_backend", "check_before_weights", "check_cluster", "check_endpoint_run",
-    "check_ranks", "check_run", "check_training", "cluster_parts", "exporter", "fitting", "follow_leader", "for_endpoint",
-    "holds_weights", "lead", "model_folder", "settle", "stored_exporter", "warm_start_samples",
+    "check_first_tasks", "check_plugins", "check_ranks", "check_run", "check_training", "check_warm_start", "check_workers",
+    "cluster_parts", "exporter", "fitting", "follow_leader", "for_endpoint",
+    "holds_weights", "lead", "model_folder", "pool_of", "sends_adapter", "settle", "stored_exporter", "untrained",
+    "warm_start_samples",
+    "with_workers",
 ]  # fmt: skip

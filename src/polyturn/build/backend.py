@@ -24,15 +24,31 @@ def degrees_of(config: RunConfig) -> Degrees:
         tensor_parallel=split.tensor_parallel,
         pipeline_parallel=split.pipeline_parallel,
         expert_parallel=split.expert_parallel,
+        context_parallel=split.context_parallel,
     )
 
 
 def row_width(config: RunConfig) -> int:
-    """Return how many ranks see the same samples: those that split layers, or share them out, and under torch those that
-    split experts."""
+    """Return how many ranks see the same samples: those that split layers or tokens, or share layers out, and under torch
+    those that split experts."""
     split = config.train.distributed
     experts = split.expert_parallel if config.train.backend == BACKEND else 1
-    return max(split.tensor_parallel, experts) * split.pipeline_parallel
+    return max(split.tensor_parallel, experts) * split.pipeline_parallel * split.context_parallel
+
+
+def packs_rows(config: RunConfig, *, on_gpu: bool) -> bool:
+    """Return whether samples stand end to end.
+
+    Raises:
+        ConfigError: they are to lie in padded rows, and ranks to split their tokens.
+    """
+    name, parts = config.train.layout.name, config.train.distributed.context_parallel
+    if name == "rows" and parts > 1:
+        raise ConfigError(
+            f"train.layout is rows and train.distributed.context_parallel is {parts}, which splits packed rows; leave "
+            "train.layout out, or set context_parallel to 1"
+        )
+    return name == "packed" or (name == "auto" and (on_gpu or parts > 1))
 
 
 def check_backend(place: ConfigSource) -> None:
@@ -41,20 +57,15 @@ def check_backend(place: ConfigSource) -> None:
     Raises:
         ConfigError: there is no such backend, it is not installed, or does not split this model so.
     """
-    from polyturn.training.backend import backends
+    from polyturn.training.backend import Degrees, backends
     from polyturn.training.lora import add_lora
 
     config = place.config
-    split = config.train.distributed
-    if config.train.backend == BACKEND and split.pipeline_parallel == split.expert_parallel == 1:
+    is_torch = config.train.backend == BACKEND
+    packs_rows(config, on_gpu=False)
+    if is_torch and degrees_of(config) == Degrees():
         return
     found = backends.resolve(config.train.backend, base=place.base, key="train.backend")
-    is_recomputed = config.algorithm.routing.balance_coef and config.model.gradient_checkpointing
-    if config.train.backend != BACKEND and is_recomputed:
-        raise ConfigError(
-            "algorithm.routing.balance_coef asks for a loss of layers that are computed again, and train.backend "
-            f"{config.train.backend} has none; drop it, or take {BACKEND}"
-        )
     load_plugins(config.plugins, base=place.base)
     outline = build_outline(place, build_codec(place).tokenizer)
     if config.model.lora is not None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.build.backend import check_backend
 from polyturn.build.credit import check_algorithm, check_credit
 from polyturn.build.parts import Parts, Plugins
 from polyturn.build.tasks import RunTasks, build_sampler
@@ -73,16 +74,29 @@ def check_each(
 def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
     """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
 
+    What needs PyTorch, whose import takes seconds, comes last.
+
     Raises:
         ConfigError, DataError: the first problem found.
     """
     build_trackers(place)
-    check_algorithm(place)
     check_warm_start(place)
     build_sampler(place, tasks.train)
-    needs_name = place.config.compat.require_interaction_name
     # All sets are of the same tasks, so the first stands for them.
     sources = {"data.train": tasks.train, **({"evaluation.data": tasks.eval_sets[0].tasks} if tasks.eval_sets else {})}
+    check_first_tasks(place, sources, plugins, tools)
+    with Progress("load PyTorch"):
+        check_backend(place)
+        check_algorithm(place)
+
+
+def check_first_tasks(place: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins, tools: ToolBox) -> None:
+    """Read the first tasks of each source, and refuse one that nothing can score, act out or answer.
+
+    Raises:
+        DataError, ConfigError: the first problem found.
+    """
+    needs_name = place.config.compat.require_interaction_name
     found = {}
     for name, source in sources.items():
         first = Subset(source, range(min(len(source), FIRST_TASKS)))

@@ -1,10 +1,15 @@
-"""A run on a Ray cluster: the specification of each of its actors, and the leader's parts around them."""
+"""A run of several kinds of processes: rollout workers on this machine, or all of them on a Ray cluster.
+
+Each process is specified by what builds it, and the leader's parts stand around them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyturn.build.backend import row_width
@@ -19,12 +24,14 @@ from polyturn.core.plugins import load_plugins
 from polyturn.core.standstill import Standstill
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
+from polyturn.engines.served import require_one_version
 from polyturn.rollout.pool import RolloutPool
 
 if TYPE_CHECKING:
     from polyturn.cluster.journal import WorkerJournal
     from polyturn.cluster.members import Member
     from polyturn.cluster.servers import NodePlaces
+    from polyturn.cluster.worker_pool import RemoteWorker
     from polyturn.core.protocols import Engine, EngineCapabilities
     from polyturn.training.rank_group import RankWorker
 
@@ -38,17 +45,15 @@ def check_cluster(config: RunConfig) -> None:
     check_ranks(config, config.train.distributed.ranks)
     engine = config.engine
     process = engine.process if isinstance(engine, EmbeddedOptions) else "auto"
-    if process == "own" or engine.update != "in_flight":
+    updates = ("in_flight", "sleep") if isinstance(engine, ServerOptions) else ("in_flight",)
+    if process == "own" or engine.update not in updates:
         raise ConfigError(
             f"engine has process {process!r} and update {engine.update!r}; on a cluster every replica is in a "
             "process of its own and weights arrive in flight, so leave these at their defaults"
         )
-    if config.policies:
-        raise ConfigError(
-            f"policies names {', '.join(map(repr, config.policies))} and the run is on a Ray cluster, where each worker "
-            "would hold them again; serve them beside the run and give their addresses (base_url, url), or drop "
-            "cluster.address"
-        )
+    if engine.update == "sleep":
+        _check_shared(config)
+    check_workers(config)
     if not isinstance(engine, ServerOptions):
         return
     if engine.launch is not None and engine.launch.devices:
@@ -63,9 +68,85 @@ def check_cluster(config: RunConfig) -> None:
         )
     if engine.weights == "ipc":
         raise ConfigError(
-            "engine.weights is ipc, which needs trainer and server in one machine's memory; on a cluster leave it at auto, "
-            "or use http, gloo, or disk with an engine.weights_folder that all nodes see"
+            "engine.weights is ipc, which needs trainer and server on one GPU; on a cluster leave it at auto, or use gloo, "
+            "or an engine.weights_folder that all nodes see"
         )
+
+
+def _check_shared(config: RunConfig) -> None:
+    """Refuse servers that would not lie on whole GPUs of the ranks.
+
+    Raises:
+        ConfigError: the numbers of GPUs do not match.
+    """
+    cluster, ranks = config.cluster, config.train.distributed.ranks
+    of_rank, of_server = (resources.get("GPU", 0) for resources in (cluster.rank_resources, cluster.engines.resources))
+    if of_rank != 1 or of_server < 1 or cluster.engines.count * of_server != ranks:
+        raise ConfigError(
+            f"engine.update is sleep, so that each GPU has a rank and a part of a server, and there are {ranks} ranks of "
+            f"{of_rank:g} GPUs and {cluster.engines.count} servers of {of_server:g}; set cluster.rank_resources to GPU: 1, "
+            f"and cluster.engines so that count times GPU is {ranks}"
+        )
+
+
+def check_workers(config: RunConfig) -> None:
+    """Refuse what rollout workers cannot do.
+
+    Raises:
+        ConfigError: they would hold further policies.
+    """
+    if config.policies and (config.cluster.address is not None or config.cluster.workers.count > 1):
+        raise ConfigError(
+            f"policies names {', '.join(map(repr, config.policies))} and the run has rollout workers (cluster.address, or "
+            "cluster.workers.count above 1), each of which would hold them again; serve them beside the run and give their "
+            "addresses (base_url, url), or let the trainer's process run the episodes"
+        )
+
+
+def with_workers(parts: Parts) -> Parts:
+    """Return the parts with `cluster.workers.count` processes on this machine that run the episodes; with 1 as they are.
+
+    Raises:
+        ConfigError: an object of the program cannot be sent to another process, or they would hold further policies.
+    """
+    config = parts.place.config
+    if config.cluster.address is not None or config.cluster.workers.count == 1:
+        return parts
+    check_workers(config)
+    from polyturn.cluster.worker_pool import check_travels, travelling
+    from polyturn.cluster.worker_process import ProcessWorker
+
+    check_travels(parts.place.live)
+    build = travelling(functools.partial(_worker, _without_cluster(parts.place)))
+    names = [f"rollout worker {number}" for number in range(config.cluster.workers.count)]
+    # Through the gate, where there is one, so that a weight update holds the workers' requests, too.
+    return _with_pool(parts, [ProcessWorker(name, build, parts.context.engine) for name in names])
+
+
+def pool_of(parts: Parts) -> RolloutPool:
+    """Return what runs the episodes of a run without training: the workers, or this process."""
+    rollout = parts.place.config.rollout
+    here = RolloutPool(parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
+    return parts.pool or here
+
+
+def _with_pool(parts: Parts, workers: Sequence[RemoteWorker]) -> Parts:
+    from polyturn.cluster.worker_pool import WorkerPool
+
+    rollout = parts.place.config.rollout
+    limit, share = rollout.max_concurrent, rollout.max_failed_share
+    return dataclasses.replace(parts, pool=WorkerPool(workers, parts.context, max_concurrent=limit, max_failed_share=share))
+
+
+def _without_cluster(place: ConfigSource) -> ConfigSource:
+    """Return the configuration that another process of the run builds of, which it does as on one machine.
+
+    A worker runs its share of `rollout.max_concurrent` episodes at once.
+    """
+    config = place.config
+    share = math.ceil(config.rollout.max_concurrent / config.cluster.workers.count)
+    alone = {"cluster": type(config.cluster)(), "rollout": config.rollout.model_copy(update={"max_concurrent": share})}
+    return dataclasses.replace(place, config=config.model_copy(update=alone))
 
 
 def cluster_parts(place: ConfigSource) -> Parts:
@@ -78,47 +159,43 @@ def cluster_parts(place: ConfigSource) -> Parts:
     cluster = config.cluster
     assert cluster.address is not None
     try:
-        from polyturn.cluster.clients import RayPool
         from polyturn.cluster.members import ResourceRequest
-        from polyturn.cluster.placement import Cluster, check_travels
+        from polyturn.cluster.placement import Cluster
+        from polyturn.cluster.worker_pool import check_travels
     except ModuleNotFoundError as problem:
         raise ConfigError(
             f"cluster.address needs Ray, which is not installed ({problem}); pip install 'polyturn[ray]'"
         ) from problem
-    for held in place.live:
-        check_travels(held.label, held.target)
-    # An actor builds as on one machine, so what it reads names no cluster.
-    here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
+    check_travels(place.live)
+    here = _without_cluster(place)
     engines, workers = ResourceRequest(**dict(cluster.engines)), ResourceRequest(**dict(cluster.workers))
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
     cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
     reading = dataclasses.replace(place, reads_parts=not holds_weights(place, num_ranks=ranks.count))
+    placed: list[Member] = []
     try:
         if config.engine.kind == "embedded":
             engine = ray.engines(engines, functools.partial(_engine, here))
             parts = build_parts(reading, engine=engine)
         else:
-            places = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
+            if config.engine.update == "sleep":
+                placed, places = ray.shared(ranks, engines)
+            else:
+                places = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
             engine = ray.pool()
             parts = build_parts(reading, engine=engine)
             media = parts.context.media
             folder = servable_folder(parts.place, parts.model, tokenizer=parts.tokenizer, media=media, checkpoint=None)
             engine.start(functools.partial(_servers, here, places(folder)))
-        pool = functools.partial(_pool, here, engine.pool, engine.capabilities)
+        pool = functools.partial(_actor_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)
-        rank_group = ray.rank_group(ranks, functools.partial(_rank, here), tensor_parallel=row_width(config))
+        placed = placed or ray.ranks(ranks)
+        rank_group = ray.rank_group(placed, functools.partial(_rank, here), row_width=row_width(config))
     except BaseException:
         ray.close()  # or the actors that were placed keep their resources
         raise
-    rollout = config.rollout
-    return dataclasses.replace(
-        parts,
-        rank_group=rank_group,
-        pool=RayPool(
-            members, parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share
-        ),
-    )
+    return _with_pool(dataclasses.replace(parts, rank_group=rank_group), members)
 
 
 def _engine(place: ConfigSource) -> Engine:
@@ -151,17 +228,25 @@ async def _servers(place: ConfigSource, places: NodePlaces) -> EnginePool:
             "(polyturn.engines.pool.EnginePool), as vllm and sglang do, or be embedded"
         )
     await made.update_weights(0)
+    require_one_version(made)
+    if config.engine.update == "sleep":  # until the first weights: the ranks' models come meanwhile, and a warm start
+        await made.sleep()
     return made
 
 
-def _pool(place: ConfigSource, pool: Member, capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
+def _actor_pool(place: ConfigSource, pool: Member, capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
     """Build a rollout worker, in its actor."""
     from polyturn.cluster.engine import ClusterEngine
 
-    parts = build_parts(place, engine=ClusterEngine(pool, capabilities), has_weights=False)
+    return _worker(place, journal, ClusterEngine(pool, capabilities))
+
+
+def _worker(place: ConfigSource, journal: WorkerJournal, engine: Engine) -> RolloutPool:
+    """Build a rollout worker, in its process."""
+    parts = build_parts(place, engine=engine, has_weights=False)
     Standstill(asyncio.get_running_loop(), deadline_s=place.config.deadline_s, of_worker=True)
-    # Whether too many failed is for the leader to say, who sees all of them.
-    context = dataclasses.replace(parts.context, journal=journal)
+    # Whether too many failed is for the leader to say, who sees all of them; what is gated is gated there.
+    context = dataclasses.replace(parts.context, engine=engine, journal=journal)
     return RolloutPool(context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)
 
 

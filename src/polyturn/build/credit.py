@@ -215,5 +215,7 @@ def critic_options(place: ConfigSource) -> dict[str, Any]:
     return {
         "optim": critic.optim.over(config.train.steps),
         "settings": critic,
-        "layout": LayoutSettings(max_tokens_per_batch=config.train.max_tokens_per_batch),
+        "layout": LayoutSettings(
+            max_tokens_per_batch=config.train.max_tokens_per_batch, packed=config.train.distributed.context_parallel > 1
+        ),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import tempfile
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.config.config_source import ConfigSource
+from polyturn.config.models import RunConfig
 from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams
@@ -60,6 +62,7 @@ def build_engine(
         ),
         routes=routes,
         needs_routes=config.algorithm.routing.replay == "on",
+        adapter=_adapter_settings(model) if sends_adapter(config) else None,
         places=places,
         is_plan=place.is_plan,
     )
@@ -71,6 +74,26 @@ def build_engine(
             "to; set it to auto or off, or take the engine embedded, vllm or sglang"
         )
     return made
+
+
+def sends_adapter(config: RunConfig) -> bool:
+    """Return whether servers are sent the adapter alone, and hold the weights that it lies around."""
+    return isinstance(config.engine, ServerOptions) and config.engine.weights == "adapter"
+
+
+def untrained(place: ConfigSource) -> ConfigSource:
+    """Return the configuration of a command that trains nothing and so sends servers nothing: they load the whole model."""
+    engine = place.config.engine
+    if not isinstance(engine, ServerOptions) or not sends_adapter(place.config):
+        return place
+    engine = dataclasses.replace(engine, weights="auto")
+    return dataclasses.replace(place, config=place.config.model_copy(update={"engine": engine}))
+
+
+def _adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
+    from polyturn.training.lora import adapter_settings
+
+    return adapter_settings(model)
 
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
@@ -114,6 +137,11 @@ def check_engine(place: ConfigSource) -> None:
     """
     find_engine(place)
     options = place.config.engine
+    if sends_adapter(place.config) and place.config.model.lora is None:
+        raise ConfigError(
+            "engine.weights is adapter, and model.lora is not set, so there is no adapter to send; set model.lora, or leave "
+            "engine.weights out"
+        )
     if isinstance(options, ServerOptions) and options.launch is not None:
         for number in range(options.launch.replicas):
             if (log := options.launch.log_of(number)) is not None:
@@ -152,18 +180,19 @@ def servable_folder(
     media: MediaProcessor | None,
     checkpoint: Path | None,
 ) -> ModelFolder:
-    """Return a folder that a server can load the model from."""
+    """Return a folder that a server can load the model from; without the adapter where that is sent alone."""
     from polyturn.training import hf
 
     path = place.config.model.path
     local = checkpoint or (None if path is None else place.base / path)
     lora = place.config.model.lora
-    is_whole = checkpoint is not None or lora is None or lora.adapter is None
+    alone = checkpoint is None and sends_adapter(place.config)
+    is_whole = checkpoint is not None or lora is None or lora.adapter is None or alone
     has_all = local is not None and (local / "config.json").is_file() and (media is None or checkpoint is None)
     if local is not None and is_whole and has_all:
         return ModelFolder(local, is_temporary=False)
     folder = Path(tempfile.mkdtemp(prefix="polyturn-model-"))
-    hf.save_model(model, folder, tokenizer=tokenizer)
+    hf.save_model(model, folder, tokenizer=tokenizer, merged=not alone)
     if media is not None:
         media.processor.save_pretrained(folder)
     return ModelFolder(folder, is_temporary=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from polyturn.config.models.rollout import LIMITS
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.generation import Sampling, SamplingParams
-from polyturn.core.live import is_label
+from polyturn.core.live import is_label, shown_name
 from polyturn.core.plugin_class import check_class
 from polyturn.core.plugins import load_plugins
 from polyturn.core.protocols import Engine
@@ -29,6 +30,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
 from polyturn.core.stand_in import stand_ins
 from polyturn.core.watchdog import LoopWatchdog
+from polyturn.engines.options import EmbeddedOptions
 from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
 from polyturn.rewards.code import Sandbox
@@ -46,12 +48,13 @@ from polyturn.tokens.parsers import build_parser
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.function import FunctionTool
-from polyturn.tools.registry import check_tools, initialize_tools_from_config, load_function_tools
+from polyturn.tools.registry import TOOL, check_tools, initialize_tools_from_config, load_function_tools
+from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from polyturn.cluster.clients import RayPool
+    from polyturn.cluster.worker_pool import WorkerPool
     from polyturn.training.rank_group import RankGroup
 
 NO_POLICIES = FurtherPolicies()
@@ -72,8 +75,8 @@ class Parts:
     """Those that speak and are not trained."""
     rank_group: RankGroup | None = None
     """The ranks that train together; None where this process trains alone."""
-    pool: RayPool | None = None
-    """The workers of a cluster that run the episodes; None where this process runs them."""
+    pool: WorkerPool | None = None
+    """The processes that run the episodes; None where this one does."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -114,20 +117,25 @@ def build_parts(
     """
     config, rollout = place.config, place.config.rollout
     check_plugins(place)
-    if engine is None:
+    if engine is None and not isinstance(config.engine, EmbeddedOptions):  # whose code is made of PyTorch
         check_engine(place)
-    set_up_torch(config)
-    codec = build_codec(place, checkpoint=checkpoint)
-    tools = build_tools(place, codec=codec)
-    template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
+    if has_torch := "torch" in sys.modules:  # which a plug-in imported, and may draw random numbers of when it is made
+        set_up_torch(config)
+    with Progress("read the tokenizer and try its template"):
+        codec = build_codec(place, checkpoint=checkpoint)
+        tools = build_tools(place, codec=codec)
+        template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
     template.require()
     plugins = None if config.policies else build_plugins(place, NO_POLICIES)  # a policy may be a copy of the model
     if plugins is not None and check is not None:
         check(plugins, tools)
+    if not has_torch:
+        set_up_torch(config)
     if config.algorithm.routing != RoutingOptions():  # before weights are loaded: what this model cannot do
         route_shape(place, build_outline(place, codec.tokenizer))
     make = functools.partial(build_model, checkpoint=checkpoint) if has_weights else build_outline
-    model = on_gpu(make(place, codec.tokenizer))
+    with Progress("load the model"):
+        model = on_gpu(make(place, codec.tokenizer))
     max_context = max_context_of(rollout.limits, model)
     media = build_media(place, codec, model)
     policies = build_policies(place, model=model, codec=codec)
@@ -139,7 +147,7 @@ def build_parts(
         place,
         plugins,
         policies,
-        engine=engine if config.engine.update == "in_flight" else UpdateGate(engine, mode=config.engine.update),
+        engine=UpdateGate(engine, mode=mode) if (mode := config.engine.update) in ("wait", "abort_resume") else engine,
         codec=codec,
         media=media,
         parser=build_parser(codec, rollout.parser, needs_calls=bool(tools.tools), base=place.base),
@@ -214,7 +222,7 @@ def _check_scheduler(place: ConfigSource) -> None:
         found = type(found)
     if not isinstance(found, type):
         return
-    check_class(found, SCHEDULER, where=f"rollout.scheduler {place.config.rollout.scheduler!r}")
+    check_class(found, SCHEDULER, where=f"rollout.scheduler {shown_name(place.config.rollout.scheduler)!r}")
 
 
 def _scheduler_class(place: ConfigSource) -> Any:
@@ -229,7 +237,7 @@ def _scheduler_class(place: ConfigSource) -> Any:
         raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, [*schedulers, *theirs])}")
     found = theirs.get(name) or schedulers.resolve(name, base=place.base)
     adapters = (one.adapt_scheduler for one in stand_ins() if one.adapt_scheduler is not None)
-    adapted = (adapt(found, where=f"rollout.scheduler {name!r}") for adapt in adapters)
+    adapted = (adapt(found, where=f"rollout.scheduler {shown_name(name)!r}") for adapt in adapters)
     return next((made for made in adapted if made is not None), found)
 
 
@@ -262,6 +270,7 @@ def _function_tools(place: ConfigSource) -> list[BaseTool]:
                 f"rollout.tools.functions names {name!r}, which is a {type(function).__name__}; "
                 "decorate the function with @polyturn.tool"
             )
+        check_class(type(function), TOOL, where=f"tool {shown_name(name)!r}")
         found.append(function)
     return found
 

@@ -75,7 +75,7 @@ def build_policies(
                 by_name[name] = _frozen(name, one, place)
                 continue
             if model is None or codec is None:
-                raise ConfigError("it is a copy of the policy that is trained, which is not here; name its checkpoint")
+                raise ConfigError("model is `self`, the policy in training, and nothing is trained here; set checkpoint")
             follower, by_name[name] = _follower(name, one, place, model=model, codec=codec)
             followers.append(follower)
         except PolyturnError as problem:
@@ -126,8 +126,17 @@ def _policy(
 
 
 def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> ConfigSource:
-    """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business."""
+    """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business.
+
+    Raises:
+        ConfigError: its engine is to sleep.
+    """
     config = place.config
+    if one.engine is not None and one.engine.update == "sleep":
+        raise ConfigError(
+            "engine.update is sleep, and only new weights would wake it, of which a policy that is not trained gets none; "
+            "leave it out"
+        )
     # Servers of the run's own model serve no other.
     engine = one.engine or (config.engine if isinstance(config.engine, EmbeddedOptions) else EmbeddedOptions())
     untrained = dataclasses.replace(config.algorithm, routing=RoutingOptions(replay="off"))

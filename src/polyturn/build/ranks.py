@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.backend import degrees_of, row_width
+from polyturn.build.backend import degrees_of, packs_rows, row_width
 from polyturn.build.credit import critic_model, critic_options
 from polyturn.build.loss import build_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
@@ -22,7 +22,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label
 from polyturn.core.plugins import load_plugins
 from polyturn.engines.options import ServerOptions
-from polyturn.training.options import BACKEND, OptimSettings
+from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def policy_options(
         "loss": build_loss(place),
         "layout": LayoutSettings(
             max_tokens_per_batch=spec.max_tokens_per_batch,
-            packed=train.layout.name == "packed" or (train.layout.name == "auto" and torch.cuda.is_available()),
+            packed=packs_rows(place.config, on_gpu=torch.cuda.is_available()),
             shared_prefix=train.layout.shared_prefix == "auto",
         ),
         "media": media,
@@ -79,8 +79,8 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
     split = train.distributed
     wide = row_width(config)
     if num_ranks % wide:
-        named = {name: getattr(split, name) for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel")}
-        sizes = ", ".join(f"{name} {size}" for name, size in named.items() if size > 1).replace(" ", " is ", 1)
+        named = {name: size for name, size in dataclasses.asdict(split).items() if name != "ranks" and size > 1}
+        sizes = ", ".join(f"{name} {size}" for name, size in named.items()).replace(" ", " is ", 1)
         raise ConfigError(f"train.distributed.{sizes} and there are {num_ranks} ranks; it must divide them")
     if num_ranks // split.pipeline_parallel % split.expert_parallel:
         raise ConfigError(
@@ -93,18 +93,17 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
             f"train.minibatches is {train.minibatches} and a step has {trajectories} trajectories (train.groups_per_step "
             f"{train.groups_per_step}, group_size {train.group_size}); lower minibatches to at most {trajectories}"
         )
+    if num_ranks > 1 and isinstance(config.engine, ServerOptions) and config.engine.weights == "ipc":
+        raise ConfigError(
+            f"engine.weights is ipc and there are {num_ranks} ranks, which each hold a part of the weights; ipc is for one "
+            "rank, so leave it at auto: a checkpoint in this machine's memory"
+        )
     batch, rows = trajectories // train.minibatches, num_ranks // wide
     if batch < rows:
         raise ConfigError(
             f"a batch of {batch} trajectories (train.groups_per_step {train.groups_per_step}, group_size "
             f"{train.group_size}, minibatches {train.minibatches}) is smaller than the {rows} ranks that share it; raise "
             "groups_per_step, or take fewer ranks"
-        )
-    # Of Megatron's ranks each drops of its own positions, or columns.
-    if wide > 1 and train.backend == BACKEND and config.model.lora is not None and config.model.lora.dropout:
-        raise ConfigError(
-            f"model.lora.dropout is {config.model.lora.dropout} and by train.distributed {wide} ranks see the same samples: "
-            "they would drop different inputs; set dropout to 0, or tensor_parallel and expert_parallel to 1"
         )
 
 
@@ -129,7 +128,7 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
     check_ranks(config, num_ranks)
     device = process_group.join(local_rank=local_rank, is_alone=num_ranks == 1)
     rank = rank_of(parts.place, model_maker(parts.place, parts.tokenizer, given=parts.model), parts.context.media, device)
-    rank_group = process_group.ProcessRankGroup(rank, tensor_parallel=row_width(config))
+    rank_group = process_group.ProcessRankGroup(rank, row_width=row_width(config))
     return dataclasses.replace(parts, rank_group=rank_group)
 
 

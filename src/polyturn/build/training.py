@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.credit import build_critic, build_estimator, build_reward_kl, drops_zero_variance, require_scores
+from polyturn.build.engine import sends_adapter
 from polyturn.build.loss import build_correction
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options
@@ -23,6 +24,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.conversations import generate_conversations, read_conversations
 from polyturn.engines.options import is_deterministic
+from polyturn.engines.recovery import Sleeper
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
@@ -53,7 +55,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     is_object = path is not None and is_label(path)
     start = parts.model.state_dict() if is_object else None
     # An embedded engine of this process samples from the model here, which therefore follows the ranks.
-    samples_here = parts.pool is None and parts.engine.capabilities.shares_weights
+    samples_here = parts.place.config.cluster.address is None and parts.engine.capabilities.shares_weights
     mirror = parts.model if is_object or samples_here else None
     backend = RankedBackend(parts.rank_group, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
     return ModelPolicy(backend, loss=options["loss"])
@@ -66,11 +68,13 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunO
     from polyturn.training.loop import Trainer
     from polyturn.training.policy_snapshots import PolicySnapshots
     from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
+    from polyturn.training.weight_sync import SharedGpus
 
     place, config = parts.place, parts.place.config
     train = config.train
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
+    channel = _gated(parts, _channel(parts, policy))
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
     journal = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
@@ -86,10 +90,11 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunO
         ),
         data=Data(tasks.train, tasks.eval_sets, build_sampler(place, tasks.train)),
         engine=EngineLink(
-            channel=_gated(parts, _channel(parts, policy)),
+            channel=channel,
             busy_s=lambda: parts.busy_s,
             metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics()},
             snapshots=PolicySnapshots(parts.policies.followers, weights=policy.weights),
+            sleep=channel.sleep if isinstance(channel, SharedGpus) else None,
             trains_in_thread=not parts.engine.capabilities.shares_loop,
         ),
         saving=Saving(
@@ -139,11 +144,14 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
 def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
     """Return the way of new weights to the engine."""
     from polyturn.training import hf
+    from polyturn.training.lora import as_peft
     from polyturn.training.ranked import GatheredWeights, RankedBackend
-    from polyturn.training.weight_sync import SharedWeights, WeightSync
+    from polyturn.training.weight_probe import WeightProbe
+    from polyturn.training.weight_sync import SharedGpus, SharedWeights, WeightSync
 
     backend = policy.backend
-    if isinstance(backend, RankedBackend) and parts.pool is not None and parts.place.config.engine.kind == "embedded":
+    config = parts.place.config
+    if isinstance(backend, RankedBackend) and config.cluster.address is not None and config.engine.kind == "embedded":
         from polyturn.cluster.clients import PushedWeights
 
         return PushedWeights(parts.engine, backend.trained)
@@ -151,8 +159,18 @@ def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
         shared = SharedWeights(parts.engine)
         return GatheredWeights(backend, shared) if isinstance(backend, RankedBackend) else shared
     vocab_size = int(parts.model.config.get_text_config().vocab_size)
-    named = functools.partial(hf.as_checkpoint, parts.model)
-    return WeightSync(parts.engine, policy, vocab_size=vocab_size, media=parts.context.media, to_checkpoint=named)
+    alone = sends_adapter(config)
+    sync = WeightSync(
+        parts.engine,
+        policy,
+        WeightProbe(vocab_size=vocab_size, media=parts.context.media),
+        to_checkpoint=as_peft if alone else functools.partial(hf.as_checkpoint, parts.model),
+        adapter_only=alone,
+    )
+    if config.engine.update == "sleep":
+        assert isinstance(parts.engine, Sleeper)  # as every pool of servers is
+        return SharedGpus(sync, parts.engine, backend)
+    return sync
 
 
 def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:

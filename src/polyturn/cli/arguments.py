@@ -1,15 +1,52 @@
-"""Arguments that several commands take, each with one help text."""
+"""Arguments that several commands take, each with one help text, and how every command reads them."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, PolyturnError, one_line, raised_at
+from polyturn.core.interrupts import ends_for_a_plugin
 from polyturn.infra.writable import check_file_writable, check_writable
+
+
+class Command(TyperCommand):
+    """A command of the command line: no option of it is dropped because the same one follows."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments.
+
+        Raises:
+            ConfigError: an option that has one value is given twice.
+        """
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option, times in Counter(each for each in given if each.param_type_name == "option").items():
+            if times > 1 and not (option.multiple or option.is_eager):  # type: ignore[attr-defined]
+                raise ConfigError(f"{max(option.opts, key=len)} is given {times} times; keep one of them")
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; typer ends an interrupted one without a word.
+
+        Raises:
+            PolyturnError: code of a plug-in wanted to end the process.
+        """
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, SystemExit) as problem:
+            if ends_for_a_plugin(problem):
+                raise PolyturnError(
+                    f"code of a plug-in raised {one_line(problem)}{raised_at(problem)}, which ends nothing"
+                ) from problem
+            if isinstance(problem, KeyboardInterrupt):
+                print("polyturn: interrupted", file=sys.stderr)
+            raise
 
 
 def new_folder(folder: Path) -> Path:

@@ -5,9 +5,9 @@ polyturn train --other CONFIG     is     polyturn train --dialect other CONFIG
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyturn.config.dialect import ConfigDialect, MigrateDialect
 from polyturn.core.entry_points import load_each, load_offered, offered, wrong_kind
@@ -53,7 +53,9 @@ def described() -> str:
     return ", ".join(f"--{name} ({one.title})" for name, one in load_each(GROUP, ConfigDialect))
 
 
-def load_native(path: Path, overrides: Sequence[str], *, tells: bool = True) -> Loaded[RunConfig]:
+def load_native(
+    path: Path | None, overrides: Sequence[str], *, defaults: Mapping[str, Any] | None = None, tells: bool = True
+) -> Loaded[RunConfig]:
     """Read a config in polyturn's keys, as `load_config` does; one in another library's is told what can be done with it.
 
     Raises:
@@ -64,9 +66,9 @@ def load_native(path: Path, overrides: Sequence[str], *, tells: bool = True) -> 
     from polyturn.config.models import RunConfig
 
     try:
-        return load_config(RunConfig, path, overrides, tells=tells)
+        return load_config(RunConfig, path, overrides, defaults=defaults, tells=tells)
     except ConfigError as problem:
-        if (name := dialect_of(path)) is None:
+        if path is None or (name := dialect_of(path)) is None:
             raise
         dialect, flag = find_dialect(name), f"--{name}"
         raise ConfigError(
@@ -129,8 +131,8 @@ def to_migrate(path: Path) -> MigrateDialect:
     name = dialect_of(path)
     if name is not None and name not in able:
         raise ConfigError(
-            f"{path} is written in the keys of {find_dialect(name).title}, which cannot be written in polyturn's; train it "
-            f"with --{name}"
+            f"{path} is written in the keys of {find_dialect(name).title}, of which there is no translation; train it as it "
+            f"is: {command('train', path, f'--{name}')}"
         )
     if name is None and _is_native(path):
         raise ConfigError(f"{path} is written in polyturn's keys already; use it as it is: {command('train', path)}")

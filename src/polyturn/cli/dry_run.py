@@ -21,7 +21,7 @@ from polyturn.core.task import Task
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.training.memory import ModelSize, rank_bytes, server_bytes
+from polyturn.training.memory import ModelSize, rank_bytes, server_bytes, shared_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +128,9 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     if layout.servers:
         each = server_bytes(size, tensor_parallel=layout.width, tokens=parts.max_context)
         out |= {f"each GPU of a server: {name}, at least": _mib(num) for name, num in each.items()}
+    if layout.is_shared:
+        phases = shared_bytes(size, load, tensor_parallel=layout.width, tokens=parts.max_context)
+        out |= {f"each shared GPU {phase}": _mib(sum(held.values())) for phase, held in phases.items()}
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
     out["tokens a step, at most"] = f"{longest * episodes}"
     if parts.model.device.type == "meta":
@@ -143,7 +146,7 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
 
 
 def device_plan(config: RunConfig) -> dict[str, str]:
-    """Return which GPU each rank and each server that this run starts is on, and which of them share one.
+    """Return which GPU each rank and each server that this run starts is on, which of them share one, and its workers.
 
     {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
     """
@@ -151,8 +154,12 @@ def device_plan(config: RunConfig) -> dict[str, str]:
     launch = engine.launch if isinstance(engine, ServerOptions) else None
     if config.cluster.address is not None:
         return cluster_plan(config)
+    workers = config.cluster.workers.count
+    beside = (
+        {f"{workers} rollout workers": "processes beside this one; tokenizer and config, no weights"} if workers > 1 else {}
+    )
     if ranks <= 1 and launch is None:
-        return {}
+        return beside
     users: dict[str, list[str]] = {}
     placed: dict[str, str] = {}
     servers = [] if launch is None else [launch.devices[n] if launch.devices else "0" for n in range(launch.replicas)]
@@ -162,7 +169,7 @@ def device_plan(config: RunConfig) -> dict[str, str]:
         for gpu in gpus.split(","):
             users.setdefault(gpu.strip(), []).append(name)
     shared = [f"GPU {gpu} ({', '.join(names)})" for gpu, names in users.items() if len(names) > 1]
-    return placed | ({"shared": "; ".join(shared)} if shared else {})
+    return placed | ({"shared": "; ".join(shared)} if shared else {}) | beside
 
 
 def cluster_plan(config: RunConfig) -> dict[str, str]:

@@ -12,11 +12,13 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, NoReturn
 
 import typer
 
 import polyturn
+from polyturn.cli.arguments import Command
 from polyturn.cli.commands import around, config, data, learning, recorded, serving
 from polyturn.cli.end_process import end_process
 from polyturn.core.errors import PolyturnError
@@ -34,28 +36,29 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+command = partial(app.command, cls=Command)
 app.add_typer(data.data_app, name="data")
 app.add_typer(config.config_app, name="config")
-app.command(cls=learning.TrainCommand)(learning.train)
-app.command()(learning.plan)
-app.command()(learning.sft)
-app.command("eval")(learning.evaluate)
-app.command()(recorded.compare)
-app.command()(learning.rollout)
-app.command()(around.simulate)
-app.command()(serving.serve)
-app.command()(recorded.show)
-app.command("runs")(recorded.list_runs)
-app.command()(recorded.rescore)
-app.command()(recorded.view)
-app.command()(serving.answer)
-app.command()(recorded.report)
-app.command()(recorded.plot)
-app.command()(around.check)
-app.command()(around.init)
-app.command()(around.doctor)
-app.command()(around.export)
-app.command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
+command(cls=learning.TrainCommand)(learning.train)
+command()(learning.plan)
+command()(learning.sft)
+command("eval")(learning.evaluate)
+command()(recorded.compare)
+command()(learning.rollout)
+command()(around.simulate)
+command()(serving.serve)
+command()(recorded.show)
+command("runs")(recorded.list_runs)
+command()(recorded.rescore)
+command()(recorded.view)
+command()(serving.answer)
+command()(recorded.report)
+command()(recorded.plot)
+command()(around.check)
+command()(around.init)
+command()(around.doctor)
+command()(around.export)
+command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
 
 
 def _version(is_asked: bool) -> None:

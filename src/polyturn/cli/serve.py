@@ -53,6 +53,15 @@ class ServeOptions:
 
         return bind(self.host, self.first_port if self.port is None else self.port, is_only=self.port is not None)
 
+    def check_port(self) -> None:
+        """Refuse a port that was asked for and is in use, before a model is loaded for it.
+
+        Raises:
+            ConfigError: as `bind` does.
+        """
+        if self.port is not None:
+            self.bind().close()
+
     def find_token(self) -> str | None:
         """Return the token, if there is one."""
         if self.token is not None:
@@ -109,10 +118,10 @@ def read_token(path: Path) -> str:
 
 def run(config: Path | None, overrides: Sequence[str], options: ServeOptions) -> None:
     """Serve the scheduler of a configuration until a signal asks to stop."""
-    from polyturn.config.load import base_of, load_config
-    from polyturn.config.models import RunConfig
+    from polyturn.cli.dialects import load_native
+    from polyturn.config.load import base_of
 
-    loaded = load_config(RunConfig, config, overrides)
+    loaded = load_native(config, overrides)
     serve_config(loaded, base=Path() if config is None else base_of(config), options=options)
 
 
@@ -124,6 +133,7 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
             f"{missing.name} is not installed; `pip install 'polyturn[serve]'` brings what a server needs"
         ) from None
     rules = options.rules()
+    options.check_port()
 
     from polyturn import build
     from polyturn.api.console import quiet_transformers

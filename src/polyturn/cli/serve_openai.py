@@ -37,15 +37,16 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     """
     from polyturn import build
     from polyturn.api.console import quiet_transformers
-    from polyturn.config.load import base_of, load_config
-    from polyturn.config.models import RunConfig
+    from polyturn.cli.dialects import load_native
+    from polyturn.config.load import base_of
     from polyturn.serving.openai.endpoint import MAX_REQUESTS, EndpointOptions
     from polyturn.serving.openai.service import OpenAIService
 
     rules = options.rules(max_requests=MAX_REQUESTS)
+    options.check_port()
     named = {o.partition("=")[0] for o in overrides}
     opened = [f"{key}={value}" for key, value in _OPEN_LIMITS.items() if config is None and key not in named]
-    loaded = load_config(RunConfig, config, [*opened, *overrides], defaults=UNTIMED)
+    loaded = load_native(config, [*opened, *overrides], defaults=UNTIMED)
     quiet_transformers()
     base = Path() if config is None else base_of(config)
     read: Any = loaded.config

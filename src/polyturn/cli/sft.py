@@ -11,7 +11,6 @@ from polyturn import build
 from polyturn.api.console import stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, new_run_folder, open_place
 from polyturn.api.signals import Signals
-from polyturn.api.warm_starting import warm_checkpoints, warm_start
 from polyturn.cli.console import Output, command
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
@@ -28,6 +27,12 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     place, resolved = open_place(path, overrides)
     if place.config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
+    if checkpoint is None:
+        check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
+    build.check_plugins(place)
+    build.check_warm_start(place)
+    from polyturn.api.warm_starting import warm_checkpoints, warm_start  # imports PyTorch, which takes seconds
+
     interrupted = checkpoint if checkpoint is not None and warm_checkpoints(checkpoint).latest() is not None else None
     folder = interrupted or Path(place.config.out) / f"{place.config.name}-sft"
     check_writable(interrupted or folder.parent, instead=ANOTHER_FOLDER)

@@ -65,7 +65,7 @@ def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:
     """Return one row per trajectory."""
     table = Table("id", "reward", "turns", "tokens", "stop", "task", box=None, pad_edge=False)
     for t in trajectories:
-        reward = "-" if t.reward is None else f"{t.reward.total:.2f}"
+        reward = "-" if t.reward is None else f"{t.reward.total:.3g}"
         cells = (t.id, reward, str(len(t.turns)), str(t.num_sampled_tokens), t.error or t.stop_reason.value, t.task.id)
         table.add_row(*cells)
     return table
@@ -191,7 +191,7 @@ def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit
     out.table(table)
     out.text(f"{len(rows)} trajectories; one of them: {command('show', folder, rows[-1]['id'])}")
     ends = Counter(str(row["stop_reason"]) for row in rows)
-    facts = [f"{number} {reason}" for reason, number in ends.most_common()]
+    facts = [f"{number} ended by {reason}" for reason, number in ends.most_common()]
     for name, column, condition in BAD:
         if number := sum(bool(row[column]) for row in rows):
             facts.append(f'{number} {name} (--where "{condition}")')
@@ -199,7 +199,7 @@ def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit
 
 
 def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _nothing(folder: Path, stored: StoredRun, *, split: str | None, where: str | None) -> str:

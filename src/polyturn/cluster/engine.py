@@ -108,6 +108,14 @@ class ClusterEngine:
         stored = None if weights is None else await asyncio.to_thread(StoredWeights.put, weights)
         self._note(await self._call("update_weights", version, stored))
 
+    async def sleep(self) -> None:
+        """Let every replica give back the memory of its GPUs until the next weights.
+
+        Raises:
+            EngineError: one cannot.
+        """
+        await self._call("sleep")
+
     def read_metrics(self) -> Mapping[str, float]:
         """Return what happened to requests since the last call.
 

@@ -31,6 +31,8 @@ class ActorInfo(NamedTuple):
     pid: int
     logs: tuple[str, ...]
     """The files that its output goes to, on its node."""
+    gpus: tuple[str, ...] = ()
+    """Numbers of the GPUs that are its own there."""
 
 
 class Actor:
@@ -39,7 +41,9 @@ class Actor:
     def home(self) -> ActorInfo:
         """Return where this actor lives."""
         logs = tuple(os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
-        return ActorInfo(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), logs)
+        this = ray.get_runtime_context()
+        gpus = tuple(this.get_accelerator_ids().get("GPU", ()))
+        return ActorInfo(this.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), logs, gpus)
 
 
 class Member:

@@ -1,6 +1,7 @@
 """The placement of a run's actors: placement groups, one for each kind, and the actors in them.
 
-    ranks              PACK      they exchange gradients, so as near to each other as there is room
+    ranks              PACK      they exchange gradients, so as near to each other as there is room; a server that shares
+                                 their GPUs is in their bundle
     engines, servers   SPREAD    one does not wait for another
     workers            SPREAD    as many nodes' processors as there are
     pool               the node of the driver, whose end is the run's anyway
@@ -13,20 +14,18 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
-from polyturn.cluster.clients import RayRankGroup
+from polyturn.cluster.clients import RayRankGroup, RayWorker
 from polyturn.cluster.engine import ClusterEngine
 from polyturn.cluster.journal import WorkerJournal
 from polyturn.cluster.members import AT_ONCE, Member, ResourceRequest, made_in, own_words
@@ -44,21 +43,6 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 5.0
 _QUIET_S = 5.0
 """Seconds to wait for room without a word."""
-
-
-def check_travels(name: str, held: object) -> None:
-    """Refuse an object that cannot be sent to the nodes of a cluster.
-
-    Raises:
-        ConfigError: it cannot be pickled.
-    """
-    try:
-        cloudpickle.dumps(held)
-    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
-        raise ConfigError(
-            f"{name} cannot be sent to the nodes of a Ray cluster ({one_line(problem)}); give its class, which "
-            "each node makes objects of, or drop ray="
-        ) from problem
 
 
 def _check_answers(address: str) -> None:
@@ -98,6 +82,11 @@ class Cluster:
                 ignore_reinit_error=True,
             )
         except (ConnectionError, RayError, ValueError, RuntimeError) as problem:
+            if str(problem).startswith("Version mismatch"):
+                raise ConfigError(
+                    f"the Ray cluster at {address!r} is of another version ({' '.join(str(problem).split())}); install the "
+                    "same Ray and Python on every node, this one included"
+                ) from problem
             raise ConfigError(
                 f"no Ray cluster answers at {address!r} ({str(problem).splitlines()[0]}); start one with `ray start "
                 "--head`, or use --ray local (in Python: ray='local')"
@@ -121,19 +110,48 @@ class Cluster:
             group=group, count=count, resources=resources, files=ModelFiles.of(folder), patience_s=self._patience_s
         )
 
+    def shared(
+        self, ranks: ResourceRequest, servers: ResourceRequest
+    ) -> tuple[list[Member], Callable[[ModelFolder], NodePlaces]]:
+        """Place trainer ranks, and keep room for servers on their GPUs; return the ranks, and what makes places of the room.
+
+        As many ranks as a server has GPUs, and that server, have one bundle, and so are on one node.
+        """
+        each = ranks.count // servers.count
+        beside = {kind: amount for kind, amount in servers.resources.items() if kind != "GPU"}
+        both = {kind: each * ranks.resources.get(kind, 0) + beside.get(kind, 0) for kind in {**ranks.resources, **beside}}
+        group = self._room(
+            f"{each} trainer ranks and their server", ResourceRequest(count=servers.count, resources=both), strategy="PACK"
+        )
+        made = _members("trainer rank", [made_in(RankActor, group, i // each, ranks.resources) for i in range(ranks.count)])
+        devices = tuple(
+            ",".join(gpu for rank in made[i : i + each] for gpu in rank.home.gpus) for i in range(0, ranks.count, each)
+        )
+        return made, lambda folder: NodePlaces(
+            group=group,
+            count=servers.count,
+            resources=servers.resources,
+            devices=devices,
+            files=ModelFiles.of(folder),
+            patience_s=self._patience_s,
+        )
+
     def pool(self) -> ClusterEngine:
         """Place the pool, on this node, and return the engine that asks it; it is to be started."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         made: Any = ray.remote(PoolActor).options(num_cpus=0, scheduling_strategy=here, max_concurrency=AT_ONCE)
         return ClusterEngine(Member("engine pool", made.remote()))
 
-    def workers(self, need: ResourceRequest, build: Callable[[WorkerJournal], RolloutPool]) -> list[Member]:
+    def workers(self, need: ResourceRequest, build: Callable[[WorkerJournal], RolloutPool]) -> list[RayWorker]:
         """Place rollout workers."""
-        return self._place("rollout worker", RolloutActor, need, build, strategy="SPREAD")
+        return [RayWorker(one) for one in self._place("rollout worker", RolloutActor, need, build, strategy="SPREAD")]
 
-    def rank_group(self, need: ResourceRequest, build: Callable[[], RankWorker], *, tensor_parallel: int) -> RayRankGroup:
-        """Place trainer ranks, join them to one process group, and return them as a group."""
-        ranks = self._place("trainer rank", RankActor, need, strategy="PACK")
+    def ranks(self, need: ResourceRequest) -> list[Member]:
+        """Place trainer ranks, which build nothing yet."""
+        return self._place("trainer rank", RankActor, need, strategy="PACK")
+
+    def rank_group(self, ranks: Sequence[Member], build: Callable[[], RankWorker], *, row_width: int) -> RayRankGroup:
+        """Join trainer ranks to one process group, let each build its part, and return them as a group."""
         address = ranks[0].home.address
         port = ray.get(ranks[0].handle.free_port.remote())
         joined = [r.handle.join.remote(number, len(ranks), address, port, build) for number, r in enumerate(ranks)]
@@ -146,7 +164,7 @@ class Cluster:
                 raise RankLostError(ranks[joined.index(done)].crash_report()) from problem
             except RayTaskError as problem:
                 raise own_words(problem) from None
-        return RayRankGroup(ranks, tensor_parallel=tensor_parallel, on_close=self.close)
+        return RayRankGroup(ranks, row_width=row_width, on_close=self.close)
 
     def close(self) -> None:
         """Give everything back and disconnect."""
@@ -171,7 +189,8 @@ class Cluster:
             raise ConfigError(
                 f"the cluster has no room for {need.count} actors as {name} with {dict(need.resources)} each after "
                 f"{self._patience_s:g} s; it has {_numbers(ray.cluster_resources())}, of which free "
-                f"{_numbers(ray.available_resources())}. Lower cluster.*, or add nodes"
+                f"{_numbers(ray.available_resources())}. "
+                + (beyond_one_node(name, need, _nodes()) or "Lower cluster.*, or add nodes")
             ) from problem
         return group
 
@@ -180,6 +199,27 @@ class Cluster:
         at_once = 1 if actor is RankActor else AT_ONCE
         made = [made_in(actor, group, i, need.resources, *arguments, at_once=at_once) for i in range(need.count)]
         return _members(name, made)
+
+
+def beyond_one_node(name: str, need: ResourceRequest, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return why not even one actor has room, whatever else runs; "" where some node is large enough.
+
+    Args:
+        name: What the actors are.
+        need: What each of them asks for.
+        nodes: All resources of each node.
+    """
+    if any(all(node.get(kind, 0) >= amount for kind, amount in need.resources.items()) for node in nodes):
+        return ""
+    most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in need.resources}
+    return (
+        f"Each {name} is on one node, also a server of several GPUs, and no node has all of that: the most that one has "
+        f"is {most}. Ask for less, and raise the count instead, or add larger nodes"
+    )
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _members(name: str, handles: Sequence[Any]) -> list[Member]:

@@ -90,6 +90,10 @@ class PoolActor(Actor):
         await self._pool.update_weights(version, weights=weights)
         return self.states()
 
+    async def sleep(self) -> None:
+        """Let every server give its memory back until the next weights."""
+        await self._pool.sleep()
+
     async def exclude(self, name: str, problem: EngineError) -> None:
         """Send a server nothing before it was given the pool's weights again."""
         self._pool.exclude(self._replica(name), problem)

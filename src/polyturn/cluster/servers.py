@@ -65,9 +65,13 @@ class ServerActor(Actor):
         if self._server is not None:
             self._server.look_at_memory()
 
-    async def hold(self, weights: StoredWeights, at: Path | None) -> Path:
-        """Return where on this node `weights` lie in a checkpoint: `at`, if another server wrote it, else newly written."""
+    async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
+        """Return where on this node `weights` lie in a checkpoint: `at`, if another server wrote it, else newly written.
+
+        `adapter` has peft's settings where they are an adapter's.
+        """
         assert self._files is not None
+        self._files.adapter = adapter
         if at is not None and await asyncio.to_thread(at.is_dir):
             if self._files.last != at:
                 self._files.drop()
@@ -111,14 +115,14 @@ class NodeServer:
         """Let its actor note what shared memory it holds."""
         self._handle.look_at_memory.remote()
 
-    async def hold(self, weights: StoredWeights, at: Path | None) -> Path:
-        """Return where on its node `weights` lie in a checkpoint.
+    async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
+        """Return where on its node `weights` lie in a checkpoint; `adapter` has peft's settings where they are an adapter's.
 
         Raises:
             EngineLostError: its actor is gone.
         """
         try:
-            found: Path = await answer(self._handle.hold.remote(weights, at))
+            found: Path = await answer(self._handle.hold.remote(weights, at, adapter))
         except RayActorError as problem:
             raise EngineLostError(f"the actor of the server at {self.url} is gone ({one_line(problem)})") from problem
         return found
@@ -137,6 +141,8 @@ class NodePlaces:
     group: Any
     count: int
     resources: Mapping[str, float]
+    devices: tuple[str, ...] = ()
+    """For each server the GPUs of ranks that it shares, such as "2,3"; empty where Ray gives each its own."""
     files: ModelFiles
     patience_s: float
     """Seconds that a server that is started again may wait for room."""
@@ -156,15 +162,19 @@ class NodePlaces:
         """A folder of this machine with the model's config."""
         return self.files.here(only="config.json")
 
-    def store(self) -> NodeStore:
-        """Return what brings weights to the nodes."""
-        return NodeStore()
+    def store(self, adapter: Mapping[str, Any] | None) -> NodeStore:
+        """Return what brings weights to the nodes, or with peft's settings of one an adapter."""
+        return NodeStore(adapter)
 
     def starter(self, number: int) -> StartServer:
         """Return what starts a server in bundle `number`, wherever that is by then."""
 
+        resources = {kind: amount for kind, amount in self.resources.items() if kind != "GPU" or not self.devices}
+        gpus = {"CUDA_VISIBLE_DEVICES": self.devices[number]} if self.devices else {}
+
         async def start(spec: LaunchSpec) -> NodeServer:
-            handle = made_in(ServerActor, self.group, number, self.resources, at_once=AT_ONCE)
+            spec = dataclasses.replace(spec, env={**spec.env, **gpus})
+            handle = made_in(ServerActor, self.group, number, resources, at_once=AT_ONCE)
             where, stop_s = f"for server {number}", spec.stop_timeout_s + _SOON_S
             try:
                 home: ActorInfo = await asyncio.wait_for(handle.home.remote(), self.patience_s)
@@ -173,7 +183,7 @@ class NodePlaces:
             except TimeoutError as problem:
                 ray.kill(handle)
                 raise EngineError(
-                    f"the cluster has no room {where} with {dict(self.resources)} after {self.patience_s:g} s"
+                    f"the cluster has no room {where} with {resources} after {self.patience_s:g} s"
                 ) from problem
             except RayActorError as problem:
                 raise EngineError(f"{where}: its actor died while it was started ({one_line(problem)})") from problem

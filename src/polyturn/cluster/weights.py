@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import ray
@@ -80,7 +80,7 @@ class WeightHolder(Protocol):
 
     node: str
 
-    async def hold(self, weights: StoredWeights, at: Path | None) -> Path:
+    async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
         """Return where on its node `weights` lie in a checkpoint: `at`, if they are there, else newly written."""
         ...
 
@@ -88,9 +88,10 @@ class WeightHolder(Protocol):
 class NodeWeights(WrittenWeights):
     """Weights of which each node with servers has one checkpoint in its memory, written when a server asks for it."""
 
-    def __init__(self, stored: StoredWeights) -> None:
-        super().__init__(Path("on its node"), live=stored)
+    def __init__(self, stored: StoredWeights, adapter: Mapping[str, Any] | None) -> None:
+        super().__init__(Path("on its node"), is_adapter=adapter is not None)
         self._stored = stored
+        self._adapter = adapter
         self._at: dict[str, Path] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -98,20 +99,23 @@ class NodeWeights(WrittenWeights):
         """Return the checkpoint on the server's node."""
         holder: WeightHolder = server  # type: ignore[assignment]  # places start no others
         async with self._locks.setdefault(holder.node, asyncio.Lock()):
-            self._at[holder.node] = await holder.hold(self._stored, self._at.get(holder.node))
+            self._at[holder.node] = await holder.hold(self._stored, self._at.get(holder.node), self._adapter)
         return self._at[holder.node]
-
-    def settle(self) -> None:
-        """Keep the tensors, which are no longer the trainer's own."""
 
 
 class NodeStore:
     """Weights for servers on other nodes, which a pool keeps as references."""
 
+    keeps: ClassVar[bool] = True
+
+    def __init__(self, adapter: Mapping[str, Any] | None = None) -> None:
+        """Take weights, or with peft's settings of one an adapter."""
+        self._adapter = adapter
+
     def write(self, weights: Mapping[str, Any]) -> NodeWeights:
         """Take weights that are in the object store."""
         assert isinstance(weights, StoredWeights)
-        return NodeWeights(weights)
+        return NodeWeights(weights, self._adapter)
 
     def close(self) -> None:
         """Leave it to the servers, which remove what they wrote."""

@@ -36,7 +36,7 @@ from polyturn.core.secret import masked
 from polyturn.infra.yaml_file import read_yaml
 from polyturn.store.run_folders import RESOLVED_HEAD
 
-__all__ = ["Loaded", "load_config", "load_values", "schema_table", "write_resolved"]
+__all__ = ["Loaded", "load_config", "load_values", "schema_table", "tell_repeated", "write_resolved"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ def load_config(
             sources.merge(_of_run(model, read, file) if _is_of_run(file) else read, f"in {file}")
     if values:
         sources.merge(values, "given in Python")
+    if tells:
+        tell_repeated(overrides)
     for override in overrides:
         if override.endswith((".yaml", ".yml")) and "=" not in override:
             for file, read in _read_chain(Path(override), ()):
@@ -97,6 +99,21 @@ def load_config(
         else:
             _override(model, sources, override)
     return _load(model, sources, tells=tells)
+
+
+def tell_repeated(overrides: Sequence[str]) -> None:
+    """Warn of keys that `key=value` sets twice in one command, as where a script appends to what it was given.
+
+    Mappings are merged, so that of two of them neither is lost.
+    """
+    written: dict[str, list[str]] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals:
+            written.setdefault(key.strip().lstrip("+"), []).append(text.strip())
+    lost = [key for key, texts in written.items() if len(set(texts)) > 1 and not all(text.startswith("{") for text in texts)]
+    if lost:
+        logger.warning("overridden more than once: %s; the last value counts, leave the others out", ", ".join(lost))
 
 
 def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mapping[KeyPath, str]) -> Loaded[ModelT]:

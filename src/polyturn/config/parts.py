@@ -21,7 +21,10 @@ from pydantic_core import CoreSchema, core_schema
 from polyturn.algorithms.options import by_name
 from polyturn.config import schema
 
-_COMMON = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
+# A section's validator is built when it is first used: inside the whole run's, for most, and not by whoever only imports it.
+_COMMON = ConfigDict(
+    defer_build=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+)
 
 
 class Section(BaseModel):

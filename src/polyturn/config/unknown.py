@@ -112,12 +112,13 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
 def _nearest(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: Callable[[], list[str]]) -> str:
     """Suggest this key of another section, or a near one of the same."""
     # First elsewhere: a key that is spelt right was rather put into the wrong section than misspelt.
-    elsewhere = sorted((k for k in everywhere() if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
+    near = f"{dotted(path)}." if path else ""
+    elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key]
+    elsewhere.sort(key=lambda k: (not k.startswith(near), "<" in k, "[" in k))  # below the same section first
     if elsewhere:
         return f" Did you mean {' or '.join(repr(k) for k in elsewhere[:2])}?"
     hint = did_you_mean(key, known)
-    prefix = f"{dotted(path)}." if path else ""
-    return re.sub(r"'([^']+)'", rf"'{prefix}\1'", hint) if hint.startswith(" Did") else hint
+    return re.sub(r"'([^']+)'", rf"'{near}\1'", hint) if hint.startswith(" Did") else hint
 
 
 def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) -> Any:

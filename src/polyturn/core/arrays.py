@@ -60,8 +60,9 @@ class Record:
     def _freeze(self, **read: Callable[[Any], Any]) -> None:
         """Replace fields by what `read` makes of them, where they are not None; for `__post_init__`."""
         for name, make in read.items():
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, make(value))
+            value = getattr(self, name)
+            if value is not None and (made := make(value)) is not value:
+                object.__setattr__(self, name, made)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]

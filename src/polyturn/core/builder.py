@@ -170,11 +170,11 @@ class TrajectoryBuilder:
         self._origin = Branch(self._current, self._length)
         self.agent = agent
 
-    def open(self, ids: ArrayLike, *, turn: int = -1, agent: str | None = None, parent: Branch | None = None) -> SpanRef:
+    def open(self, ids: ArrayLike, *, turn: int = -1, parent: Branch | None = None) -> SpanRef:
         """Start a segment with the prompt `ids` and make it the one that grows; what it shares with its parent went to the
         same experts."""
         routes = None if parent is None else self._segments[parent.segment].routes(parent.length)
-        self._segments.append(_Open(agent=agent or self.agent, parent=parent))
+        self._segments.append(_Open(agent=self.agent, parent=parent))
         self._current, self._length, self._num_media = len(self._segments) - 1, 0, 0
         ref = self._append(Span(ids=ids_array(ids), source=SpanSource.PROMPT, turn=turn))
         if routes is not None:

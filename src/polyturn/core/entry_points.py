@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from polyturn.core.errors import ConfigError, MissingAttributeError, MissingModuleError, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ def load_offered(group: str, name: str, *, where: str) -> Any:
         raise MissingAttributeError(
             f"{told} cannot be found ({one_line(problem)}); repair or uninstall {offerer}"
         ) from problem
-    except (Exception, SystemExit) as problem:
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
         raise MissingModuleError(
             f"{told} cannot be imported ({one_line(problem)}); repair or uninstall {offerer}"
         ) from problem

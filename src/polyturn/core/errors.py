@@ -17,6 +17,7 @@ from types import TracebackType
 
 from polyturn.core.code_origin import is_an_authors
 from polyturn.core.hiding import scrubbed
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.printable import printable
 
 
@@ -177,7 +178,8 @@ def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
         yield
     except PolyturnError:
         raise
-    except Exception as problem:
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
         raise error(f"{what} raised {one_line(problem)}{raised_at(problem)}") from problem
 
 

@@ -27,6 +27,10 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 """Between these, logits over the temperature are finite in single precision; one row that is not ends its whole batch."""
 
 
+def _is_whole(value: object) -> bool:
+    return type(value) is int or isinstance(value, Integral)  # the first, because each request asks twice
+
+
 class FinishReason(Enum):
     """Why a completion stopped."""
 
@@ -54,7 +58,7 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
-        if not (isinstance(self.top_k, Integral) and -1 <= self.top_k < 2**31):
+        if not (_is_whole(self.top_k) and -1 <= self.top_k < 2**31):
             raise ConfigError(f"top_k is {self.top_k}; it is a whole number of tokens, -1 or 0 for no limit")
 
 
@@ -70,7 +74,7 @@ class SamplingParams(Sampling):
     """Ids that are never sampled, such as those that stand for an image. As top-k, it leaves the logprobs as they are."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.max_tokens, Integral) and self.max_tokens >= 1):
+        if not (_is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise ConfigError(f"max_tokens is {self.max_tokens}; a completion needs a whole number of tokens, at least 1")
         Sampling.__post_init__(self)  # by name: in a dataclass with slots, `super()` finds another class
 

@@ -101,7 +101,8 @@ def hide(text: str, *secrets: str | None) -> str:
         text = text.replace(secret, SHOWN)
     if "://" in text:
         text = _QUERY.sub(rf"\1{SHOWN}", _USER.sub(SHOWN, text))
-    for found in (_HEADER, _BEARER, _COOKIE, _ASSIGNED, _FLAG, _TOKEN):
+    # Cookies last: theirs is whatever stands between semicolons, the names that the others are told by too.
+    for found in (_HEADER, _BEARER, _ASSIGNED, _FLAG, _TOKEN, _COOKIE):
         text = found.sub(rf"\1{SHOWN}", text)
     return _ISSUED.sub(SHOWN, text)
 

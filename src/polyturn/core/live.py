@@ -58,6 +58,11 @@ def is_label(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_START) and value.endswith(_END)
 
 
+def shown_name(name: Any) -> Any:
+    """Return a name as a message says it: what a label says without its brackets, anything else as it is."""
+    return name.removeprefix(_START).removesuffix(_END) if is_label(name) else name
+
+
 def unnumbered(value: Any) -> Any:
     """Return plain data with the labels in it as they are where each object is the first of its name."""
     if isinstance(value, Mapping):

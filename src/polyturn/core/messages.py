@@ -139,10 +139,11 @@ def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
         raise DataError(f"the function of a tool call is {function!r:.100}; it is an object with a name and arguments")
     if function is data and not data.get("name") and data.get("type", "function") != "function":
         function = {**data, "name": data["type"]}  # a flat form, whose type is the name of the tool
-    if not function.get("name"):
+    if function.get("name") is None:
         raise DataError(f"a tool call needs a name; this one is {dict(data)!r}")
     written = function.get("arguments") or {}
-    arguments, error = written, None
+    # A model's call may lack one, and a scheduler that gives its history back as dicts repeats that.
+    arguments, error = written, None if function["name"] else "a tool call needs a name"
     if isinstance(written, str):
         try:
             arguments = json.loads(written)

@@ -11,9 +11,9 @@ MAX_DEPTH = 64
 """Schemas of tools, the deepest that is written by hand, have about ten."""
 
 
-def is_deep(value: Any, *, max_depth: int = MAX_DEPTH) -> bool:
-    """Return whether lists, tuples and mappings lie deeper inside each other than this."""
-    return excess(value, max_depth=max_depth) is not None
+def is_deep(value: Any) -> bool:
+    """Return whether lists, tuples and mappings lie deeper inside each other than `MAX_DEPTH`."""
+    return excess(value) is not None
 
 
 def excess(value: Any, *, max_depth: int = MAX_DEPTH, max_count: int | None = None) -> str | None:

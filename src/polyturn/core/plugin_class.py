@@ -153,8 +153,9 @@ def _check_call(function: Callable[..., Any], call: CallShape, *own: None, where
 
 
 def _likeness(one: str, other: str) -> float:
-    """Return how like two names are; 1 where they differ in the order of their letters, capitals and underscores alone."""
-    plain, others = (sorted(name.replace("_", "").lower()) for name in (one, other))
+    """Return how like two names are; 1 where they differ in the order of their letters, capitals, underscores, or in a
+    word that is cut short: `calc_score`, `calculateScore`."""
+    plain, others = (sorted(name.replace("_", "").lower().replace("calculate", "calc")) for name in (one, other))
     return 1.0 if plain == others else difflib.SequenceMatcher(None, one, other).ratio()
 
 
@@ -170,9 +171,9 @@ _STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Para
 
 
 def _defines(cls: type, name: str, shape: Shape) -> bool:
-    """Return whether `cls` has the method from a class that is not among the bases; None in its place is no method."""
+    """Return whether `cls` has the method from a class that is not among the bases; what cannot be called is no method."""
     owner = next((c for c in cls.__mro__ if name in vars(c)), None)
-    if owner is None or owner in shape.bases or vars(owner)[name] is None:
+    if owner is None or owner in shape.bases or not callable(getattr(cls, name)):
         return False
     return not getattr(vars(owner)[name], "__isabstractmethod__", False)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from polyturn.core.errors import ConfigError, MissingModuleError, PolyturnError, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.registry import import_aliased
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def _load(path: Path) -> ModuleType:
     except PolyturnError:
         sys.modules.pop(name, None)
         raise
-    except (Exception, SystemExit) as problem:
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
         sys.modules.pop(name, None)
         raise MissingModuleError(f"the plug-in {str(path)!r} fails when imported: {one_line(problem)}") from problem
     _LOADED[name] = path, module

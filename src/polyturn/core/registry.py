@@ -30,6 +30,7 @@ from polyturn.core.errors import (
     did_you_mean,
     one_line,
 )
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 
 T = TypeVar("T")
 NAMESPACES = "polyturn.namespaces"
@@ -164,7 +165,8 @@ def import_aliased(name: str) -> ModuleType:
 def _load_module(name: str) -> ModuleType:
     try:
         return import_aliased(name)
-    except (Exception, SystemExit) as problem:
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
             f"installed or on PYTHONPATH{_installed_hint(problem)}"
@@ -227,7 +229,8 @@ def _load_once(path: str) -> ModuleType:
             if not offer_namespace(problem):
                 raise
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as problem:
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
         del sys.modules[name]
         raise MissingModuleError(f"{path!r} fails when imported{_line_of(problem, path)}: {one_line(problem)}") from problem
     return module

@@ -46,7 +46,7 @@ class RouteShape(NamedTuple):
         """Return what an engine said of some tokens, [T, L, K], as routes.
 
         Raises:
-            AlignmentError: they are of another shape, or name an expert that the model does not have.
+            AlignmentError: they are of another shape, no numbers of experts, or of one that the model does not have.
         """
         array = np.asarray(values)
         if self.layers and array.ndim == 3 and array.shape[1] == self.num_hidden_layers:
@@ -56,6 +56,8 @@ class RouteShape(NamedTuple):
                 f"the engine returned routes of shape {array.shape}, and this model has {self.num_layers} layers with "
                 f"experts of which each token takes {self.top_k}; engine and trainer must hold the same model"
             )
+        if array.size and array.dtype.kind not in "iu":
+            raise AlignmentError(f"the engine returned routes of type {array.dtype}, and an expert is a whole number")
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.num_experts:
             raise AlignmentError(
                 f"the engine routed a token to expert {int(array.max())}, and this model has {self.num_experts}; engine and "

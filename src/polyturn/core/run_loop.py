@@ -22,7 +22,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from polyturn.core.code_origin import place_of
-from polyturn.core.errors import RolloutError
+from polyturn.core.errors import RolloutError, one_line, raised_at
+from polyturn.core.interrupts import ends_for_a_plugin
 from polyturn.core.standstill import DEADLINE_S, Standstill
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def run_loop(work: Coroutine[Any, Any, T], *, deadline_s: float = DEADLINE_S) ->
             because nothing else can end that.
 
     Raises:
-        RolloutError: code that it called cancelled the whole of it, or stopped the event loop.
+        RolloutError: code that it called cancelled the whole of it, or stopped or left the event loop.
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
@@ -67,6 +68,10 @@ def run_loop(work: Coroutine[Any, Any, T], *, deadline_s: float = DEADLINE_S) ->
         if str(problem) != "Event loop stopped before Future completed.":
             raise
         raise RolloutError(_MEDDLED.format("stopped the event loop")) from problem
+    except (SystemExit, KeyboardInterrupt) as problem:  # of a task or a callback that it started by itself
+        if not ends_for_a_plugin(problem):
+            raise
+        raise RolloutError(_MEDDLED.format(f"raised {one_line(problem)}{raised_at(problem)} in the event loop")) from problem
     finally:
         standstill.end_loop()
         # In a thread: what a plug-in does when it is cancelled may stand still, and the loop with it.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from polyturn.core.arrays import Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.media import Media
 from polyturn.core.routing import Routes, routes_array
+from polyturn.core.runs import packed, unpacked
 
 
 class SampleId(NamedTuple):
@@ -89,6 +91,11 @@ class TrainSample(Record):
                 "temperature); give a number above 0, and 1 for greedy decoding, whose log-probabilities engines give at 1"
             )
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # To each rank that trains it, for each command: mostly of arrays that say the same of many tokens.
+        make, (kind, values) = Record.__reduce__(self)
+        return _unpickled, (make, kind, {name: packed(value) for name, value in values.items()})
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -100,3 +107,7 @@ class TrainSample(Record):
     def replace(self, **arrays: Any) -> TrainSample:
         """Return a copy with some arrays set, for instance `sample.replace(old_logprobs=…)`."""
         return dataclasses.replace(self, **arrays)
+
+
+def _unpickled(make: Callable[..., TrainSample], kind: type[TrainSample], values: Mapping[str, Any]) -> TrainSample:
+    return make(kind, {name: unpacked(value) for name, value in values.items()})

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import numpy as np
 
 from polyturn.core.errors import one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 
 _T = TypeVar("_T")
 
@@ -84,7 +85,8 @@ def _bounded(write: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
 def _as_text(value: Any) -> str:
     try:
         return repr(value)
-    except Exception as problem:  # whatever an author's class raises
+    except PLUGIN_RAISES as problem:  # whatever an author's class raises
+        pass_interrupt(problem)
         return f"a {type(value).__name__}, which cannot be written out: {one_line(problem)}"
 
 

@@ -58,17 +58,21 @@ class Span(Record):
 
     def __post_init__(self) -> None:
         self._freeze(ids=ids_array, logprobs=float_array, weights=float_array, routed_experts=routes_array)
-        if self.policy_version is not None and self.source is not SpanSource.SAMPLED:
-            raise AlignmentError(
-                f"this {self.source.value} span has policy version {self.policy_version}; only sampled tokens have one"
-            )
-        if self.source is not SpanSource.SAMPLED and self.logprobs is not None:
-            raise AlignmentError(f"this {self.source.value} span has logprobs; only sampled tokens have them")
+        if self.source is not SpanSource.SAMPLED:
+            self._check_not_sampled()
         for name in ("logprobs", "weights", "routed_experts"):
             if (array := getattr(self, name)) is not None and len(array) != len(self.ids):
                 kind = name.replace("_", " ")
                 raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {kind}; they must be as many")
-        if self.source is not SpanSource.SAMPLED and self.weights is not None and np.any(self.weights):
+
+    def _check_not_sampled(self) -> None:
+        if self.policy_version is not None:
+            raise AlignmentError(
+                f"this {self.source.value} span has policy version {self.policy_version}; only sampled tokens have one"
+            )
+        if self.logprobs is not None:
+            raise AlignmentError(f"this {self.source.value} span has logprobs; only sampled tokens have them")
+        if self.weights is not None and np.any(self.weights):
             raise AlignmentError(
                 f"this {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
             )

@@ -13,7 +13,7 @@ import asyncio
 from polyturn.core.errors import EngineLostError
 from polyturn.engines.base import MeanOverTime
 from polyturn.engines.order import OrderPolicy
-from polyturn.engines.replica import FIRST_RETRY_S, PooledRequest, Replica
+from polyturn.engines.replica import FIRST_RETRY_S, PooledRequest, Replica, reasons
 
 
 class Admission:
@@ -133,6 +133,7 @@ class Admission:
         """Set a timer for the next server that may be tried; give up on those that have waited too long."""
         are_gone = bool(self._replicas) and all(replica.is_gone for replica in self._replicas)
         why = "all servers are lost for good" if are_gone else f"no server was up for {self._patience_s:g} s"
+        why += f" ({reasons(self._replicas)})"
         for waiting in list(self._waiting):
             if not waiting.place.done() and (are_gone or now - waiting.arrived >= self._patience_s):
                 self._leave(waiting)

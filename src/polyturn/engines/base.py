@@ -67,8 +67,8 @@ class ServerPlaces(Protocol):
         """Return what starts a server in place `number`."""
         ...
 
-    def store(self) -> WeightStore:
-        """Return what brings new weights into the memory of the servers' machines."""
+    def store(self, adapter: Mapping[str, Any] | None) -> WeightStore:
+        """Return what brings new weights into the memory of the servers' machines; `adapter` as of `EngineSetup`."""
         ...
 
 
@@ -96,6 +96,8 @@ class EngineSetup:
     """The router sizes of the model, where completions are to say which experts tokens went to; None where they need not."""
     needs_routes: bool = False
     """Whether a server that does not say so is refused."""
+    adapter: Mapping[str, Any] | None = None
+    """peft's settings of the adapter that is trained, where servers are sent it alone, and the model folder lacks it."""
     places: ServerPlaces | None = None
     """The place where servers are started; None is this machine."""
     is_plan: bool = False

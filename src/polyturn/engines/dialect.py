@@ -1,19 +1,32 @@
 """ServerDialect: the requests and replies of one kind of server; the client's logic is in `remote`.
 
-_call -> _read      a request, and its answer          _pause -> _load | _send -> _resume      new weights
-_describe, _look    what the server can do, and whether it is at work
+_call -> _read                                                       a request, and its answer
+_pause -> load_folder | open_link -> _loaded, _rename -> _resume     new weights
+_sleep -> _wake weights -> load… -> _rename -> _wake kv_cache        the same behind an update on the same GPU
+_describe, _look                                                     what the server can do, and whether it is at work
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest
-from polyturn.engines.weight_files import WrittenWeights
+from polyturn.engines.weight_transfer import TransferLink, TransferServer
+from polyturn.engines.weight_transport import Way
+
+UNSEEN = (
+    "if it does not see that folder, let it share this machine's memory, or set engine.weights_folder to one that both see, "
+    "or engine.weights to gloo or nccl"
+)
+"""The way out where a server cannot load a folder."""
+
+
+Memory = Literal["weights", "kv_cache"]
+"""A part of a server's memory, in the servers' words."""
 
 
 class HttpCall(NamedTuple):
@@ -31,8 +44,8 @@ class ServerFacts(NamedTuple):
     max_context: int | None
     num_workers: int = 1
     """Processes that hold weights, each with its share of the model."""
-    checksums: bool = False
-    """vLLM: whether its workers know how to say what they hold."""
+    version: str = ""
+    """The version of its software."""
 
 
 class ServerLoad(NamedTuple):
@@ -49,8 +62,14 @@ class ServerDialect(ABC):
 
     name = "remote"
     """The kind of server, in messages."""
+    transfer_package: ClassVar[str | None] = None
+    """The package that the trainer needs beside it to send these servers tensors."""
     routes_env: ClassVar[Mapping[str, str]] = {}
     """The environment in which a server can say which experts tokens went to, when it is started for that."""
+    sleep_flag: ClassVar[str] = ""
+    """The flag of a server that can give its memory back; "" where this kind cannot."""
+    share_flag: ClassVar[str] = ""
+    """The flag with the share of a GPU that a server may take."""
 
     @abstractmethod
     async def _describe(self) -> ServerFacts:
@@ -88,20 +107,41 @@ class ServerDialect(ABC):
         """Hold the server's requests so that its weights can change."""
 
     @abstractmethod
-    async def _load(self, folder: Path, version: int) -> None:
-        """Let the server load the checkpoint in `folder`, drop what it computed before, and call itself `version`."""
+    async def load_folder(self, folder: Path) -> None:
+        """Let the server load the checkpoint in `folder`."""
 
-    async def _send(self, weights: WrittenWeights, version: int) -> None:
-        """Do as `_load`, with the tensors themselves, over HTTP or a process group."""
-        raise EngineError(f"weights go to {self.name} through a folder; leave engine.weights at shared_memory or disk")
+    async def load_adapter(self, folder: Path) -> None:
+        """Let the server load the adapter in `folder` in place of the one before; requests from then on are for it."""
+        raise EngineError(f"the {self.name} server takes no adapter alone; set engine.weights to folder")
 
+    @staticmethod
+    def adapter_launch(rank: int) -> tuple[list[str], dict[str, str]]:
+        """Return arguments and environment of a server that takes adapters of `rank`.
+
+        Raises:
+            ConfigError: servers of this kind do not change an adapter while requests for it run.
+        """
+        raise ConfigError(
+            "engine.weights is adapter, and servers of this engine.kind do not change an adapter while requests for it run; "
+            "use engine.kind vllm, or leave engine.weights out, and the adapter arrives merged into the weights"
+        )
+
+    @staticmethod
+    async def open_link(way: Way, servers: Sequence[TransferServer]) -> TransferLink:
+        """Return the trainer's end of a transfer of tensors to servers of this kind."""
+        raise EngineError(f"weights go to these servers through a folder, and engine.weights is {way}; leave it at folder")
+
+    @abstractmethod
+    async def _loaded(self) -> None:
+        """Let the server, which is held, drop what it computed with the weights before."""
+
+    @abstractmethod
     async def _rename(self, tag: str) -> None:
         """Let the server call the weights that it has `tag`."""
-        return
 
-    async def _leave_group(self, name: str) -> None:
-        """Let the server leave a process group."""
-        return
+    @abstractmethod
+    async def _named(self) -> str:
+        """Return what the server calls the weights that it has."""
 
     @abstractmethod
     async def _forget(self) -> None:
@@ -110,3 +150,11 @@ class ServerDialect(ABC):
     @abstractmethod
     async def _resume(self) -> None:
         """Let the server's requests go on."""
+
+    async def _sleep(self) -> None:
+        """Hold the server's requests, cut or queued, and let it give back the memory of its weights and KV cache."""
+        raise EngineError(f"{self.name} servers keep their memory; leave engine.update at in_flight")
+
+    async def _wake(self, memory: Memory) -> None:
+        """Let the server take a part of its memory again; the KV cache comes last, and requests go on."""
+        raise EngineError(f"{self.name} servers keep their memory; leave engine.update at in_flight")

@@ -26,6 +26,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, EngineError, PolyturnError, one_line, raised_at
 from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.interrupts import is_interrupt
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.reward import shown
 from polyturn.core.watchdog import calls_plugins
@@ -189,7 +190,7 @@ def _is_from_outside(problem: BaseException, task: asyncio.Task[Any] | None) -> 
         return task.cancelling() > 0
     if task is not None and isinstance(problem, GeneratorExit):  # thrown by whoever drops the task's coroutine
         return asyncio.current_task(task.get_loop()) is not task
-    return type(problem) is KeyboardInterrupt
+    return is_interrupt(problem)
 
 
 def _place(method: Any) -> str:

@@ -15,18 +15,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError
+
+_RETIRED = {
+    "shared_memory": "folder",
+    "disk": "folder, with engine.weights_folder",
+    "http": "gloo (or nccl between GPUs), the server's own transfer",
+    "group": "nccl between GPUs, or gloo",
+}
+
+
+def _not_retired(weights: Any) -> Any:
+    """Name what took the place of a value of `engine.weights` that is gone."""
+    if weights in _RETIRED:
+        raise ValueError(f"{weights} is no longer a way of weights; use {_RETIRED[weights]}")
+    return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """The engine that samples the completions: embedded in this process, or servers."""
 
-    update: Literal["in_flight", "wait", "abort_resume"] = "in_flight"
+    update: Literal["in_flight", "wait", "abort_resume", "sleep"] = "in_flight"
     """The effect of new weights on completions in flight: these go on with the new ones (in_flight), the weights wait
-    for their end (wait), or they are suspended and resumed as new requests (abort_resume)."""
+    for their end (wait), or they are suspended and resumed as new requests (abort_resume). sleep is for vllm and sglang on
+    the trainer's own GPUs: while it computes they hold no memory there and sample nothing, and completions that this cut
+    go on with the new weights."""
+
+    def __post_init__(self) -> None:
+        if self.update == "sleep":  # servers check it themselves
+            raise ConfigError(
+                "engine.update is sleep, and only servers that the run starts (engine.kind vllm, sglang) give their memory "
+                "back; leave it at in_flight"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,18 +137,34 @@ class ServerOptions(AskedOptions):
     """Which waiting request is sent next: fifo, least_loaded, longest_first, or `file.py:Class` of an OrderPolicy."""
     order_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the order's class, for instance {age: 2.0} of longest_first."""
-    weights: Literal["auto", "shared_memory", "disk", "ipc", "http", "group", "gloo", "nccl"] = "auto"
-    """The way of new weights to a server: a file in this machine's memory, a folder that both see, handles of memory that
-    the server opens (ipc; on a GPU they stay there), tensors over HTTP, or a process group (gloo between processors, nccl
-    between GPUs; group is nccl where the trainer has a GPU). auto is shared_memory, and http where a server is elsewhere."""
+    weights: Annotated[Literal["auto", "folder", "gloo", "nccl", "ipc", "adapter"], BeforeValidator(_not_retired)] = "auto"
+    """The way of new weights to a server: a folder that it reads, or its own transfer of tensors: a broadcast to all servers
+    (nccl between GPUs, gloo between processors), or handles of memory on the same GPU (ipc). auto is the folder, and a
+    broadcast where a server is on another machine. adapter is a folder with the adapter of model.lora alone (vLLM), which is
+    otherwise merged into the weights."""
     weights_folder: str | None = None
-    """For `weights: disk`: a folder that the servers see too, under the same path."""
+    """The folder of weights, on a disk that the servers see too, under the same path; null is in this machine's memory."""
 
     def __post_init__(self) -> None:
-        if (self.weights == "disk") != (self.weights_folder is not None):
+        if self.weights not in {"auto", "folder", "adapter"} and self.weights_folder is not None:
             raise ConfigError(
-                f"engine.weights is {self.weights} and engine.weights_folder is {self.weights_folder}; disk needs a folder "
-                "that the servers see under the same path, and no other way has one"
+                f"engine.weights is {self.weights} and engine.weights_folder is {self.weights_folder}; a transfer of "
+                "tensors has no folder, so leave one of them out"
+            )
+        if self.update == "sleep" and self.urls:
+            raise ConfigError(
+                f"engine.update is sleep and engine.urls has {self.urls[0]!r}; servers on the trainer's GPUs are started by "
+                "the run, with the flags for it, so set engine.launch instead"
+            )
+        if self.update == "sleep" and self.weights == "adapter":
+            raise ConfigError(
+                "engine.update is sleep, which drops a server's weights, and engine.weights is adapter, which brings no "
+                "others; leave it at auto, which sends the merged weights"
+            )
+        if self.update == "sleep" and self.weights == "nccl":
+            raise ConfigError(
+                "engine.update is sleep and engine.weights is nccl, which makes no group of two processes on one GPU; use "
+                "ipc, or leave it at auto"
             )
         if self.urls and self.launch is not None:
             raise ConfigError("set engine.urls (a server that runs) or engine.launch (one to start), not both")

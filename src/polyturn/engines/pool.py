@@ -25,9 +25,9 @@ from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
 from polyturn.engines.order import OrderPolicy, make_policy
-from polyturn.engines.recovery import PoolWeights, Revivable, Verify, recover
-from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, PooledRequest, Replica
-from polyturn.engines.weight_files import WeightStore, WrittenWeights
+from polyturn.engines.recovery import PoolWeights, Revivable, Sleeper, Verify, recover
+from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, Replica
+from polyturn.engines.weight_files import ServerWeights, WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class EnginePool(BaseEngine):
             slots: Requests on each server at once; more wait here, in order.
             max_tries: How often one request may be lost before it fails.
             patience_s: How long a request waits while no server is up.
-            files: Where weights are written once for all servers, and kept for one that comes back; without it each engine
-                gets them as they are, and a server that forgot them stays out until the next ones.
+            files: Brings weights to all servers, and may keep them for one that comes back; without it each engine gets
+                them as they are. Where they are not kept, a server that forgot them stays out until the next ones.
             recovery_s: How long sending a server its weights again, and verifying them, may take.
         """
         super().__init__()
@@ -79,9 +79,11 @@ class EnginePool(BaseEngine):
         """The policy version that is being pushed, else the one that is served."""
         self._is_pushing = False
         self._reported: dict[str, float] = {}
+        self._outage = Outage(self._replicas, patience_s=patience_s)
         self.verify: Verify | None = None
         """Proves that a server that was brought back serves the pool's weights."""
         self._num_made = 0
+        self._is_asleep = False
         self._is_closed = False
         self.num_lost = 0
         """Requests that were lost with their server and asked of another one."""
@@ -220,16 +222,19 @@ class EnginePool(BaseEngine):
         Raises:
             EngineError: a server refused, or none is left.
         """
+        given: Any = weights
         if weights is not None and self._files is not None:
-            weights = await asyncio.to_thread(self._files.write, weights)
-        self._coming, self._is_pushing = version, True
+            given = await asyncio.to_thread(self._files.write, weights)
+        keeps = self._files is not None and self._files.keeps
+        is_kept = weights is not None and keeps
+        self._coming, self._is_pushing, self._is_asleep = version, True, False
         self._num_updates += 1
         began, running = time.perf_counter(), sum(len(replica.running) for replica in self._replicas)
         problems: list[str] = []
 
         async def push(replica: Replica) -> None:
             try:
-                await replica.engine.update_weights(version, weights=weights)
+                await replica.engine.update_weights(version, weights=given)
             except EngineLostError as problem:
                 problems.append(f"{replica.name}: {one_line(problem)}")
                 self.exclude(replica, problem)
@@ -244,15 +249,12 @@ class EnginePool(BaseEngine):
             with first_error():
                 async with asyncio.TaskGroup() as tasks:
                     for replica in self._replicas:
-                        if not replica.is_gone and (replica.recovery is None or self._files is None):
+                        if not replica.is_gone and (replica.recovery is None or not keeps):
                             tasks.create_task(push(replica))
                         else:
                             replica.is_stale = True  # it gets them when it is back
-            is_kept = weights is not None and self._files is not None
-            if isinstance(weights, WrittenWeights):
-                weights.settle()  # who comes back gets what was written, while the trainer's own change
             if is_kept:
-                self._served = PoolWeights(version, weights)  # before anybody waits: who comes back gets these
+                self._served = PoolWeights(version, given)  # before anybody waits: who comes back gets these
             self._is_pushing = False
             if not any(replica.is_live for replica in self._replicas) and not (is_kept and await self._one_is_live()):
                 problems = problems or ["all are lost"]
@@ -263,8 +265,8 @@ class EnginePool(BaseEngine):
                 self._served = PoolWeights(version, None)
         finally:
             self._coming, self._is_pushing = self._served.version, False
-            if isinstance(weights, WrittenWeights):
-                weights.settle()  # also after a failure
+            if isinstance(given, ServerWeights):
+                given.settle()  # also after a failure
         logger.debug(
             "policy version %d reached %d of %d servers within %.2f s; %d requests that ran there go on with it",
             version,
@@ -274,6 +276,22 @@ class EnginePool(BaseEngine):
             running,
         )
         self.admission.admit()
+
+    async def sleep(self) -> None:
+        """Let every server give back the memory of its GPUs until the next weights, which wake it; requests wait meanwhile.
+
+        Raises:
+            EngineError: one refused.
+        """
+        self._is_asleep = True
+        # A server that starts meanwhile would take the memory; it is brought back once the weights find it down.
+        await self._cancel_recoveries()
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                for replica in self._replicas:
+                    replica.recovery = None
+                    if isinstance(replica.engine, Sleeper) and not replica.is_gone:
+                        tasks.create_task(replica.engine.sleep())
 
     async def _one_is_live(self) -> bool:
         """Wait for a server to come back; return false where none does in time."""
@@ -294,16 +312,19 @@ class EnginePool(BaseEngine):
         """Close all servers."""
         self._is_closed = True
         self.admission.close()
-        recoveries = [replica.recovery for replica in self._replicas if replica.recovery is not None]
-        for recovery in recoveries:
-            recovery.cancel()
-        if recoveries:
-            await asyncio.wait(recoveries)
+        await self._cancel_recoveries()
         async with asyncio.TaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.engine.close())
         if self._files is not None:
             self._files.close()
+
+    async def _cancel_recoveries(self) -> None:
+        recoveries = [replica.recovery for replica in self._replicas if replica.recovery is not None]
+        for recovery in recoveries:
+            recovery.cancel()
+        if recoveries:
+            await asyncio.wait(recoveries)
 
     # One request.
 
@@ -350,23 +371,21 @@ class EnginePool(BaseEngine):
                 len(replica.running),
             )
             replica.pause_s = min(2 * replica.pause_s, LAST_RETRY_S)
-        was_one_live = any(one.is_live for one in self._replicas)
         replica.is_up = False
-        if was_one_live and not any(one.is_live for one in self._replicas):
-            logger.warning(
-                "no server is up; requests wait up to %g s for one to come back (engine.patience_s)", self._patience_s
-            )
+        self._outage.note(replica, problem)
         self._bring_back(replica)
 
     def _up(self, replica: Replica) -> None:
         if not replica.is_up and replica.recovery is None:
             logger.info("%s is back", replica.name)
             replica.is_up, replica.pause_s = True, FIRST_RETRY_S
+            self._outage.end(replica)
             self.admission.admit()
 
     def _bring_back(self, replica: Replica) -> None:
         """Start to bring `replica` back, where its engine can be asked how it is."""
-        if isinstance(replica.engine, Revivable) and replica.recovery is None and not (replica.is_gone or self._is_closed):
+        is_for_later = self._is_closed or self._is_asleep
+        if isinstance(replica.engine, Revivable) and replica.recovery is None and not (replica.is_gone or is_for_later):
             replica.recovery = asyncio.create_task(self._recover(replica, replica.engine), name=f"recover {replica.name}")
 
     async def _recover(self, replica: Replica, engine: Revivable) -> None:
@@ -375,6 +394,7 @@ class EnginePool(BaseEngine):
                 return False
             replica.version, replica.is_stale, replica.is_up = served.version, False, True
             replica.pause_s, replica.recovery = FIRST_RETRY_S, None
+            self._outage.end(replica)
             self.admission.admit()
             return True
 
@@ -385,10 +405,11 @@ class EnginePool(BaseEngine):
                 served=lambda: self._served,
                 verify=lambda: self.verify,
                 on_back=on_back,
+                on_failure=lambda problem: self._outage.note(replica, problem),
                 attempt_s=self._recovery_s,
             )
         except Exception as problem:  # whatever it is, a server that nobody brings back is not to be waited for
-            replica.is_gone, replica.recovery = True, None
+            replica.is_gone, replica.recovery, replica.why = True, None, one_line(problem)
             left = sum(not other.is_gone for other in self._replicas)
             trace = None if isinstance(problem, EngineGoneError) else problem
             said = "%s is out for good (%s); %d servers are left"

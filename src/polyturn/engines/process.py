@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.ipc import MessageSocket
 from polyturn.engines.process_main import Boot
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.slots import EngineStats
 from polyturn.engines.weight_memory import WeightMemory, listed_names, tensors_of
+from polyturn.infra.ipc import MessageSocket
 from polyturn.infra.process import ManagedProcess
 from polyturn.tokens.multimodal import MediaProcessor
 

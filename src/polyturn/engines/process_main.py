@@ -98,8 +98,8 @@ def main() -> None:
 
 async def _serve(connection: socket.socket) -> None:
     from polyturn.core.errors import one_line
-    from polyturn.engines.ipc import MessageSocket
     from polyturn.engines.slots import EngineStats
+    from polyturn.infra.ipc import MessageSocket
 
     ended = asyncio.Event()
     served: ServedEngine | None = None

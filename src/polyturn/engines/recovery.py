@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,6 +43,19 @@ class Revivable(Protocol):
         Raises:
             EngineGoneError: it never will.
             EngineError: it does not, for now.
+        """
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine on the trainer's GPUs, which it leaves to the trainer while that computes."""
+
+    async def sleep(self) -> None:
+        """Give its memory back, and sample nothing, until it is given weights.
+
+        Raises:
+            EngineError: it cannot.
         """
         ...
 
@@ -88,8 +101,8 @@ class PoolWeights:
     """The weights that a pool serves; a new object for every push, so that two of one version differ."""
 
     version: int
-    weights: Mapping[str, Any] | None
-    """None before the first push, and from an engine that shares the trainer's parameters."""
+    weights: Any
+    """A store's `ServerWeights`; None before the first push, and from an engine that shares the trainer's parameters."""
 
 
 async def recover(
@@ -99,6 +112,7 @@ async def recover(
     served: Callable[[], PoolWeights],
     verify: Callable[[], Verify | None],
     on_back: Callable[[PoolWeights], bool],
+    on_failure: Callable[[Exception], object],
     attempt_s: float,
 ) -> None:
     """Bring `replica` back, however long that takes.
@@ -109,6 +123,7 @@ async def recover(
         served: What the pool serves at the moment.
         verify: Proves that an engine serves that; None where nothing can.
         on_back: Told once it serves again; false where the pool's weights changed meanwhile, so that it goes on.
+        on_failure: Told why an attempt failed, of which there is another.
         attempt_s: The deadline of pushing and verifying.
 
     Raises:
@@ -126,6 +141,7 @@ async def recover(
             raise
         except (EngineError, TimeoutError) as problem:
             logger.debug("%s is not back yet (%s)", replica.name, one_line(problem))
+            on_failure(problem)
             pause = min(2 * pause, LAST_RETRY_S)
             continue
         if on_back(target):

@@ -8,7 +8,7 @@ One request is one POST with token ids in and token ids out. What is decided her
 - a cancelled call, and one past its deadline, aborts its request on the server;
 - while requests run the server's health is looked at, and where it hangs they are all given up;
 - an id that must not be sampled is thrown away and sampled anew, which leaves the logprobs of all others as they are;
-- while weights are updated no request is sent, and one that the update cut short goes on from where it was;
+- while the server sleeps or its weights are updated no request is sent, and one that was cut short goes on from there;
 - weights are named by this client, so that an answer tells whether they are the ones it sent.
 """
 
@@ -20,7 +20,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from polyturn.core.continuation import before_banned, continued, joined, nothing
@@ -29,15 +29,15 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.engines.base import BaseEngine
 from polyturn.engines.dialect import ServerDialect, ServerFacts, ServerLoad
 from polyturn.engines.http_client import HttpClient
+from polyturn.engines.launcher import RunningServer
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pending_request import PendingRequest
 from polyturn.engines.request_limits import ServedModel, check_request
 from polyturn.engines.served_media import ServedMedia
 from polyturn.engines.served_routes import ServedRoutes
 from polyturn.engines.supervisor import ServerSupervisor
-from polyturn.engines.weight_files import WeightFolder, WrittenWeights
-from polyturn.engines.weight_group import WeightGroup
-from polyturn.engines.weight_transport import FOLDER_WAYS, GROUP_WAYS, Way
+from polyturn.engines.weight_files import ServerWeights, WeightFolder
+from polyturn.engines.weight_transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ FOREIGN_VERSION = -1
 """The policy version of tokens from weights that this client did not send, once it has sent some."""
 CONTROL_TIMEOUT_S = 60.0
 """A call that pauses, resumes or asks counts as lost beyond."""
+LOAD_TIMEOUT_S = 600.0
+"""A call in which a server loads weights counts as lost beyond."""
 BUSY_LIMIT_S = 60.0
 """Seconds that a request is sent again and again to a server that says it is full."""
 _USUAL = ServerOptions(kind="vllm")
@@ -66,7 +68,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         model: ServedModel,
         *,
         options: ServerOptions = _USUAL,
-        way: Way = "shared_memory",
+        transfer: WeightTransfer | None = None,
         headers: Mapping[str, str] | None = None,
         supervisor: ServerSupervisor | None = None,
     ) -> None:
@@ -76,7 +78,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             url: Where the server listens, for example "http://127.0.0.1:8000"; "" where `supervisor` starts one.
             model: What is known of the model that it serves.
             options: How requests are sent: how many at once, and what counts as lost.
-            way: How new weights go to the server; see `weight_transport.py`.
+            transfer: Sends new weights to the server; without it they go through a folder.
             headers: Sent with every request, for instance an authorization.
             supervisor: Starts the server on first use, and again when it has died or hangs; `close` stops it.
         """
@@ -94,18 +96,20 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._live: dict[str, PendingRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
-        self._files = None if model.folder is None else WeightFolder(model.folder)
-        self._way = way
+        self._transfer = transfer
+        self._store = transfer or (None if model.folder is None else WeightFolder(model.folder))
         self._media = ServedMedia(model.media)
         self._routes = ServedRoutes(model.routes, is_needed=model.needs_routes)
-        self._group: WeightGroup | None = None
         self._supervisor = supervisor
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
+        self._adapter: str | None = None
+        """The name of the adapter that the server was given; None while requests are for the model itself."""
         self._is_open = asyncio.Event()
         self._is_open.set()
-        """Cleared while the weights change."""
+        """Cleared while the weights change, and while the server sleeps."""
+        self._is_asleep = False
         self._is_closed = False
         self._loads: deque[ServerLoad | None] = deque(maxlen=_NUM_LOADS)
         """As of the latest looks at the server since they were last read."""
@@ -114,6 +118,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
     def url(self) -> str:
         """The server's address."""
         return self._link.url
+
+    @property
+    def software(self) -> str:
+        """The kind and version of the server, "" before it was asked."""
+        return "" if self._facts is None else f"{self.name} {self._facts.version}"
 
     @property
     def num_restarts(self) -> int:
@@ -171,7 +180,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         if (pending := self._live.get(request_id)) is not None:
             pending.end()
 
-    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | ServerWeights | None = None) -> None:
         """Serve `version` from now on: pause, load, drop what was computed before, resume.
 
         The version that is served already, without weights, only drops what was computed before.
@@ -184,66 +193,94 @@ class RemoteEngine(ServerDialect, BaseEngine):
             await self._met()
             await self._forget()
             return
-        if isinstance(weights, WrittenWeights):
+        if isinstance(weights, ServerWeights):
             await self._take(weights, version)
             return
-        if weights is None or self._files is None:
+        if weights is None or self._store is None:
             raise EngineError(
                 f"the {self.name} engine at {self.url} runs in a process of its own and needs the weights themselves"
                 + ("" if weights is None else "; make it with `ServedModel.folder`, the folder with the model's config")
             )
-        await self._met()
-        written = await asyncio.to_thread(self._files.write, weights)
+        written = await asyncio.to_thread(self._store.write, weights)
         try:
             await self._take(written, version)
         finally:
-            self._files.drop()
+            written.settle()
+            self._store.drop()
 
-    async def _take(self, weights: WrittenWeights, version: int) -> None:
-        """Let the server change to `weights`, with its requests held."""
+    async def sleep(self) -> None:
+        """Let the server give back the memory of its GPUs until the next weights, which wake it. What it samples is cut, and
+        goes on then. A server of this client's that does not answer is stopped, because it would keep the memory.
+
+        Raises:
+            EngineLostError: somebody else's server did not answer.
+            EngineError: it refused.
+        """
         await self._met()
         self._is_open.clear()
+        self._is_asleep = True
+        self._updates += 1
         try:
-            await self._pause()
-            self._updates += 1  # before the load: what a failed one cuts short goes on as well
-            try:
-                if self._way in FOLDER_WAYS:
-                    await self._load(
-                        await weights.folder_at(None if self._supervisor is None else self._supervisor.server), version
-                    )
-                else:
-                    await self._send(weights, version)
-            except BaseException:
-                self._drop_group()
-                if self._way not in FOLDER_WAYS:  # some tensors are new, and tokens from these weights are nobody's
-                    with contextlib.suppress(EngineError):
-                        await self._rename(f"{self._prefix}unfinished")
+            await self._sleep()
+        except EngineLostError as problem:
+            if self._supervisor is None:
                 raise
+            logger.warning("%s is stopped, for it did not give its memory back (%s)", self.url, one_line(problem))
+            await self._supervisor.stop()
+
+    async def _take(self, weights: ServerWeights, version: int) -> None:
+        """Let the server change to `weights`, with its requests held."""
+        with weights.given_to(self):
+            await self._met()
+            self._is_open.clear()
+            try:
+                await (self._wake("weights") if self._is_asleep else self._pause())
+                self._updates += 1  # before the load: what a failed one cuts short goes on as well
+                try:
+                    await weights.load(self)
+                    if not self._is_asleep:  # what it had computed went with its memory
+                        await self._loaded()
+                    await self._rename(self.tag(version))
+                except BaseException:
+                    if self._is_asleep or not weights.is_all_or_nothing:  # tokens from these weights are nobody's
+                        with contextlib.suppress(EngineError):
+                            await self._rename(f"{self._prefix}unfinished")
+                    raise
+                finally:  # also after a failure: a server that stays paused answers nobody
+                    await (self._wake("kv_cache") if self._is_asleep else self._resume())
+                self.version = version
             finally:
-                await self._resume()  # also after a failure: a server that stays paused answers nobody
-            self.version = version
-        finally:
-            self._is_open.set()
+                self._is_asleep = False
+                self._is_open.set()
 
-    def _drop_group(self) -> None:
-        """Forget the process group with the server; the next weights make a new one."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.close()
+    # weight_transfer.TransferServer and weight_files.FolderServer.
 
-    async def _joined_group(self, join: Callable[[WeightGroup], Awaitable[Any]], *, is_known: bool) -> WeightGroup | None:
-        """Return the process group with the server's workers, made anew unless the server knows it; None over HTTP."""
-        if self._way not in GROUP_WAYS:
+    @property
+    def process(self) -> RunningServer | None:
+        """The server's process, if this client started it."""
+        return None if self._supervisor is None else self._supervisor.server
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold its weights, each with its share of the model."""
+        return 1 if self._facts is None else self._facts.num_workers
+
+    async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Post to the server with the time that loading may take.
+
+        Raises:
+            EngineLostError: it did not answer.
+            EngineError: it refused.
+        """
+        return await self._post(path, body, timeout_s=LOAD_TIMEOUT_S)
+
+    async def is_as_left(self) -> bool | None:
+        """Return whether its weights have the name that they were given last, which a new process does not know; None if it
+        does not answer."""
+        try:
+            return await self._named() == self.tag(self.version)
+        except EngineError:
             return None
-        if not is_known:
-            self._drop_group()
-        if self._group is None:
-            workers = 1 if self._facts is None else self._facts.num_workers
-            name = f"{self._prefix}{uuid.uuid4().hex[:8]}"
-            group = WeightGroup(self.url, name=name, backend=self._way, num_workers=workers)
-            await group.join(join(group))
-            self._group = group
-        return self._group
 
     async def revive(self) -> None:
         """Return once the server answers; start it again if it is this client's and has died or hangs.
@@ -263,6 +300,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 why = f"the server at {self.url} {'hangs' if hangs else 'has died'}"
                 await self._link.close()
                 self._link.url = (await self._supervisor.again(why)).url
+                self._adapter = None
         await asyncio.wait_for(self._look_once(), self._health_s)
         self._silent_since = None
 
@@ -274,13 +312,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
         for task in list(self._tasks):
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self._group is not None:
-            with contextlib.suppress(EngineError):
-                await self._leave_group(self._group.name)
-            self._drop_group()
+        if self._transfer is not None:
+            await self._transfer.unlink()
         await self._link.close()
-        if self._files is not None:
-            self._files.close()
+        if self._store is not None:
+            self._store.close()
         if self._supervisor is not None:
             await self._supervisor.stop()
 

@@ -9,10 +9,16 @@ gone      lost for good
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from polyturn.core.errors import one_line
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.protocols import Engine
+
+logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
@@ -50,6 +56,8 @@ class Replica:
     probes_at: float = 0.0
     """When a server that is down may be asked again."""
     pause_s: float = FIRST_RETRY_S
+    why: str = ""
+    """Why it was left out, or why the last attempt to bring it back failed."""
     num_done: int = 0
     num_lost: int = 0
 
@@ -70,3 +78,39 @@ class Replica:
         if self.is_stale or self.is_leaving or self.is_gone or self.recovery is not None:
             return False
         return now >= self.probes_at and not self.running  # one request finds out
+
+
+def reasons(replicas: Sequence[Replica]) -> str:
+    """Return why servers are out, those of one reason together: "replica 0 and 3 more: it did not answer"."""
+    names: dict[str, list[str]] = {}
+    for replica in replicas:
+        if replica.why:
+            names.setdefault(replica.why, []).append(replica.name)
+    told = (f"{first}{f' and {len(more)} more' if more else ''}: {why}" for why, (first, *more) in names.items())
+    return "; ".join(told) or "none has joined"
+
+
+class Outage:
+    """Says that no server of a pool is up and why, once, and again when the reasons change; numbers are no change."""
+
+    def __init__(self, replicas: Sequence[Replica], *, patience_s: float) -> None:
+        self._replicas, self._patience_s = replicas, patience_s
+        self._told: set[str] = set()
+
+    def note(self, replica: Replica, problem: Exception) -> None:
+        """Keep why a server was lost or did not come back, and say it where it was the last one."""
+        replica.why = one_line(problem)
+        if any(one.is_live for one in self._replicas):
+            return
+        told = {re.sub(r"\d+", "", one.why) for one in self._replicas}
+        if told != self._told:
+            self._told = told
+            logger.warning(
+                "no server is up (%s); requests and weights wait up to %g s for one to come back (engine.patience_s)",
+                reasons(self._replicas),
+                self._patience_s,
+            )
+
+    def end(self, replica: Replica) -> None:
+        """Note that a server is back."""
+        replica.why, self._told = "", set()

@@ -46,11 +46,9 @@ class Routers:
         """
         found, at, counts = [], [], set()
         for name, layer in model.named_modules():
-            stacks = [part for part in layer.children() if sum(p.dim() == 3 for p in _own(part)) > 1]
-            if stacks:
-                count = next(p.shape[0] for p in _own(stacks[0]) if p.dim() == 3)
-                others = [part for part in layer.children() if part is not stacks[0]]
-                own = [part for part in others if any(p.dim() == 2 and p.shape[0] == count for p in _own(part))]
+            count, routers = beside_experts(layer)
+            own = list(routers.values())
+            if count:
                 if any("lora_" in part for part, _ in layer.named_parameters()) and not own:
                     raise ConfigError(
                         f"model.lora adapts the {count} experts of a layer, and tokens go to experts as the engine chose "
@@ -86,6 +84,34 @@ class Routers:
         )
 
 
+def beside_experts(layer: nn.Module) -> tuple[int, dict[str, nn.Module]]:
+    """Return how many experts are parts of `layer`, 0 where none are, and name -> what may be their router."""
+    parts = dict(layer.named_children())
+    stack = next((part for part in parts.values() if sum(p.dim() == 3 for p in _own(part)) > 1), None)
+    if stack is None:
+        return 0, {}
+    count = next(p.shape[0] for p in _own(stack) if p.dim() == 3)
+
+    def routes(part: nn.Module) -> bool:
+        return part is not stack and any(p.dim() == 2 and p.shape[0] == count for p in _own(part))
+
+    return count, {name: part for name, part in parts.items() if routes(part)}
+
+
+def require_told(told: Tensor, shape: RouteShape) -> None:
+    """Refuse routes [N, L, K] that are not of a model of `shape`.
+
+    Raises:
+        AlignmentError: they are of another one.
+    """
+    if told.shape[1:] != (shape.num_layers, shape.top_k) or int(told.max()) >= shape.num_experts:
+        raise AlignmentError(
+            f"the samples hold routes of shape {tuple(told.shape[1:])} with experts up to {int(told.max())}, and the "
+            f"model has {shape.num_experts} experts in each of {shape.num_layers} layers and takes {shape.top_k}; "
+            "train the model that was sampled from"
+        )
+
+
 class RoutingPass:
     """Routers' choices in one pass over a batch; a context manager that must also span the backward pass, because layers
     that are computed again must choose the same."""
@@ -101,12 +127,8 @@ class RoutingPass:
             AlignmentError: `told` is of another model.
         """
         shape = routers.shape
-        if told is not None and (told.shape[1:] != (shape.num_layers, shape.top_k) or int(told.max()) >= shape.num_experts):
-            raise AlignmentError(
-                f"the samples hold routes of shape {tuple(told.shape[1:])} with experts up to {int(told.max())}, and the "
-                f"model has {shape.num_experts} experts in each of {shape.num_layers} layers and takes {shape.top_k}; "
-                "train the model that was sampled from"
-            )
+        if told is not None:
+            require_told(told, shape)
         self.shape, self.told = shape, told
         count = shape.num_layers
         self.chosen: list[Tensor | None] = [None] * count

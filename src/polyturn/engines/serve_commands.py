@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.weight_transport import Way
 
 SERVER_SIDE = Path(__file__).parent / "server_side"
 
@@ -25,17 +26,22 @@ def vllm_command(
     max_context: int,
     device: str,
     sees: bool = False,
+    way: Way = "folder",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """Return how vLLM serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images."""
+    """Return how vLLM serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images,
+    `way` how new weights come."""
     flags = [
         *("--model", str(model), "--host", "{host}", "--port", "{port}"),
         *("--max-model-len", str(max_context), *([] if sees else ["--skip-tokenizer-init"])),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
-        *("--worker-extension-cls", "polyturn_vllm_worker.WeightLoader", "--scheduling-policy", "priority"),
+        *("--scheduling-policy", "priority"),
+        *([] if way in {"folder", "adapter"} else ["--weight-transfer-config.backend", way]),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+    if way == "ipc":
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles come pickled
     if device == "cpu":
         # A prompt in pieces makes vLLM rewind the request's random generator, which a CPU generator cannot: it would crash.
         flags += ["--enforce-eager", "--dtype", "float32", "--no-enable-chunked-prefill"]
@@ -53,10 +59,12 @@ def sglang_command(
     max_context: int,
     device: str,
     sees: bool = False,
+    way: Way = "folder",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images."""
+    """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images,
+    `way` how new weights come."""
     flags = ["--host", "{host}", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
     flags += ["--enable-priority-scheduling", "--disable-priority-preemption"]
     if not sees:

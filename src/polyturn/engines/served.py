@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import logging
 import shutil
@@ -26,7 +27,8 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.served_routes import FLAG
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WeightStore
-from polyturn.engines.weight_transport import choose_way
+from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weight_transport import Way, choose_way
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +51,21 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
 
     options: ServerOptions = setup.options
     launch, places = options.launch or LaunchOptions(), setup.places
-    way = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available())
     root = None if options.weights_folder is None else setup.base / options.weights_folder
+    way = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available(), is_shared=root is not None)
+    if setup.adapter is not None:
+        client.adapter_launch(setup.adapter["r"])  # refused before anything is made, also of servers that run already
+    in_folder = way in {"folder", "adapter"}
+    if not in_folder:
+        _require_package(way, setup, client)
     if root is not None and not root.is_dir():
         raise ConfigError(f"engine.weights_folder is {root}, which is no folder; make it where the servers see it too")
     order = make_policy(options.order, base=setup.base, **options.order_kwargs)
     folder = setup.model_folder()
+    own_model = folder.path if folder.is_temporary else None
+    transfer = None if in_folder else WeightTransfer(way, client.open_link, own_model=own_model)
     key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
-    launches = [] if options.urls else _launches(launch, setup, client, command, folder.path)
+    launches = [] if options.urls else _launches(launch, setup, client, functools.partial(command, way=way), folder.path)
     starters = [Server.start if places is None else places.starter(number) for number in range(len(launches))]
     supervisors = [
         ServerSupervisor(spec, max_restarts=launch.max_restarts, start=start)
@@ -71,16 +80,19 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     )
     sent = dataclasses.replace(options, max_in_flight=options.max_in_flight + _FOR_PROBES)
     clients = [
-        client(url, model, options=sent, way=way, headers=bearer(key), supervisor=supervisor)
+        client(url, model, options=sent, transfer=transfer, headers=bearer(key), supervisor=supervisor)
         for url, supervisor in [*((url, None) for url in options.urls), *(("", one) for one in supervisors)]
     ]
-    if places is not None and launches and way == "shared_memory":
-        files: WeightStore = places.store()
+    files: WeightStore
+    if transfer is not None:
+        files = transfer
+    elif places is not None and launches and root is None:
+        files = places.store(setup.adapter)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
     else:
         root = None if root is None else root.resolve()
-        files = WeightFolder(folder.path, root=root, owns_model=folder.is_temporary)
+        files = WeightFolder(folder.path, root=root, owns_model=folder.is_temporary, adapter=setup.adapter)
     return EnginePool(
         clients,
         policy=order,
@@ -89,6 +101,66 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         patience_s=options.patience_s,
         files=files,
     )
+
+
+def require_one_version(pool: EnginePool) -> None:
+    """Refuse servers, all of which have started, of several versions: they would sample, and take weights, in other ways.
+
+    Raises:
+        ConfigError: naming a server of each version.
+    """
+    clients = [replica.engine for replica in pool.replicas if isinstance(replica.engine, RemoteEngine)]
+    at = {client.software: client.url for client in reversed(clients)}
+    if len(at) > 1:
+        said = ", ".join(f"{what} at {url}" for what, url in sorted(at.items()))
+        raise ConfigError(f"the servers are of several versions: {said}; install one on all nodes (engine.launch.python)")
+
+
+def _require_package(way: Way, setup: EngineSetup, client: type[RemoteEngine]) -> None:
+    """Refuse a transfer of tensors of which the trainer's side is not installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    package = client.transfer_package
+    if package is not None and importlib.util.find_spec(package) is None:
+        _refuse(
+            f"engine.weights comes to {way}, the trainer's side of which is in the package {package}, and that is not "
+            "installed beside polyturn; install it, or let weights go through a folder (engine.weights_folder, one that the "
+            "servers see too)",
+            setup,
+        )
+
+
+def _require_sleep(setup: EngineSetup, client: type[RemoteEngine], launch: LaunchOptions, *, device: str) -> None:
+    """Refuse servers that cannot be on the trainer's own GPUs.
+
+    Raises:
+        ConfigError: there are no GPUs, or a server would take all of one.
+    """
+    if device != "cuda":
+        _refuse(
+            "engine.update is sleep, which is for servers on the trainer's GPUs, and there is no CUDA for them here: on "
+            "processors nothing is freed by sleep; leave engine.update at in_flight, or set it to wait",
+            setup,
+        )
+    elif not any(arg.partition("=")[0] == client.share_flag for arg in launch.args):
+        _refuse(
+            f"engine.update is sleep and engine.launch.args is {launch.args}, so that {client.name} takes nearly all of a "
+            f"GPU beside the trainer; add {client.share_flag} with the share that `polyturn plan` says is left",
+            setup,
+        )
+
+
+def _refuse(problem: str, setup: EngineSetup) -> None:
+    """Refuse a run that would not start on this machine; a plan of it is shown, with a warning.
+
+    Raises:
+        ConfigError: the run is to start.
+    """
+    if not setup.is_plan:
+        raise ConfigError(problem)
+    logger.warning("on this machine the run would not start: %s", problem)
 
 
 def _launches(
@@ -102,17 +174,19 @@ def _launches(
 
     places = setup.places
     if places is None and launch.python is None and importlib.util.find_spec(client.name) is None:
-        missing = (
+        _refuse(
             f"{client.name} is not installed here; set engine.launch.python to the interpreter of an environment that has "
-            "it, or engine.urls to a server that runs"
+            "it, or engine.urls to a server that runs",
+            setup,
         )
-        if not setup.is_plan:
-            raise ConfigError(missing)
-        logger.warning("on this machine the run would not start: %s", missing)
     count = launch.replicas if places is None else places.count
     device = "cuda" if (torch.cuda.is_available() if places is None else places.num_gpus) else "cpu"
     wide = ["--tensor-parallel-size", str(places.num_gpus)] if places is not None and places.num_gpus > 1 else []
+    sleeps = setup.options.update == "sleep"
+    if sleeps:
+        _require_sleep(setup, client, launch, device=device)
     asks = _asks_for_routes(setup, client, device=device)
+    more, beside = ([], {}) if setup.adapter is None else client.adapter_launch(setup.adapter["r"])
     if places is None and device == "cuda" and count > 1 and not launch.devices:
         raise ConfigError(
             f"engine.launch.replicas is {launch.replicas} and nothing says which GPUs each server gets; set "
@@ -127,8 +201,8 @@ def _launches(
             max_context=setup.max_context,
             device=device,
             sees=setup.media is not None,
-            args=[*wide, *([FLAG] if asks else []), *launch.args],
-            env={**devices, **(client.routes_env if asks else {}), **launch.env},
+            args=[*wide, *([FLAG] if asks else []), *([client.sleep_flag] if sleeps else []), *more, *launch.args],
+            env={**devices, **(client.routes_env if asks else {}), **beside, **launch.env},
         )
         specs.append(dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=launch.log_of(number)))
     return specs

@@ -52,13 +52,13 @@ class ServedRoutes:
         """Return the routes in vLLM's answer; None where there are none."""
         if self._shape is None or not text:
             return None
-        return self._cut(request, num_sampled, np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
+        return self._cut(request, num_sampled, np.load(io.BytesIO(_decoded(text)), allow_pickle=False))
 
     def read_bytes(self, request: GenerateRequest, num_sampled: int, text: str | None) -> Any | None:
         """Return the routes in SGLang's answer; None where there are none."""
         if self._shape is None or not text:
             return None
-        flat = np.frombuffer(base64.b64decode(text), np.int32)
+        flat = np.frombuffer(_decoded(text), np.int32)
         return self._cut(request, num_sampled, flat.reshape(-1, self._shape.num_hidden_layers, self._shape.top_k))
 
     def _cut(self, request: GenerateRequest, num_sampled: int, array: Any) -> Any | None:
@@ -66,3 +66,7 @@ class ServedRoutes:
         assert self._shape is not None
         count = len(request.prompt_ids) + num_sampled - 1 - request.routed_from
         return self._shape.read(array[len(array) - count :]) if 0 < count <= len(array) else None
+
+
+def _decoded(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)  # else what is no base64 would be left out, and the rest be read

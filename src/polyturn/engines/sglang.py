@@ -9,14 +9,10 @@ with it.
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import contextlib
-import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,20 +21,15 @@ from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
-from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
-from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, ServerLoad
+from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers
+from polyturn.engines.sglang_transfer import SglangLink
 from polyturn.engines.weight_checksums import ServerChecksums
-from polyturn.engines.weight_files import WrittenWeights
-from polyturn.engines.weight_group import WeightGroup
-from polyturn.engines.weight_handles import SharedBucket
-from polyturn.engines.weight_transport import buckets
+from polyturn.engines.weight_transfer import TransferServer
+from polyturn.engines.weight_transport import Way
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_LOAD_TIMEOUT_S = 600.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -46,6 +37,7 @@ class SglangEngine(RemoteEngine):
     """One SGLang server."""
 
     name = "sglang"
+    sleep_flag, share_flag = "--enable-memory-saver", "--mem-fraction-static"
     _has_sessions = True
     """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""
 
@@ -72,13 +64,14 @@ class SglangEngine(RemoteEngine):
             priorities=bool(found.get("enable_priority_scheduling")) and not found.get("schedule_low_priority_values_first"),
             max_context=found.get("context_length"),
             num_workers=int(found.get("tp_size") or 1) * int(found.get("pp_size") or 1),
+            version=str(found.get("version") or ""),
         )
 
     async def checksums(self) -> ServerChecksums | None:
         """Return the checksums of what each rank holds; None from a server without our plug-in: its own do not add up."""
         await self._met()
         try:
-            reply = await self._post("/weights_checker", {"action": "checksum"}, timeout_s=_LOAD_TIMEOUT_S)
+            reply = await super().tell("/weights_checker", {"action": "checksum"})
         except EngineLostError:
             raise
         except EngineError:
@@ -149,77 +142,46 @@ class SglangEngine(RemoteEngine):
     async def _pause(self) -> None:
         await self._post("/pause_generation", {"mode": "retract"})
 
-    async def _load(self, folder: Path, version: int) -> None:
-        body = {"model_path": str(folder), "weight_version": self.tag(version), "flush_cache": True}
+    async def load_folder(self, folder: Path) -> None:
+        """Let the server load a checkpoint.
+
+        Raises:
+            EngineError: it cannot.
+        """
         try:
-            await self._told("/update_weights_from_disk", body)
+            await self.tell("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
         except EngineLostError:
             raise
         except EngineError as problem:
-            raise EngineError(
-                f"the server did not take the weights of version {version} from {folder}; if it does not see that folder, "
-                f"set engine.weights to http, or to disk with an engine.weights_folder for both ({one_line(problem)})"
-            ) from problem
+            raise EngineError(f"{self.url} does not load {folder}; {UNSEEN} ({one_line(problem)})") from problem
 
-    async def _send(self, weights: WrittenWeights, version: int) -> None:
-        known = self._group is not None
-        if known:  # a server that was started again since has left the group, and would die of the next broadcast
-            known = (await self._link.get("/model_info")).get("weight_version") == self.tag(self.version)
-        group = await self._joined_group(self._join, is_known=known)
-        if self._has_sessions:
-            await self._told("/begin_weight_update", {"selector": "target"})
-        try:
-            for bucket in buckets(weights):
-                await self._send_bucket(bucket, group)
-        except BaseException:
-            if self._has_sessions:  # one that stays open refuses the next weights
-                with contextlib.suppress(EngineError):
-                    await self._told("/end_weight_update", {})
-            raise
-        if self._has_sessions:
-            await self._told("/end_weight_update", {})
+    @staticmethod
+    async def open_link(way: Way, servers: Sequence[TransferServer]) -> SglangLink:
+        """Return the trainer's end of SGLang's own updates."""
+        return await SglangLink.open(way, servers)
+
+    async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Post what the server answers with whether it did it; a server without sessions needs none.
+
+        Raises:
+            EngineLostError: it did not answer.
+            EngineError: it did not do it.
+        """
+        if not self._has_sessions and path in {"/begin_weight_update", "/end_weight_update"}:
+            return None
+        reply = await super().tell(path, body)
+        if not reply["success"]:
+            raise EngineError(f"{self.url}{path} failed: {reply['message']}")
+        return reply
+
+    async def _loaded(self) -> None:
         await self._post("/flush_cache")  # with no wait: what was running stands in the queue again
-        await self._rename(self.tag(version))
 
     async def _rename(self, tag: str) -> None:
         await self._post("/update_weight_version", {"new_version": tag, "abort_all_requests": False})
 
-    async def _send_bucket(self, bucket: Mapping[str, Tensor], group: WeightGroup | None) -> None:
-        """Broadcast a bucket; or send it, or on this machine where it lies, in the server's format, a pickle a rank."""
-        body: dict[str, Any] = {"flush_cache": False}
-        if group is not None:
-            body |= {
-                "names": list(bucket),
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
-                "shapes": [list(tensor.shape) for tensor in bucket.values()],
-                "group_name": group.name,
-            }
-            await group.broadcast(list(bucket.values()), self._told("/update_weights_from_distributed", body))
-            return
-        workers = 1 if self._facts is None else self._facts.num_workers
-        path = "/update_weights_from_tensor"
-        if self._way != "ipc":
-            data = await asyncio.to_thread(_encoded, bucket)
-            await self._told(path, body | {"serialized_named_tensors": [data] * workers})
-            return
-        shared = await asyncio.to_thread(SharedBucket, bucket)
-        try:
-            await self._told(path, body | {"serialized_named_tensors": [shared.pickled() for _ in range(workers)]})
-        finally:
-            shared.close()
-
-    async def _join(self, group: WeightGroup) -> None:
-        where = {"master_address": group.host, "master_port": group.port, "rank_offset": 1, "world_size": group.size}
-        await self._told("/init_weights_update_group", {**where, "group_name": group.name, "backend": group.backend})
-
-    async def _leave_group(self, name: str) -> None:
-        await self._told("/destroy_weights_update_group", {"group_name": name})
-
-    async def _told(self, path: str, body: Mapping[str, Any]) -> None:
-        """Post what the server answers with whether it did it."""
-        reply = await self._post(path, body, timeout_s=_LOAD_TIMEOUT_S)
-        if not reply["success"]:
-            raise EngineError(f"{self.url}{path} failed: {reply['message']}")
+    async def _named(self) -> str:
+        return str((await self._link.get("/model_info")).get("weight_version"))
 
     async def _forget(self) -> None:
         await self._post("/flush_cache?timeout=30")  # it waits for the requests that run
@@ -227,10 +189,14 @@ class SglangEngine(RemoteEngine):
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
 
+    async def _sleep(self) -> None:
+        await self._pause()  # what runs goes back to the queue: it must be idle
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout_s=LOAD_TIMEOUT_S)
 
-def _encoded(bucket: Mapping[str, Tensor]) -> str:
-    """Return tensors as the server reads them: pickled with their bytes, which another process can open, in base64."""
-    return base64.b64encode(pickle.dumps([(name, t.cpu().clone()) for name, t in bucket.items()])).decode("ascii")
+    async def _wake(self, memory: Memory) -> None:
+        await self._post("/resume_memory_occupation", {"tags": [memory]}, timeout_s=LOAD_TIMEOUT_S)
+        if memory == "kv_cache":
+            await self._resume()
 
 
 def build(setup: EngineSetup) -> Engine:

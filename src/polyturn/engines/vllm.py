@@ -9,35 +9,33 @@ which is not what training means by a logprob, so a run that samples with those 
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from polyturn.core.continuation import version_runs
-from polyturn.core.errors import ConfigError, EngineError, one_line
+from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
-from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
-from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, ServerLoad
+from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
+from polyturn.engines.vllm_transfer import VllmLink
 from polyturn.engines.weight_checksums import ServerChecksums
-from polyturn.engines.weight_files import WrittenWeights
-from polyturn.engines.weight_handles import SharedBucket
-from polyturn.engines.weight_transport import buckets
+from polyturn.engines.weight_transfer import TransferServer
+from polyturn.engines.weight_transport import Way
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_LOAD_TIMEOUT_S = 600.0
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
 """Its metrics' names of the fields of a `ServerLoad`."""
+_ADAPTER = "polyturn"
+"""The name by which its server knows the adapter that is trained."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM reserves memory for."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -45,7 +43,9 @@ class VllmEngine(RemoteEngine):
     """One vLLM server."""
 
     name = "vllm"
+    transfer_package = "vllm"
     routes_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    sleep_flag, share_flag = "--enable-sleep-mode", "--gpu-memory-utilization"
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -62,33 +62,43 @@ class VllmEngine(RemoteEngine):
 
     async def _describe(self) -> ServerFacts:
         try:
-            found = await self._post("/collective_rpc", {"method": "polyturn_describe"})
+            found = (await self._link.get("/server_info?config_format=json", timeout_s=LOAD_TIMEOUT_S))["vllm_config"]
+            workers = (await self._link.get("/get_world_size"))["world_size"]
+            version = (await self._link.get("/version"))["version"]
         except EngineError as problem:
             raise EngineError(
                 f"the server at {self.url} cannot be used for training; start it with VLLM_SERVER_DEV_MODE=1 and the flags "
                 f"in docs/guides/engines.md ({one_line(problem)})"
             ) from problem
-        facts = found["results"][0]
-        if facts["logprobs_mode"] != "processed_logprobs":
+        model = found["model_config"]
+        if model["logprobs_mode"] != "processed_logprobs":
             raise EngineError(
-                f"the vLLM server at {self.url} runs with --logprobs-mode {facts['logprobs_mode']}; training needs "
+                f"the vLLM server at {self.url} runs with --logprobs-mode {model['logprobs_mode']}; training needs "
                 "processed_logprobs, those after the temperature"
             )
-        self._routes.check_given(bool(facts.get("routes")), url=self.url)
+        self._routes.check_given(bool(found["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
         return ServerFacts(
             seeded=True,
-            priorities=facts["policy"] == "priority",
-            max_context=facts["max_model_len"],
-            num_workers=len(found["results"]),
-            checksums=bool(facts.get("checksums")),
+            priorities=found["scheduler_config"]["policy"] == "priority",
+            max_context=model["max_model_len"],
+            num_workers=int(workers),
+            version=version,
         )
 
     async def checksums(self) -> ServerChecksums | None:
-        """Return the checksums of what each worker holds; None from a server with an older copy of our worker."""
+        """Return the checksums of what each worker holds; None from a server without our plug-in: its own do not add up."""
         await self._met()
-        if self._facts is None or not self._facts.checksums:
+        try:
+            found = (await self.tell("/weight_checker", {"action": "checksum"}))["checksums"]
+        except EngineLostError:
+            raise
+        except EngineError:
             return None
-        return ServerChecksums.read((await self._rpc("polyturn_checksums"))["results"])
+        workers: dict[str, dict[str, str]] = {}
+        for name, text in found.items():  # dp0:pp0:pcp0:tp1:model.norm.weight
+            worker, _, tensor = name.rpartition(":")
+            workers.setdefault(worker, {})[tensor] = text
+        return ServerChecksums.read(list(workers.values()))
 
     async def _look(self) -> None:
         await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
@@ -123,6 +133,8 @@ class VllmEngine(RemoteEngine):
             images = zip(sent.uris, sent.keys, strict=True)
             body["content_parts"] = [{"type": "image_url", "url": uri, "uuid": key} for uri, key in images]
             body["return_token_ids"] = True
+        if self._adapter is not None:
+            body["model"] = self._adapter
         if self._facts is not None and self._facts.priorities:
             body["priority"] = -round(request.priority)  # the lowest goes first there
         return HttpCall("/inference/v1/generate", body)
@@ -151,57 +163,57 @@ class VllmEngine(RemoteEngine):
     async def _pause(self) -> None:
         await self._post("/pause?mode=keep")
 
-    async def _load(self, folder: Path, version: int) -> None:
-        rpc = {"method": "polyturn_load_weights", "kwargs": {"folder": str(folder)}, "timeout": _LOAD_TIMEOUT_S}
-        said = await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
-        if "no folder" in said["results"]:
-            raise EngineError(
-                f"the server at {self.url} does not see {folder}; let it share this machine's memory, or set engine.weights "
-                "to http, or to disk with an engine.weights_folder that both see"
-            )
-        await self._renamed(version)
+    async def load_folder(self, folder: Path) -> None:
+        """Let the server load a checkpoint.
 
-    async def _send(self, weights: WrittenWeights, version: int) -> None:
-        group = self._group
-        known = group is not None and "True" in (await self._rpc("polyturn_has_group", name=group.name))["results"]
-        group = await self._joined_group(
-            lambda new: self._rpc(
-                "polyturn_join", host=new.host, port=new.port, size=new.size, name=new.name, backend=new.backend
-            ),
-            is_known=known,
-        )
-        for bucket in buckets(weights):
-            if self._way == "ipc":
-                await self._hand_over(bucket)
-            elif group is None:
-                data = await asyncio.to_thread(_encoded, bucket)
-                await self._rpc("polyturn_hold", data=data)
-            else:
-                shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in bucket.items()]
-                theirs = self._rpc("polyturn_receive", name=group.name, tensors=shapes)
-                await group.broadcast(list(bucket.values()), theirs)
-        await self._rpc("polyturn_load_held")
-        await self._renamed(version)
-
-    async def _hand_over(self, bucket: Mapping[str, Tensor]) -> None:
-        """Let the workers open the memory that `bucket` lies in; what they are told is plain values, no pickle."""
-        shared = await asyncio.to_thread(SharedBucket, bucket)
+        Raises:
+            EngineError: it cannot.
+        """
+        rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": LOAD_TIMEOUT_S}
         try:
-            workers = 1 if self._facts is None else self._facts.num_workers
-            await self._rpc("polyturn_open", handles=[shared.handle() for _ in range(workers)], places=shared.places)
-        finally:
-            shared.close()
+            said = await self.tell("/collective_rpc", rpc)
+        except EngineLostError:
+            raise
+        except EngineError as problem:
+            raise EngineError(f"{self.url} does not load {folder}; {UNSEEN} ({one_line(problem)})") from problem
+        if "no folder" in said["results"]:
+            raise EngineError(f"{self.url} does not load {folder}; {UNSEEN}")
 
-    async def _leave_group(self, name: str) -> None:
-        await self._rpc("polyturn_leave", name=name)
+    async def load_adapter(self, folder: Path) -> None:
+        """Let the server load an adapter, which requests that it holds go on with.
 
-    async def _rpc(self, method: str, **arguments: Any) -> Any:
-        rpc = {"method": method, "kwargs": arguments, "timeout": _LOAD_TIMEOUT_S}
-        return await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
+        Raises:
+            EngineError: it cannot.
+        """
+        body = {"lora_name": _ADAPTER, "lora_path": str(folder), "load_inplace": True}
+        try:
+            await self.tell("/v1/load_lora_adapter", body)
+        except EngineLostError:
+            raise
+        except EngineError as problem:
+            raise EngineError(
+                f"{self.url} does not load the adapter in {folder}; {UNSEEN}; one that runs already needs --enable-lora, "
+                f"--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 ({one_line(problem)})"
+            ) from problem
+        self._adapter = _ADAPTER
 
-    async def _renamed(self, version: int) -> None:
+    @staticmethod
+    def adapter_launch(rank: int) -> tuple[list[str], dict[str, str]]:
+        """Return arguments and environment of a server that takes adapters of `rank`."""
+        largest = next((known for known in _RANKS if known >= rank), rank)
+        flags = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(largest)]
+        return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+    @staticmethod
+    async def open_link(way: Way, servers: Sequence[TransferServer]) -> VllmLink:
+        """Return the trainer's end of vLLM's own transfer."""
+        return await VllmLink.open(way, servers)
+
+    async def _loaded(self) -> None:
         await self._forget()
-        await self._rename(self.tag(version))
+
+    async def _named(self) -> str:
+        return str((await self._link.get("/weight_info"))["weight_version"])
 
     async def _rename(self, tag: str) -> None:
         await self._post("/update_weight_version", {"new_version": tag})
@@ -213,12 +225,13 @@ class VllmEngine(RemoteEngine):
     async def _resume(self) -> None:
         await self._post("/resume")
 
+    async def _sleep(self) -> None:
+        await self._post("/sleep?level=2&mode=abort", timeout_s=LOAD_TIMEOUT_S)  # level 2 keeps no copy of the weights
 
-def _encoded(bucket: Mapping[str, Tensor]) -> str:
-    """Return tensors as text: safetensors, in base64."""
-    from safetensors.torch import save
-
-    return base64.b64encode(save({name: t.cpu() for name, t in bucket.items()})).decode("ascii")
+    async def _wake(self, memory: Memory) -> None:
+        woken = await self._post(f"/wake_up?tags={memory}", timeout_s=LOAD_TIMEOUT_S)
+        if memory == "kv_cache" and woken["status"] != "awake":
+            raise EngineError(f"{self.url} was woken and is {woken['status']}")
 
 
 def build(setup: EngineSetup) -> Engine:

@@ -17,14 +17,14 @@ import fcntl
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
-from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import RunningServer
-from polyturn.engines.weight_transport import StreamedTensors, buckets, first_names
+from polyturn.engines.weight_transport import buckets, untied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,52 +35,72 @@ _OWNER = "owner"
 """The file that the owner of a folder has locked."""
 
 
-class WrittenWeights(Mapping[str, Any]):
-    """Weights that lie in a checkpoint already: name -> tensor for whoever wants tensors, a folder for a server.
+class FolderServer(Protocol):
+    """A server, as far as a folder of weights goes."""
 
-    While they are pushed for the first time the trainer's own tensors are at hand as well, and tensors are these: what is
-    on a GPU goes from there to servers that take tensors. After `settle` they are the file's.
-    """
+    @property
+    def process(self) -> RunningServer | None:
+        """The server's process, if its client started it."""
+        ...
 
-    def __init__(self, folder: Path, *, live: Mapping[str, Tensor] | None = None) -> None:
+    async def load_folder(self, folder: Path) -> None:
+        """Let it load the checkpoint in `folder`.
+
+        Raises:
+            EngineError: it cannot.
+        """
+        ...
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Let it load the adapter in `folder`, in place of the one before.
+
+        Raises:
+            EngineError: it cannot.
+        """
+        ...
+
+
+class ServerWeights(ABC):
+    """Weights on their way to servers."""
+
+    is_all_or_nothing: ClassVar[bool] = True
+    """Whether a server on which loading failed still has the weights that it had."""
+
+    def given_to(self, server: Any) -> AbstractContextManager[None]:
+        """Enter before the first wait of a server's update, and leave at its end."""
+        return nullcontext()
+
+    @abstractmethod
+    async def load(self, server: Any) -> None:
+        """Let a server that is held load them.
+
+        Raises:
+            EngineError: it cannot.
+        """
+
+    def settle(self) -> None:
+        """Forget the trainer's own tensors, which are about to change."""
+        return
+
+
+class WrittenWeights(ServerWeights):
+    """Weights that lie in a checkpoint, or an adapter that lies in peft's format."""
+
+    def __init__(self, folder: Path, *, is_adapter: bool = False) -> None:
         self.folder = folder
-        self._live = live
+        self._is_adapter = is_adapter
 
     async def folder_at(self, server: RunningServer | None) -> Path:
         """Return the folder as `server` sees it, which was started by its client, or not (None)."""
         return self.folder
 
-    def settle(self) -> None:
-        """Forget the trainer's own tensors, which are about to change."""
-        self._live = None
-
-    @cached_property
-    def _file(self) -> Mapping[str, Tensor]:
-        from safetensors.torch import load_file
-
-        try:
-            files = [load_file(file) for file in sorted(self.folder.glob("*.safetensors"))]
-        except FileNotFoundError:
-            files = []
-        if files:
-            return {name: tensor for file in files for name, tensor in file.items()}
-        raise EngineError(f"the weights in {self.folder} have been replaced by newer ones")
-
-    @property
-    def _tensors(self) -> Mapping[str, Tensor]:
-        return self._file if self._live is None else self._live
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    async def load(self, server: FolderServer) -> None:
+        """Let a server read them."""
+        folder = await self.folder_at(server.process)
+        await (server.load_adapter(folder) if self._is_adapter else server.load_folder(folder))
 
 
-def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> None:
+def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, name: str = "model") -> None:
     """Write the weights of a checkpoint as they come, each piece into a file of its own, and the index that names these."""
     from safetensors.torch import save_file
 
@@ -95,21 +115,24 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> N
         file_of |= dict.fromkeys(piece, number)
         size += sum(tensor.nbytes for tensor in piece.values())
         del piece  # before the next one comes
-    names = [f"model-{i + 1:05d}-of-{len(drafts):05d}.safetensors" for i in range(len(drafts))]
+    names = [f"{name}-{i + 1:05d}-of-{len(drafts):05d}.safetensors" for i in range(len(drafts))]
     if len(drafts) == 1:
-        names = ["model.safetensors"]
-    for draft, name in zip(drafts, names, strict=True):
-        draft.rename(folder / name)
+        names = [f"{name}.safetensors"]
+    for draft, file in zip(drafts, names, strict=True):
+        draft.rename(folder / file)
     if len(drafts) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": {name: names[i] for name, i in file_of.items()}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        index = {"metadata": {"total_size": size}, "weight_map": {tensor: names[i] for tensor, i in file_of.items()}}
+        (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 class WeightStore(Protocol):
-    """The place where a pool writes weights once for all of its servers."""
+    """The transport of a pool's weights to all of its servers."""
 
-    def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
-        """Write `weights` in place of those before."""
+    keeps: ClassVar[bool]
+    """Whether a server that comes back can be given them again."""
+
+    def write(self, weights: Mapping[str, Tensor]) -> ServerWeights:
+        """Write `weights` in place of those before, or make them ready to be sent."""
         ...
 
     def close(self) -> None:
@@ -120,13 +143,23 @@ class WeightStore(Protocol):
 class WeightFolder:
     """Writes checkpoints that a server on the same machine reads."""
 
-    def __init__(self, model: Path, *, root: Path | None = None, owns_model: bool = False) -> None:
+    keeps: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        root: Path | None = None,
+        owns_model: bool = False,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> None:
         """Make a place for checkpoints.
 
         Args:
             model: Where the model's config lies.
             root: Where to make it; shared memory by default.
             owns_model: Whether `close` removes `model` too.
+            adapter: peft's settings of the adapter, where weights are an adapter's alone.
         """
         if root is None and _IN_MEMORY.is_dir():
             root = _IN_MEMORY
@@ -136,6 +169,8 @@ class WeightFolder:
             if folder != self._root and _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         self._config = model / "config.json"
+        self.adapter = adapter
+        """The form of an adapter, which `write` writes beside its weights."""
         self._own = model if owns_model else None
         self._number = 0
         self.last: Path | None = None
@@ -146,14 +181,15 @@ class WeightFolder:
         folder = self._root / f"{self._number:08d}"
         self._number += 1
         folder.mkdir()
-        shutil.copy(self._config, folder / "config.json")
-        first = first_names(weights)
-        is_streamed = isinstance(weights, StreamedTensors)
-        live = weights if is_streamed else {name: weights[name].detach() for name in dict.fromkeys(first.values())}
-        write_safetensors(buckets(live), folder)
+        if self.adapter is None:
+            shutil.copy(self._config, folder / "config.json")
+            write_safetensors(buckets(untied(weights)), folder)
+        else:
+            (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
+            write_safetensors([dict(weights)], folder, name="adapter_model")
         self.drop()
         self.last = folder
-        return WrittenWeights(folder, live=None if is_streamed else live)
+        return WrittenWeights(folder, is_adapter=self.adapter is not None)
 
     def drop(self) -> None:
         """Remove what was written last."""

@@ -1,9 +1,10 @@
-"""WeightGroup: a process group of this process, rank 0, and one server's workers, over which weights are broadcast.
+"""WeightGroup: a process group of this process, rank 0, and all servers' workers, over which weights are broadcast.
 
     trainer 0  --- broadcast --->  worker 1, worker 2, …          gloo between processors, nccl between GPUs
 
 It stands beside every group that training has itself: nothing global is set, and a server that dies ends this group only.
-Servers make their end through the same helper of torch, which is why names and stores have to be as here.
+SGLang makes its end through the same helper of torch, which is why names and stores have to be as here; vLLM brings the
+trainer's end itself (`vllm_transfer.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _TIMEOUT = timedelta(seconds=120)
 class WeightGroup:
     """This process's end of a group."""
 
-    def __init__(self, url: str, *, name: str, backend: str, num_workers: int) -> None:
-        """Open the meeting point at which the server's workers are to join; `name` must be new to the server.
+    def __init__(self, urls: Sequence[str], *, name: str, backend: str, size: int) -> None:
+        """Open the meeting point at which the servers' workers are to join; `name` must be new to them.
 
         Raises:
             EngineError: the backend cannot work in this process.
@@ -37,8 +38,8 @@ class WeightGroup:
 
         self.name = name
         self.backend = backend
-        self.size = 1 + num_workers
-        self.host = address_towards(url)
+        self.size = size
+        self.host = address_towards(urls)
         self._device = _device(backend)
         self._store = TCPStore(self.host, 0, self.size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         self.port = self._store.port
@@ -47,20 +48,20 @@ class WeightGroup:
         """Holds nobody up at the end, if it still waits for a server that has died."""
 
     async def join(self, theirs: Awaitable[Any]) -> None:
-        """Make the group; `theirs` is the call in which the server joins.
+        """Make the group; `theirs` is the call in which the servers join.
 
         Raises:
             EngineLostError: it did not come about.
-            EngineError: the server's.
+            EngineError: a server's.
         """
         await self._together(self._join, theirs)
 
     async def broadcast(self, tensors: Sequence[Tensor], theirs: Awaitable[Any]) -> None:
-        """Send `tensors`; `theirs` is the call in which the server receives them.
+        """Send `tensors`; `theirs` is the call in which the servers receive them.
 
         Raises:
             EngineLostError: they did not all arrive.
-            EngineError: the server's.
+            EngineError: a server's.
         """
         await self._together(lambda: self._broadcast(tensors), theirs)
 
@@ -76,7 +77,7 @@ class WeightGroup:
             await own
         except (RuntimeError, ValueError) as failed:
             other.cancel()
-            raise EngineLostError(f"the {self.backend} group with the server broke ({one_line(failed)})") from failed
+            raise EngineLostError(f"the {self.backend} group with the servers broke ({one_line(failed)})") from failed
         await other
 
     def _join(self) -> None:
@@ -127,7 +128,5 @@ def _device(backend: str) -> torch.device:
     if backend != "nccl":
         return torch.device("cpu")
     if not torch.cuda.is_available() or not is_nccl_available():
-        raise EngineError(
-            "a group over nccl needs a GPU and a torch built with nccl here; set engine.weights to gloo or http"
-        )
+        raise EngineError("a group over nccl needs a GPU and a torch built with nccl here; set engine.weights to gloo")
     return torch.device("cuda", torch.cuda.current_device())

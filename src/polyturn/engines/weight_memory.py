@@ -10,6 +10,7 @@ copy. The memory has no name in the file system: it is gone with the last proces
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -21,14 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from polyturn.core.errors import EngineError, did_you_mean
-from polyturn.engines.server_side.polyturn_weights import cut
 
 _ALIGN = 64
 NUM_SLOTS = 2
 
 
 class TensorSlot(NamedTuple):
-    """The place of a tensor in a slot, as `cut` takes it."""
+    """The place of a tensor in a slot."""
 
     name: str
     dtype: str
@@ -62,7 +62,7 @@ class WeightMemory:
         """Return name -> tensor over the memory of a slot."""
         if slot not in self._views:
             memory = torch.frombuffer(memoryview(self._map), dtype=torch.uint8, offset=slot * self.size)
-            self._views[slot] = cut(memory, self.places)
+            self._views[slot] = {place.name: _view(memory, place) for place in self.places}
         return self._views[slot]
 
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
@@ -85,6 +85,12 @@ class WeightMemory:
         """Let go of the memory. Tensors over it stay valid as long as they are held."""
         self._views.clear()
         os.close(self.fd)
+
+
+def _view(memory: Tensor, place: TensorSlot) -> Tensor:
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    size = math.prod(place.shape) * dtype.itemsize
+    return memory[place.offset : place.offset + size].view(dtype).view(place.shape)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,13 +1,9 @@
-"""The ways of new weights to a server, and which of them a server can be reached by.
+"""The ways of new weights to a server, and the pieces in which tensors are sent.
 
-    shared_memory   a checkpoint in this machine's memory, which the server reads     the server runs on this machine
-    disk            a checkpoint in a folder that both see                            a shared file system
-    ipc             handles of memory, in calls of the server, which opens it         the server runs on this machine
-    http            the tensors themselves, in buckets, as calls of the server        wherever its address reaches
-    gloo, nccl      a process group with the server's workers; a call names tensors,
-                    and they are broadcast                                            a network between both, both ways
-
-Every way starts from the same written copy, so that a server which comes back later gets exactly what the others got.
+folder       a checkpoint in this machine's memory, or in a folder that both see, which the server reads
+gloo, nccl   the server's own transfer: tensors are broadcast to all servers at once    a network between both, both ways
+adapter      as folder, of the adapter alone, which the server computes beside weights that stay
+ipc          the server's own transfer: it opens the trainer's memory                   the same GPU
 """
 
 from __future__ import annotations
@@ -24,34 +20,35 @@ from polyturn.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Way = Literal["shared_memory", "disk", "ipc", "http", "gloo", "nccl"]
+Way = Literal["folder", "gloo", "nccl", "ipc", "adapter"]
 WAYS: tuple[Way, ...] = get_args(Way)
-FOLDER_WAYS: frozenset[Way] = frozenset({"shared_memory", "disk"})
-"""Those in which the server reads a folder by itself."""
-GROUP_WAYS: frozenset[Way] = frozenset({"gloo", "nccl"})
 BUCKET_BYTES = 256 * 2**20
 """So much is sent at once; a larger tensor goes alone."""
 
 
-def choose_way(way: Way | Literal["auto", "group"], urls: Sequence[str], *, has_gpu: bool = False) -> Way:
-    """Return the way to the servers at `urls`; none are servers that this process starts. `auto` is shared memory on this
-    machine, and HTTP where a server is on another; `group` is nccl where this process has a GPU, else gloo.
+def choose_way(way: Way | Literal["auto"], urls: Sequence[str], *, has_gpu: bool = False, is_shared: bool = False) -> Way:
+    """Return the way to the servers at `urls`; none are servers that this process starts. `auto` is the folder where all of
+    them can read it, and else nccl where this process has a GPU, or gloo.
+
+    Args:
+        way: What was asked for.
+        urls: The servers that run already.
+        has_gpu: Whether this process has a GPU.
+        is_shared: Whether the folder is one that other machines see too.
 
     Raises:
-        ConfigError: a server on another machine cannot read this one's memory, or there is no GPU for nccl.
+        ConfigError: a server on another machine cannot read this one's memory, or there is no GPU for nccl or ipc.
     """
-    far = [url for url in urls if not is_here(url)]
+    far = [] if is_shared else [url for url in urls if not is_here(url)]
     if way == "auto":
-        return "http" if far else "shared_memory"
-    if way == "group":
-        return "nccl" if has_gpu else "gloo"
-    if way in {"shared_memory", "ipc"} and far:
+        return "folder" if not far else "nccl" if has_gpu else "gloo"
+    if way in {"folder", "adapter", "ipc"} and far:
         raise ConfigError(
-            f"engine.weights is {way}, and {far[0]} is another machine, which cannot read this one's memory; use "
-            "http, group, or disk with an engine.weights_folder that both machines see"
+            f"engine.weights is {way}, and {far[0]} is another machine, which cannot read this one's memory; use nccl or "
+            "gloo, or an engine.weights_folder that both machines see"
         )
-    if way == "nccl" and not has_gpu:
-        raise ConfigError("engine.weights is nccl, which needs a GPU here; use group, gloo, http or shared_memory")
+    if way in {"nccl", "ipc"} and not has_gpu:
+        raise ConfigError(f"engine.weights is {way}, which needs a GPU here; use folder, or gloo")
     return way
 
 
@@ -80,9 +77,9 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def address_towards(url: str) -> str:
-    """Return this machine's address as the server at `url` can reach it."""
-    parts = urlsplit(url)
+def address_towards(urls: Sequence[str]) -> str:
+    """Return this machine's address as the servers at `urls` can reach it: if one is elsewhere, not loopback."""
+    parts = urlsplit(next((url for url in urls if not is_here(url)), urls[0]))
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -150,6 +147,20 @@ class StreamedTensors(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._at)
+
+
+def untied(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return each tensor once, under its first name; those that are streamed as they are."""
+    if isinstance(weights, StreamedTensors):
+        return weights
+    return {name: weights[name].detach() for name in dict.fromkeys(first_names(weights).values())}
+
+
+def kinds_of(weights: Mapping[str, Tensor]) -> Mapping[str, TensorKind]:
+    """Return name -> shape and type, without bringing anything."""
+    if isinstance(weights, StreamedTensors):
+        return weights.kinds
+    return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
 
 
 def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:

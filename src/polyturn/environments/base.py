@@ -25,6 +25,7 @@ import numpy as np
 
 from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, MissingModuleError, SchedulerError, UnknownNameError, did_you_mean, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
@@ -172,7 +173,8 @@ def require(module: str, *, install: str, needed_by: str) -> ModuleType:
         raise MissingModuleError(
             f"env {needed_by!r} needs the package {module!r}, which is not installed; pip install {install}"
         ) from problem
-    except Exception as problem:  # whatever a package does when it is imported
+    except PLUGIN_RAISES as problem:  # whatever a package does when it is imported
+        pass_interrupt(problem)
         raise MissingModuleError(
             f"env {needed_by!r}: the package {module!r} fails when it is imported ({one_line(problem)}); install it again: "
             f"pip install {install}"
@@ -201,7 +203,8 @@ def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any
         return make()
     except ConfigError:
         raise
-    except Exception as problem:  # whatever a package raises for arguments that it does not like
+    except PLUGIN_RAISES as problem:  # whatever a package raises for arguments that it does not like
+        pass_interrupt(problem)
         told = (
             f" with kwargs {dict(kwargs)!r:.200}: {one_line(problem)}; change env.kwargs"
             if kwargs

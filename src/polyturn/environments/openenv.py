@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 INSTALL = "openenv-core"
 MAX_MESSAGE_BYTES = 8 << 20
+_FENCE = {"type": "state"}
+"""Sent behind every question. Answers come in the order of what was asked, and name no question; so one that belongs to an
+earlier question stands where the answer to this is expected, and no other sign tells the two apart."""
 _OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
 """Error codes of an action that the environment does not take: the model is told, and the episode goes on."""
 
@@ -301,13 +304,16 @@ class OpenEnvSession:
         import aiohttp
 
         assert self._socket is not None and self._reading is not None
-        is_early = not self._answers.empty()
+        early = None if self._answers.empty() else self._answers.get_nowait()
+        if early is not None:
+            self._told(early, kind)
+            raise self._lost(f"answered more than it was asked, before a {kind}: {early!r:.200}")
         try:
             async with asyncio.timeout(self._adapter.options.timeout_s):
-                if not is_early:
-                    await self._socket.send_json({"type": kind, "data": data})
+                for message in ({"type": kind, "data": data}, _FENCE):
+                    await self._socket.send_json(message)
                 said = await self._answers.get()
-                await asyncio.sleep(0)  # what was sent with it comes in
+                behind = None if said is None else await self._answers.get()
         except TimeoutError as problem:
             self._reading.cancel()  # an end by agreement would take as long again
             raise self._lost(f"took longer than {self._adapter.options.timeout_s:g} s for a {kind}") from problem
@@ -315,9 +321,14 @@ class OpenEnvSession:
             raise self._lost(f"hung up at a {kind}") from problem
         if said is None:
             raise self._lost(f"hung up at a {kind}")
-        # Once it has hung up, nothing but that is left.
-        if is_early or not (self._answers.empty() or self._reading.done()):
-            raise self._lost(f"answered more than it was asked, {'before' if is_early else 'at'} a {kind}: {said!r:.200}")
+        told = self._told(said, kind)
+        if behind is not None and _kind_of(behind) not in ("state", "error"):
+            raise self._lost(f"answered more than it was asked, at a {kind}: {said!r:.200}, and behind it {behind!r:.200}")
+        if kind == "reset" and "error" in told:
+            raise self._lost(f"refuses the reset: {told['error']}")
+        return told
+
+    def _told(self, said: str, kind: str) -> dict[str, Any]:
         try:
             answer = loads(said)
             found = answer["data"]
@@ -326,8 +337,6 @@ class OpenEnvSession:
                 raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise self._lost(f"answered a {kind} with {said!r:.200}") from problem
-        if kind == "reset" and "error" in told:
-            raise self._lost(f"refuses the reset: {told['error']}")
         return told
 
     def _refusal(self, found: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -354,6 +363,13 @@ async def _refuse_redirect(*_: object) -> None:
     import aiohttp
 
     raise aiohttp.ClientError("it answers with a redirect, and none is followed")
+
+
+def _kind_of(said: str) -> Any:
+    try:
+        return loads(said)["type"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _options(name: str, kwargs: Mapping[str, Any]) -> OpenEnvOptions:

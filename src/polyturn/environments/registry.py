@@ -18,7 +18,7 @@ from typing import Any
 from polyturn.core.entry_points import wrong_kind
 from polyturn.core.env import ENV, Env
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
-from polyturn.core.live import is_label
+from polyturn.core.live import is_label, shown_name
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import Registry, import_attr
 from polyturn.environments.base import Adapter
@@ -87,11 +87,12 @@ class _Own(Adapter):
 
 def _own(name: str, found: Any, kwargs: Mapping[str, Any], base: Path | None) -> Adapter:
     if isinstance(found, type):
-        check_class(found, ADAPTER if issubclass(found, Adapter) else ENV, where=f"env {name!r}")
+        check_class(found, ADAPTER if issubclass(found, Adapter) else ENV, where=f"env {shown_name(name)!r}")
     if isinstance(found, type) and issubclass(found, Adapter):
         return found(name, name.partition(":")[2], kwargs, base=base)
     if not callable(found):
+        kind = type(found).__name__
         raise ConfigError(
-            f"env {name!r} is {found!r:.100}; name an Adapter, or a class with reset(seed), step(action) and close()"
+            f"env {shown_name(name)!r} is an object of {kind}; give the class, {kind}, of which each episode makes an object"
         )
     return _Own(name, found, kwargs, base=base)

@@ -5,16 +5,14 @@ Nothing here generates or scores by itself: an evaluation is a rollout of small 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyturn.core.generation import SamplingParams
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import EvalReport, report
-from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 
 
@@ -42,11 +40,9 @@ class EvalResult(NamedTuple):
 
 
 async def evaluate(
-    context: RolloutContext,
+    pool: RolloutPool,
     which: EvalSet,
     *,
-    max_concurrent: int = 256,
-    max_failed_share: float = 0.1,
     limit: int | None = None,
     seed: int = 0,
     on_group: Callable[[TrajectoryGroup], None] | None = None,
@@ -55,10 +51,8 @@ async def evaluate(
     """Run every task of `which` as often as it says, and return the report and the trajectories.
 
     Args:
-        context: What the episodes share.
+        pool: Runs the episodes; the evaluation ends with an error when a larger share of them failed than it allows.
         which: The tasks and how they are decoded.
-        max_concurrent: Live episodes at any moment.
-        max_failed_share: The evaluation ends with an error when a larger share of its trajectories failed.
         limit: Use only the first `limit` tasks.
         seed: Seeds the sampling of every task.
         on_group: Called as each task is done, for progress.
@@ -67,14 +61,11 @@ async def evaluate(
     Raises:
         RolloutError: too large a share of the trajectories failed.
     """
-    if which.max_turns is not None:
-        context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=which.max_turns))
-    pool = RolloutPool(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share, on_group=on_group)
-    specs = [
-        GroupSpec(id=f"eval-{which.name}-{index}", task=task, size=which.num_samples, seed=seed, sampling=which.sampling)
+    of_set: Any = {"size": which.num_samples, "sampling": which.sampling, "max_turns": which.max_turns}
+    groups = await pool.apart(on_group=on_group).run(
+        GroupSpec(id=f"eval-{which.name}-{index}", task=task, seed=seed, **of_set)
         for index, task in enumerate(which.tasks[:limit])
-    ]
-    groups = await pool.run(specs)
+    )
     groups = groups if finish is None else [finish(group) for group in groups]
     trajectories = [t for g in groups for t in g.trajectories]
     return EvalResult(report(trajectories, success_at=which.success_at), groups)

@@ -11,13 +11,16 @@ the event loop, and their deadline begins when they do.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.errors import RolloutError, one_line
+from polyturn.core.interrupts import pass_interrupt
 from polyturn.core.own_time import OwnTime
 from polyturn.core.watchdog import calls_plugins
 from polyturn.infra.threads import DaemonThreads
@@ -43,6 +46,7 @@ class CallWithDeadline:
         self._grace_s = grace_s
         self._threads = DaemonThreads(name=name, max_threads=max_threads)
         self._left: set[asyncio.Future[Any]] = set()
+        self._alarms = PerLoop(_Alarms)
 
     @property
     def num_abandoned(self) -> int:
@@ -76,8 +80,7 @@ class CallWithDeadline:
             result = await self._threads.run(work, on_late=on_late, is_owed=is_owed)
             return await result if inspect.isawaitable(result) else result
         except (SystemExit, KeyboardInterrupt) as problem:  # would end the event loop
-            if type(problem) is KeyboardInterrupt:  # a person's, which comes wherever the main thread is
-                raise
+            pass_interrupt(problem)
             raise RuntimeError(one_line(problem)) from problem
 
     async def run(
@@ -100,7 +103,7 @@ class CallWithDeadline:
 
         Raises:
             DeadlineError: it was not done in time.
-            Exception: whatever `work` raised; its own CancelledError and SystemExit come as RuntimeError.
+            Exception: whatever `work` raised; its own CancelledError, SystemExit and KeyboardInterrupt come as RuntimeError.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         caller = asyncio.current_task()
@@ -112,10 +115,10 @@ class CallWithDeadline:
             called = self.call(work, on_late=on_late, is_owed=is_owed)
             task = asyncio.Task(called, loop=asyncio.get_running_loop(), name=name, **_BEGIN_AT_ONCE)
         try:
-            if not task.done():
-                await asyncio.wait({task}, timeout=limit_s)
-            while not task.done() and (rest_s := limit_s - stretch.seconds) > 0:
-                await asyncio.wait({task}, timeout=rest_s)
+            rest_s = limit_s
+            while not task.done() and rest_s > 0:
+                await self._alarms().wait(task, rest_s)
+                rest_s = limit_s - stretch.seconds
             if not task.done():
                 await self._stop(task)
                 raise DeadlineError(f"it took longer than {limit_s:g} s")
@@ -143,3 +146,45 @@ class CallWithDeadline:
     def _forget(self, task: asyncio.Future[Any]) -> None:
         self._left.discard(task)
         _ = task.cancelled() or task.exception()
+
+
+class _Alarms:
+    """Waits for calls for so many seconds, with one timer for all that run: one for each costs as much as its task."""
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.Future[None], float] = {}
+        """When each of those who wait is woken, if its call has not ended before."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
+        """Wait until `task` is done, or for `seconds`."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        task.add_done_callback(functools.partial(_wake, woken))
+        self._due[woken] = due = loop.time() + seconds
+        if self._timer is None or due < self._timer.when():
+            self._set(loop, due)
+        try:
+            await woken
+        finally:
+            del self._due[woken]
+
+    def _set(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake those whose time is up, and set the timer for the next of the others."""
+        self._timer, now = None, loop.time()
+        later = [due for due in self._due.values() if due > now]
+        for woken, due in self._due.items():
+            if due <= now:
+                _wake(woken)
+        if later:
+            self._set(loop, min(later))
+
+
+def _wake(woken: asyncio.Future[None], _: object = None) -> None:
+    if not woken.done():
+        woken.set_result(None)

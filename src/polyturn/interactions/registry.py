@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.live import is_label
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.live import is_label, shown_name
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
@@ -134,8 +135,11 @@ def initialize_interactions_from_config(
             more: dict[str, Any] = {"base": file.base} if has_parameter(cls, "base") else {}
             more |= {"policies": policies or {}} if lacks(cls, "policies") else {}
             out[name] = cls({**entry.config, "name": name}, **more)
-        except Exception as problem:
-            raise ConfigError(f"{entry.where}: {entry.class_name}(config) raised {one_line(problem)}") from problem
+        except PLUGIN_RAISES as problem:
+            pass_interrupt(problem)
+            raise ConfigError(
+                f"{entry.where}: {shown_name(entry.class_name)}(config) raised {one_line(problem)}"
+            ) from problem
     return out
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import ConfigError, RewardError, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import to_openai
 from polyturn.core.own_time import OwnTime
 from polyturn.core.plugin_class import refuse_generator
@@ -146,7 +147,8 @@ class RewardFunction:
             return _score_of(returned)
         except RewardError as problem:
             raise RewardError(f"{where}: {problem}") from problem
-        except (Exception, SystemExit) as problem:  # what is returned may be of an author's class
+        except PLUGIN_RAISES as problem:  # what is returned may be of an author's class
+            pass_interrupt(problem)
             raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
 
     async def _call_many(self, told: Sequence[Mapping[str, Any]]) -> Sequence[Any]:

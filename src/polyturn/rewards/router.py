@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError, did_you_mean
+from polyturn.core.live import shown_name
 from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, shown
 from polyturn.core.task import Task
@@ -309,7 +310,7 @@ class _Resolver:
             return target
         function = rewards.resolve(target, base=self._base, key="reward") if isinstance(target, str) else target
         if isinstance(target, str):
-            name = target
+            name = shown_name(target)
         else:
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
         supplies = {"sandbox": self._sandbox, "judges": self._judges, "policies": self._policies}

@@ -12,11 +12,12 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from polyturn.core.aio import PerLoop
 from polyturn.core.errors import PolyturnError, SchedulerError, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.own_time import OwnTime
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 
@@ -41,13 +42,12 @@ class AuthorCalls:
         self._turn_taking = PerLoop(asyncio.Lock)
 
     def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return what to call in place of an async or author's `method`: itself where it is our own, else a guard.
+        """Return what to call in place of `method`: itself where it is our own, plain or async, else an async guard.
 
         Our own code waits for nothing without a deadline, so nothing stands between it and whoever calls it. The guard is
         `call`, with its `options`.
         """
-        is_ours = has_own_deadlines(method) and inspect.iscoroutinefunction(method)
-        return method if is_ours else functools.partial(self.call, method, **options)
+        return method if has_own_deadlines(method) else functools.partial(self.call, method, **options)
 
     async def call(
         self,
@@ -77,7 +77,7 @@ class AuthorCalls:
         name = f"{of} {method.__name__}"
         if kwargs:
             method = functools.update_wrapper(functools.partial(method, **kwargs), method)
-        with told_as_scheduler_error(name):
+        with AsSchedulerError(name):
             if has_own_deadlines(method) or (inspect.iscoroutinefunction(method) and not has_deadline):
                 answer = method(*args)
                 return await answer if inspect.isawaitable(answer) else answer
@@ -115,15 +115,21 @@ class AuthorCalls:
             ) from problem
 
 
-@contextlib.contextmanager
-def told_as_scheduler_error(name: str) -> Iterator[None]:
-    """Raise what is not of the library as a `SchedulerError` that names the method: the trajectory fails."""
-    try:
-        yield
-    except PolyturnError:
-        raise
-    except Exception as problem:
-        raise SchedulerError(f"{name} raised {one_line(problem)}") from problem
+class AsSchedulerError:
+    """Raise as a `SchedulerError` that names the method what is not of the library in the block: the trajectory fails."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, problem: BaseException | None, where: object) -> None:
+        if isinstance(problem, PLUGIN_RAISES) and not isinstance(problem, PolyturnError):
+            pass_interrupt(problem)
+            raise SchedulerError(f"{self._name} raised {one_line(problem)}") from problem
 
 
 _Ours = TypeVar("_Ours", bound=Callable[..., Any])

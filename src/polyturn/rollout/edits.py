@@ -22,8 +22,10 @@ from polyturn.core.generation import Completion
 from polyturn.core.messages import Message, Origin, with_origin
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.tokens.codec import Codec
+from polyturn.tokens.frames import origin_of
 
 LEFT_OUT = "[left out to save space]"
+_LEAST_FIRST = (Origin.ENVIRONMENT, Origin.MODEL, Origin.OWNER)
 
 
 def shorten(
@@ -168,7 +170,9 @@ def with_known_origin(messages: Sequence[Message], held: Sequence[Message]) -> t
 
     def taken(message: Message) -> Message:
         same = known.get(repr(message.to_openai()), [])
-        least = next((m for m in same if m.origin is Origin.ENVIRONMENT), None)
-        return least or (same.pop(0) if same else message)
+        least = min(same, key=lambda m: _LEAST_FIRST.index(origin_of(m)), default=message)
+        if all(origin_of(m) is origin_of(least) for m in same):
+            return same.pop(0) if same else message
+        return least
 
     return with_origin([m if m.origin is not None else taken(m) for m in messages], Origin.ENVIRONMENT)

@@ -24,27 +24,131 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import InteractionError, LifecycleError, SchedulerError
-from polyturn.core.generation import SamplingParams
+from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
 from polyturn.core.messages import Message, Origin
 from polyturn.core.own_time import not_own_time
 from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
+from polyturn.core.task import Task
 from polyturn.interactions.context import SpeakOptions
-from polyturn.rollout import event_log
+from polyturn.rollout import event_log, history_edits
 from polyturn.rollout import limits as limit_rules
-from polyturn.rollout.episode_state import Aside, EpisodeState, EpisodeView, sampled_for
-from polyturn.rollout.history_state import Mark
-from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.aside import Aside, EpisodeView, sampled_for
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.history import History, Mark
+from polyturn.rollout.open_turn import GivenReward, OpenTurn, Reply
 from polyturn.rollout.request_length import TooLongError, check_text
-from polyturn.rollout.resources import Fork, as_messages
+from polyturn.rollout.resources import Fork, ForkTools, Resources, as_messages
 from polyturn.rollout.stop_strings import Stopped, generate_until
+from polyturn.tokens.codec import Codec
 
 _Result = TypeVar("_Result")
 
 
-class Episode(EpisodeState):
+class Episode:
     """A live run of one task, or a fork of one: what a scheduler sees and acts through."""
+
+    def __init__(
+        self, context: RolloutContext, task: Task, *, id: str, seed: int = 0, sampling: SamplingParams | None = None
+    ) -> None:
+        """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean."""
+        self.id = id
+        self.task = task
+        self.given_reward: GivenReward | None = None
+        """The reward that the scheduler gives, in place of the run's reward functions; None leaves it to them."""
+        self.lifecycle = Lifecycle()
+        """Which state it is in."""
+        self.limits = context.limits
+        """Its limits; a scheduler that drives a fork may give it limits of its own."""
+        self.listed_tools: tuple[Mapping[str, Any], ...] | None = None
+        """The tools that prompts list in place of the task's; None for the task's."""
+        self.aside_of = -1
+        """The turn that an aside belongs to, by its index."""
+        self.seed = seed
+        """The seed of every random choice in this conversation."""
+        self.sampling = sampling or context.sampling
+        """The sampling of its turns, within the limits; `sample_as` changes it."""
+        self.stops: tuple[str, ...] = ()
+        """Texts with which a turn ends."""
+        self._context = context
+        self._speakers: dict[str, Any] = {}
+        """The episodes that speak with the run's own model in this conversation, by the agent's name."""
+        self._aside: Aside | None = None
+        self._tools: ForkTools | None = None
+        """Of a fork: its own tools; None where it has all in common with the episode."""
+        self.history = History(
+            context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
+        )
+        """Its messages and tokens, for who runs it and watches it."""
+        self.resources = Resources(context, task, id=id)
+        """Resources shared with its forks, for the code that runs and watches it; a scheduler needs none of it."""
+
+    @property
+    def turns(self) -> list[OpenTurn]:
+        """The turns of this episode, and those that it had when it was forked."""
+        return self.history.turns
+
+    @property
+    def num_user_turns(self) -> int:
+        """Number of replies of the interaction in this conversation."""
+        return self.history.num_user_turns
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began that count for its time limit; the time between two processes does not."""
+        return self.resources.elapsed_s
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, as the model is shown it."""
+        return self.history.messages
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages of the first prompt: the task's, unless a plug-in changed them."""
+        return self.history.prompt or self.task.prompt
+
+    @property
+    def agent(self) -> str:
+        """Whose history this is."""
+        return self.history.builder.agent
+
+    @property
+    def has_partner(self) -> bool:
+        """Whether the task's row names an interaction."""
+        return self.resources.interaction is not None
+
+    @property
+    def shows_media(self) -> bool:
+        """Whether messages may show images and other media."""
+        return self._context.media is not None
+
+    @property
+    def codec(self) -> Codec:
+        """The tokenizer and the chat template of the run."""
+        return self._context.codec
+
+    @property
+    def context_ids(self) -> Ids:
+        """[T] the ids that the model has been shown and has written so far, read-only."""
+        return self.history.context
+
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the task may call, in OpenAI's function form."""
+        return self._context.tools.schemas_of(self.task)
+
+    def count_tokens(
+        self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """Return how many tokens the prompt of a history has, for policies with a budget; `tools` replace its own."""
+        typed = self.history.typed(messages)
+        if tools is None:
+            return self.history.length_of(typed)
+        return len(self._context.encoder_listing(tools).start(typed))
+
+    # The way of a turn.
 
     @not_own_time
     async def prepare(self) -> StopReason | None:
@@ -63,7 +167,8 @@ class Episode(EpisodeState):
         shared, history = self.resources, self.history
         is_first = not shared.is_started
         if is_first:
-            history.extend_prompt(await shared.start())
+            if said := await shared.start():
+                history.set_prompt([*history.messages, *said])
         elif shared.on_turn is not None:
             await shared.on_turn()
         await self.process_media(history.to_encode)
@@ -88,7 +193,7 @@ class Episode(EpisodeState):
         reason = limit_rules.reached(self.limits, at)
         # No other limit is moved by a shorter history.
         may_shorten = reason in (None, StopReason.CONTEXT_FULL) and limit_rules.is_short_of_room(self.limits, at)
-        if may_shorten and history.shorten(self.limits):
+        if may_shorten and history_edits.shorten_to_fit(history, self.limits):
             return None
         if reason is not None:
             if event_log.is_on():
@@ -118,7 +223,7 @@ class Episode(EpisodeState):
         shared, history, engine = self.resources, self.history, self._context.engine
         if shared.bridge.is_closed:
             raise LifecycleError(f"episode {self.id!r} has ended; nothing can be generated for it any more")
-        request, cut_by = self.next_request()
+        request, cut_by = self._next_request()
         self.lifecycle.move(RequestState.GENERATING)
         began, start = time.monotonic(), time.time()
         with self.lifecycle.generating():
@@ -144,6 +249,39 @@ class Episode(EpisodeState):
             event_log.sampled(self.id, turn)
         return turn
 
+    def _next_request(self) -> tuple[GenerateRequest, StopReason]:
+        """Return what the engine is asked next, and the limit that gives it its budget.
+
+        Raises:
+            SchedulerError: a limit forbids another turn, as `prepare` would have said.
+        """
+        history, sampling, number = self.history, self.sampling, len(self.turns)
+        at = history.progress(elapsed_s=self.elapsed_s)
+        budget = limit_rules.budget(self.limits, at, ceiling=sampling.max_tokens)
+        if budget.tokens < 1 or (self.limits.max_turns is not None and number >= self.limits.max_turns):
+            raise SchedulerError(
+                f"episode {self.id!r}: another turn was asked for at {number} turns and {at.context_tokens} tokens, where a "
+                "limit ends the episode; await `prepare` before each `generate` and end where it returns a reason"
+            )
+        asked = dataclasses.replace(
+            sampling,
+            max_tokens=budget.tokens,
+            seed=derive_seed(self.seed, number) if sampling.seed is None else sampling.seed,
+            stop_token_ids=sampling.stop_token_ids or self.codec.stop_token_ids,
+            banned_token_ids=sampling.banned_token_ids or self._context.media_token_ids,
+        )
+        request = GenerateRequest(
+            request_id=f"{self.id}/{number}",
+            session_id=self.id,
+            prompt_ids=history.context,
+            sampling=asked,
+            media=history.builder.media,
+            routed_from=history.builder.num_routed,
+        )
+        return request, budget.cut_by
+
+    # What a scheduler may do beside.
+
     def play_as(self, agent: str) -> None:
         """Name the agent before the prompt is shown; its segments and rewards carry the name.
 
@@ -166,7 +304,7 @@ class Episode(EpisodeState):
     def list_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Let prompts that are rendered from now on list `tools`, schemas in OpenAI's function form, and not the task's."""
         self.listed_tools = tuple(tools)
-        self.history.list_tools(self._context.encoder_listing(tools))
+        self.history.encoder = self._context.encoder_listing(tools)
 
     def mark(self) -> Mark:
         """Return where the episode stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
@@ -276,7 +414,7 @@ class Episode(EpisodeState):
         Raises:
             SchedulerError: there is no message, or the last one cannot go on.
         """
-        self.history.rewrite(self.history.typed(messages), goes_on=goes_on)
+        history_edits.rewrite(self.history, self.history.typed(messages), goes_on=goes_on)
         return Reply(goes_on=True)
 
     def show_ids(self, ids: Ids | Sequence[int]) -> None:
@@ -306,7 +444,7 @@ class Episode(EpisodeState):
         Raises:
             SchedulerError: there is no turn to continue, or it does not begin with what is to be kept.
         """
-        self.history.go_on(addition, keep=keep, is_trusted=is_trusted)
+        history_edits.go_on(self.history, addition, keep=keep, is_trusted=is_trusted)
         return Reply(goes_on=True)
 
     def fork(

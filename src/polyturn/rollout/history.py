@@ -1,40 +1,59 @@
-"""History: the operations of schedulers and journals on a conversation: edits, forks, replay. Pure: nothing here waits.
+"""History: messages and tokens of one conversation, turn after turn. Pure: nothing here waits.
 
-    next_prompt -> show -> sample -> record | go_on | rewrite | show_ids -> next_prompt -> show -> …      turn after turn
+    next_prompt -> show -> sample -> record -> next_prompt -> show -> …            schedulers edit it with `history_edits`
 
-None of these encodes a message before the next prompt is asked for (`history_state`), and each is an event. An event has the
-ids and the messages that came of it, so `replay` of the events of one history, on a new one of the same prompt, leaves it
-where the first one stood, without an encoder, a parser or a plug-in being asked again. A fork is a copy with a place of its
-own in the same segments.
+A rendered prompt extends the segment that it continues token for token; otherwise a new segment starts, in which what was
+sampled before is prompt. Nothing is encoded before the next generation needs it, and sampled ids are never re-made. A fork
+is a copy with a place of its own in the same segments.
+
+Each thing that happens is an event, kept with the ids and the messages that came of it, so that a journal can let a new
+history of the same prompt stand where this one does (`replay`), without an encoder, a parser or a plug-in being asked again:
+
+    ("shown", …)  ("sampled", …)  ("answered", …)  ("edited", …)  ("given", …)  ("continued", …)  ("weighed", …)
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from polyturn.core.arrays import Floats, Ids, ids_array
-from polyturn.core.errors import SchedulerError
-from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.builder import BuilderState, TrajectoryBuilder
+from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, to_openai, with_origin
-from polyturn.core.trajectory import Span
-from polyturn.rollout.edits import as_written, kept_of, shorten, with_known_origin
-from polyturn.rollout.history_state import NO_IDS, Append, Event, Given, HistoryState, Mark, Prompt, Render
-from polyturn.rollout.limits import EpisodeProgress, Limits
+from polyturn.core.trajectory import SpanRef, without_routes
+from polyturn.rollout.edits import as_written, with_known_origin
+from polyturn.rollout.limits import EpisodeProgress
+from polyturn.rollout.next_prompt import NO_IDS, Append, Continue, Given, Next, Prompt, Render
 from polyturn.rollout.open_turn import OpenTurn, Reply
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
+BOTH = "a step that lets the assistant message go on cannot answer it with messages as well"
 
-class History(HistoryState):
+Event = tuple[Any, ...]
+"""The name of what happened, and its values: what a journal keeps."""
+
+
+class Mark(NamedTuple):
+    """A place right behind a turn, to go on from when the history has gone on."""
+
+    place: BuilderState
+    history: History
+    """A copy of the history as it stood there."""
+    tools: Mapping[str, Any] | None = None
+    """The tools' state there, where it was asked for; see `Episode.mark_with_tools`."""
+
+
+class History:
     """One history that the model is shown, with the turns that it took in it."""
 
     def __init__(
@@ -48,8 +67,190 @@ class History(HistoryState):
             messages: The prompt.
             renders_history: Render the whole history before every turn, as an inference server does.
         """
-        super().__init__(encoder, messages, renders_history=renders_history)
-        self._parser = parser
+        self.builder = TrajectoryBuilder()
+        self.turns: list[OpenTurn] = []
+        """In order; a fork begins with those that there were before it."""
+        self.events: list[Event] | None = None
+        """The events since a journal last asked; None where none does."""
+        self.prompt: tuple[Message, ...] | None = None
+        """The first prompt, once it was shown."""
+        self.prompt_tokens = 0
+        """Number of its tokens."""
+        self.num_cut = 0
+        """Sampled tokens that were cut away, those of forks not counted."""
+        self.num_user_turns = 0
+        """Number of replies of the interaction."""
+        self.is_canonical = not renders_history
+        """Whether the held ids are meant to equal a full render of the messages."""
+        self.encoder = encoder
+        """Of the tools that prompts list from now on."""
+        self._parser, self._renders_history = parser, renders_history
+        self.next: Next = Append()
+        """The form of the next prompt."""
+        self._last_id: int | None = None
+        self._rejoins = False
+        """Another branch may have appended here: the next prompt looks for a segment that it continues."""
+        self._written: list[tuple[Message, str]] = []
+        """The model's text where it reasoned; shared with forks."""
+        self._has_user_reply = False
+        """Whether the last answer came from the interaction."""
+        self._response_tokens = 0
+        """Tokens after the first prompt, sampled and observed."""
+        self.set_prompt(messages)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, as the model is shown it."""
+        return tuple(self._messages)
+
+    @property
+    def openai(self) -> list[dict[str, Any]]:
+        """The same as OpenAI-style dicts, in a list of the caller's own."""
+        return list(self._openai)
+
+    @property
+    def context(self) -> Ids:
+        """[T] the ids of the next prompt, once it is shown."""
+        return self.builder.context
+
+    @property
+    def to_encode(self) -> Sequence[Message]:
+        """The messages that the next prompt encodes."""
+        is_whole = not self.builder.is_open or isinstance(self.next, Render) or self._renders_history
+        return (*self._messages, *self.waiting) if is_whole else self.waiting
+
+    def _happened(self, *event: Any) -> None:
+        if self.events is not None:
+            self.events.append(event)
+
+    @property
+    def waiting(self) -> tuple[Message, ...]:
+        """The messages that wait to be shown."""
+        return () if isinstance(self.next, Continue) else self.next.messages
+
+    @property
+    def said(self) -> str | None:
+        """The text so far of an assistant message that goes on; None where the next turn opens one."""
+        last = self.next.last if isinstance(self.next, Render) else self.next
+        return last.said if isinstance(last, Continue) else None
+
+    # The way of a turn.
+
+    def next_prompt(self) -> Prompt:
+        """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
+
+        Of a full render, held ids are kept that spell just what the template writes.
+
+        Raises:
+            TemplateError: the template cannot render it.
+            SchedulerError: it cannot render the history that the scheduler wrote.
+        """
+        coming, waiting = self.next, self.waiting
+        if isinstance(coming, Given):
+            num_new = max(0, len(coming.ids) - self.builder.num_tokens) if self.builder.is_open else 0
+            return Prompt(coming.ids, True, num_new, len(coming.ids))
+        edit = coming if isinstance(coming, Render) else None
+        extend = functools.partial(self.encoder.extend, waiting, last_id=self._last_id, history=self._messages)
+        if self.builder.is_open and edit is None and not (self._renders_history and waiting):
+            ids = coming.addition if isinstance(coming, Continue) else extend() if waiting else NO_IDS
+            return Prompt(ids, False, len(ids), self.builder.num_tokens + len(ids), _media(waiting))
+        messages = [*self._messages, *waiting]
+        media = _media(messages)
+        try:
+            ids = self.encoder.start(as_written(messages[:-1] if edit and edit.last else messages, self._written))
+        except TemplateError as problem:
+            if edit is None:
+                raise
+            raise SchedulerError(f"the history that the scheduler wrote cannot be rendered: {problem}") from problem
+        if edit is not None and edit.last is not None:
+            ids = np.concatenate([ids, edit.last.addition])
+        if not self.builder.is_open:
+            return Prompt(ids, True, 0, len(ids), media)
+        # From here on: what is new is counted as if it were appended, so that limits mean the same however it is rendered.
+        held = self.context
+        if self.builder.continues(ids, media=media):
+            return Prompt(ids, True, len(ids) - len(held), len(ids), media)
+        try:
+            added = extend() if waiting else NO_IDS
+        except TemplateError:  # this template cannot be added to
+            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids), media)
+        # The same text in other tokens than were sampled: the sampled ones stay, and the segment with them.
+        if edit is None and self._spells(kept := np.concatenate([held, added]), ids):
+            ids = kept
+        return Prompt(ids, True, len(added), len(ids), media)
+
+    def _spells(self, kept: Ids, rendered: Ids) -> bool:
+        """Return whether both are the same text and the same control tokens, in whatever tokens."""
+        codec = self.encoder.codec
+        has_same_control = np.array_equal(codec.control_in(kept), codec.control_in(rendered))
+        return has_same_control and codec.decode(kept) == codec.decode(rendered)
+
+    def show(self, prompt: Prompt) -> None:
+        """Show the model its next prompt; what is new belongs to the last turn, which drew it."""
+        last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self.waiting
+        turn = -1 if last is None else last.index
+        ref: SpanRef | None = None
+        if self.prompt is None:
+            self.prompt, self.prompt_tokens = self.messages, prompt.length
+        if prompt.is_whole:
+            ref = builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
+        elif self._rejoins:  # whole, so that the builder looks for a segment that goes on like this, or opens one
+            whole = np.concatenate([builder.context, prompt.ids])
+            ref = builder.rewrite(whole, turn=turn, media=(*builder.media, *prompt.media))
+        elif len(prompt.ids) or waiting:
+            ref = builder.observe(prompt.ids, turn=turn)
+            builder.add_media(*prompt.media)
+        self._messages += waiting
+        self._openai += to_openai(waiting)
+        self.next = Append() if self.said is None else Continue(self.said)
+        self._rejoins = False
+        if ref is not None and last is not None:
+            last.spans.append(ref)
+        self._response_tokens += prompt.num_new
+        span = None if ref is None else builder.span(ref)
+        segment = builder.place.segment
+        self._happened("shown", prompt.is_whole, segment, span, prompt.num_new, prompt.length, prompt.media)
+
+    def sample(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
+        """Append a completion, as it was sampled, and return the turn that it makes.
+
+        Args:
+            message: What it reads as, with what the same message said before.
+            text: What it reads as by itself.
+            ended: The completion, and what ended it.
+            index: The turn's number among all turns of the episode.
+            cut_by: The limit that gave the completion its budget.
+        """
+        completion, said = ended.completion, self.said
+        if said is not None:  # the message that went on is replaced by the whole of it
+            self._messages.pop()
+            self._openai.pop()
+        self._messages.append(message)
+        self._openai.append(message.to_openai())
+        self._last_id = int(completion.token_ids[-1]) if len(completion.token_ids) else None
+        if isinstance(self.next, Continue | Render):
+            self.next = Append() if isinstance(self.next, Continue) else self.next._replace(last=None)
+        turn = OpenTurn(
+            index=index,
+            message=message,
+            completion=completion,
+            cut_by=cut_by,
+            text=text,
+            said_before=said or "",
+            num_tokens=len(completion.token_ids),
+            spans=list(self.builder.sample(completion, turn=index)),
+            stopped_by=ended.stop,
+        )
+        self.num_cut += ended.num_dropped
+        self._response_tokens += turn.num_tokens
+        self.turns.append(turn)
+        if self.events is not None:
+            # Routes go beside the spans, because they are also those of tokens before them.
+            spans = [without_routes(self.builder.span(ref)) for ref in turn.spans]
+            figures = (completion.finish_reason, completion.policy_versions, dict(completion.info))
+            ends = (ended.stop, ended.num_dropped, index, cut_by)
+            self._happened("sampled", message, text, spans, *figures, *ends, completion.routed_experts)
+        return turn
 
     # Reading.
 
@@ -59,37 +260,35 @@ class History(HistoryState):
             elapsed_s=elapsed_s,
             turns=len(self.turns),
             user_turns=self.num_user_turns,
-            has_user_reply=self._has_user_reply and bool(self._waiting),
+            has_user_reply=self._has_user_reply and bool(self.waiting),
             response_tokens=self._response_tokens + (0 if prompt is None else prompt.num_new),
-            context_tokens=self.num_tokens if prompt is None else prompt.length,
+            context_tokens=self.builder.num_tokens if prompt is None else prompt.length,
         )
 
     def mark(self) -> Mark:
         """Return where it stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
-        held = self._messages
-        place = (self.builder.place, held, len(held), self.num_prompt, self._last_id, self.is_canonical)
-        return Mark(*place, len(self.turns), self._response_tokens, self.num_user_turns)
+        return Mark(self.builder.place, self._copy())
 
     def typed(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
         """Return messages for this history as values, each with who wrote it."""
-        return with_known_origin([Message.from_openai(m) for m in messages], (*self._messages, *self._waiting))
+        return with_known_origin([Message.from_openai(m) for m in messages], (*self._messages, *self.waiting))
 
     def full_render(self) -> Ids:
         """Return the ids of the whole conversation as the template writes it, for the sanity check."""
-        return self._encoder.full(as_written(self._messages, self._written))
+        return self.encoder.full(as_written(self._messages, self._written))
 
     def length_of(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt of `messages` has."""
-        return len(self._encoder.start(as_written(messages, self._written)))
+        return len(self.encoder.start(as_written(messages, self._written)))
 
     def read_completion(self, ids: Ids, *, turn: int) -> tuple[Message, str]:
         """Read a completion as the message that goes on or begins with it; return that, and the completion's own text."""
-        text = self._encoder.codec.decode_turn(ids)
-        return self.read((self._said or "") + text, turn=turn), text
+        text = self.encoder.codec.decode_turn(ids)
+        return self.read((self.said or "") + text, turn=turn), text
 
     def read(self, text: str, *, turn: int) -> Message:
         """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
-        parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self._encoder.tools)
+        parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self.encoder.tools)
         message = Message(
             role="assistant",
             content=parsed.content,
@@ -97,27 +296,19 @@ class History(HistoryState):
             reasoning=parsed.reasoning,
             origin=Origin.MODEL,
         )
-        codec = self._encoder.codec
+        codec = self.encoder.codec
         if parsed.reasoning and not codec.template.has_reasoning_field:
             # What the generation prompt opened stands in no completion, and a history that is rendered lacks it.
             opened = "" if text.lstrip().startswith("<think>") else codec.opened_reasoning
-            self._happen(self._reasoned, message, opened + text)
+            self.keep_reasoning(message, opened + text)
         return message
 
     # What happens in it. None of these encodes a message; each is an event.
 
-    def list_tools(self, encoder: DeltaEncoder) -> None:
-        """Let prompts that are rendered from now on list the tools of `encoder`."""
-        self._encoder = encoder
-
     def play_as(self, agent: str) -> None:
         """Name its agent, before the prompt is shown."""
-        self._happen(self._named, agent)
-
-    def extend_prompt(self, messages: Sequence[Message]) -> None:
-        """Add messages to the prompt, before it is shown."""
-        if messages:
-            self._happen(self._prompt, [*self._messages, *messages])
+        self.builder.agent = agent
+        self._happened("named", agent)
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
@@ -131,73 +322,14 @@ class History(HistoryState):
         turn.scores.update(reply.scores)
         if reply.is_done:
             return
-        if messages and self._said is not None:
-            raise SchedulerError(_BOTH)
-        self._happen(self._answered, messages, "interaction" in turn.timings)
-
-    def rewrite(self, messages: Sequence[Message], *, goes_on: bool = False) -> None:
-        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
-
-        Args:
-            messages: The new history.
-            goes_on: The next turn continues the last message, which must be an assistant's.
-
-        Raises:
-            SchedulerError: there is no message, or the last one cannot be continued.
-        """
-        if not messages:
-            raise SchedulerError("a history needs at least one message; keep the task's prompt, `episode.task.prompt`")
-        if goes_on:
-            if messages[-1].role != "assistant" or messages[-1].tool_calls or len(messages) == 1:
-                raise SchedulerError(
-                    f"only an assistant message without calls, behind other messages, can go on; the last one is "
-                    f"{messages[-1].to_openai()!r:.120}"
-                )
-            if self._waiting:
-                raise SchedulerError(_BOTH)
-            self._happen(self._edited, list(messages), (), messages[-1].text, self._continuation(messages[-1]))
-        elif self.builder.is_open:
-            self._happen(self._edited, list(messages), self._waiting, None, NO_IDS)
-        else:
-            self._happen(self._prompt, list(messages))
+        if messages and self.said is not None:
+            raise SchedulerError(BOTH)
+        self.answer(messages, "interaction" in turn.timings)
 
     def show_ids(self, ids: Ids) -> None:
         """Let `ids` be the whole next prompt, whatever the messages say."""
-        self._happen(self._given, ids_array(ids))
-
-    def go_on(self, addition: str | Sequence[int] | Ids, *, keep: str | int | None, is_trusted: bool) -> int:
-        """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`.
-
-        Returns:
-            How many sampled tokens were dropped.
-
-        Raises:
-            SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was
-                edited, which decides by itself what goes on.
-        """
-        if not self.turns:
-            raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")
-        if isinstance(self._next, Render):
-            raise SchedulerError("the history was rewritten before `go_on`; pass `goes_on=True` to `rewrite` instead")
-        if self._waiting:
-            raise SchedulerError(_BOTH)
-        turn, codec = self.turns[-1], self._encoder.codec
-        kept = kept_of(codec, turn.completion, keep)
-        last_id = int(turn.completion.token_ids[kept.num_tokens - 1]) if kept.num_tokens else None
-        rest = (kept.rest, Origin.MODEL)
-        if isinstance(addition, str):
-            origin = Origin.OWNER if is_trusted else Origin.ENVIRONMENT
-            ids, text = self._encoder.continuation(rest, (addition, origin), last_id=last_id), kept.rest + addition
-        else:
-            added = np.asarray(addition, np.int32)
-            ids = ids_array(np.concatenate([self._encoder.continuation(rest, last_id=last_id), added]))
-            text = kept.rest + codec.decode(added)
-        said = turn.said_before + kept.text
-        own, whole = self.read(said, turn=turn.index), self.read(said + text, turn=turn.index)
-        if not own.tool_calls:  # a scheduler may have read them, in a form that the parser does not know
-            calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text)
-            own = dataclasses.replace(own, tool_calls=calls)
-        return self._happen(self._continued, kept.num_tokens, kept.text, text, ids, own, whole)
+        self.next, self.is_canonical = Given(ids_array(ids)), False
+        self._happened("given", self.next.ids)
 
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token."""
@@ -205,32 +337,6 @@ class History(HistoryState):
         values = values if values.ndim else np.full(turn.num_tokens, values, np.float32)
         self.builder.reweigh(turn.sampled_spans, values)
         self._happened("weighed", turn.index, values)
-
-    def shorten(self, limits: Limits) -> bool:
-        """Apply the context policy; return whether the history was shortened so that the next turn fits.
-
-        A history that was shortened is shown at once. Ids that an agent wrote itself are never shortened.
-        """
-        if isinstance(self._next, Given):
-            return False
-        room = (limits.max_context or 0) - limits.reserve
-        shorter = shorten(
-            [*self._messages, *self._waiting],
-            policy=limits.context_policy,
-            num_prompt=self.num_prompt,
-            fits=lambda messages: self.length_of(messages) <= room,
-        )
-        if shorter is None:
-            return False
-        # Counted before the edit: what the environment added is as many tokens, however little of it is shown again.
-        num_new, said = self.next_prompt().num_new, self._said
-        self._happen(self._edited, shorter, (), said, NO_IDS if said is None else self._continuation(shorter[-1]))
-        self.show(self.next_prompt()._replace(num_new=num_new))
-        return True
-
-    def _continuation(self, message: Message) -> Ids:
-        """Return the ids of an assistant message behind the generation prompt, for the next turn to go on with."""
-        return self._encoder.continuation((message.text, message.origin or Origin.ENVIRONMENT))
 
     def fork(
         self,
@@ -241,74 +347,71 @@ class History(HistoryState):
     ) -> History:
         """Return a second history that goes on from here, or from `at`; with `agent`, one that begins with `messages`."""
         given = None if messages is None else self.typed(messages)
-        # `_written` stays shared: a message that a fork shows again is told by its identity, whoever wrote it.
-        other = copy.copy(self)
-        other.events, other.num_cut = None, 0
-        other.builder = self.builder.fork(agent=agent, at=None if at is None else at.place)
         if agent is not None:
-            other.turns, other._written, other._next, other._last_id, other._rejoins = [], [], Append(), None, False
-            other.is_canonical = not self._renders_history
-            other._response_tokens, other.num_user_turns, other._has_user_reply = 0, 0, False
-            other._prompt(given or ())
-        elif at is not None:
-            # A place further back, where another branch may have appended: hence `_rejoins`.
-            other._messages, other.turns = at.messages[: at.num_messages], self.turns[: at.num_turns]
-            other._openai = to_openai(other._messages)
-            other._next, other._has_user_reply, other._rejoins = Append(), False, True
-            other.num_prompt, other.is_canonical, other._last_id = at.num_prompt, at.is_canonical, at.last_id
-            other._response_tokens, other.num_user_turns = at.response_tokens, at.num_user_turns
+            other = History(self.encoder, self._parser, given or (), renders_history=self._renders_history)
+            other.prompt, other.prompt_tokens = self.prompt, self.prompt_tokens
         else:
-            other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
-        if agent is None and given is not None:
-            other._edited(given, (), None, NO_IDS)
+            other = self._copy() if at is None else at.history._copy()
+            if at is not None:  # a place further back, where another branch may have appended
+                other.encoder, other.next, other._has_user_reply, other._rejoins = self.encoder, Append(), False, True
+            if given is not None:
+                other.edit(given, (), None, NO_IDS)
+        other.builder = self.builder.fork(agent=agent, at=None if at is None else at.place)
         return other
 
-    # Its events, once more.
+    def _copy(self) -> History:
+        """Return the same history, whose builder is the same too."""
+        # `_written` stays shared: a message that a fork shows again is told by its identity, whoever wrote it.
+        other = copy.copy(self)
+        other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
+        other.events, other.num_cut = None, 0
+        return other
 
-    def replay(self, events: Sequence[Event]) -> None:
-        """Apply the `events` of another history of the same prompt; nothing is encoded or parsed."""
-        kept, self.events = self.events, None
-        for name, *values in events:
-            _REPLAYED[name](self, *values)
-        self.events = kept
+    # What the above come to, each an event, which a journal replays with the same values.
 
-    def _shown(
-        self, is_whole: bool, segment: int, span: Span | None, num_new: int, length: int, media: Sequence[Media]
-    ) -> None:
-        ids, held = NO_IDS if span is None else span.ids, self.builder.build()
-        if is_whole and segment < len(held):
-            ids = np.concatenate([held[segment].token_ids, ids])
-        self.show(Prompt(ids, is_whole, num_new, length, tuple(media)))
+    def set_prompt(self, messages: Sequence[Message]) -> None:
+        """Let the prompt, which is not shown yet, be `messages`."""
+        self._messages, self._openai = list(messages), to_openai(messages)
+        self.num_prompt = len(self._messages)
+        """Number of leading messages that are the prompt, which no context policy leaves out."""
+        self.next = Append(self.waiting)
+        self._happened("prompt", list(messages))
 
-    def _resampled(self, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
-        finish, versions, info, stop, num_dropped, index, cut_by, *routes = rest
-        given = [span.logprobs for span in spans if span.logprobs is not None]
-        completion = Completion(
-            token_ids=np.concatenate([span.ids for span in spans]),
-            logprobs=np.concatenate(given) if given else None,
-            finish_reason=FinishReason(finish),
-            policy_versions=tuple((start, version) for start, version in versions),
-            routed_experts=routes[0] if routes else None,
-            info=info,
-        )
-        self.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
+    def keep_reasoning(self, message: Message, text: str) -> None:
+        """Keep the text of a message to the letter, for templates that have no field for reasoning."""
+        self._written.append((message, text))
+        self._happened("reasoned", message, text)
 
-    def _weighed(self, index: int, weights: Floats) -> None:
-        turn = next(turn for turn in self.turns if turn.index == index)
-        self.builder.reweigh(turn.sampled_spans, weights)
+    def answer(self, messages: Sequence[Message], is_user: bool) -> None:
+        """Let `messages` wait to be shown; `is_user` says whether the interaction wrote them."""
+        if not isinstance(self.next, Continue):
+            self.next = self.next._replace(messages=tuple(messages))
+        self._has_user_reply = is_user
+        self.num_user_turns += is_user
+        self._happened("answered", messages, is_user)
+
+    def edit(self, messages: Sequence[Message], waiting: Sequence[Message], said: str | None, addition: Ids) -> None:
+        """Replace the history; `waiting` is shown behind it, or its last message goes on from `said` behind `addition`."""
+        self._messages, self._openai = list(messages), to_openai(messages)
+        self.next = Render(tuple(waiting), None if said is None else Continue(said, addition))
+        self.is_canonical = False
+        self._happened("edited", list(messages), waiting, said, addition)
+
+    def continue_turn(self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message) -> int:
+        """Keep `num_kept` tokens of the last turn, which then reads as `own`, and with `text` behind it as `whole`."""
+        turn = self.turns[-1]
+        dropped = self.builder.cut(turn.sampled_spans, keep=num_kept)
+        self._response_tokens -= turn.num_tokens - num_kept
+        if dropped:
+            turn.num_tokens = num_kept
+        self.num_cut += dropped
+        turn.text, turn.is_continued, turn.message = kept, True, own
+        turn.observation += (Message(role="assistant", content=text, origin=Origin.ENVIRONMENT),)
+        self._messages[-1], self._openai[-1] = whole, whole.to_openai()
+        self.next, self.is_canonical = Continue(turn.said_before + kept + text, addition), False
+        self._happened("continued", num_kept, kept, text, addition, own, whole)
+        return dropped
 
 
-_BOTH = "a step that lets the assistant message go on cannot answer it with messages as well"
-
-_REPLAYED: dict[str, Callable[..., Any]] = {
-    "named": HistoryState._named,
-    "reasoned": HistoryState._reasoned,
-    "prompt": HistoryState._prompt,
-    "shown": History._shown,
-    "sampled": History._resampled,
-    "answered": HistoryState._answered,
-    "edited": HistoryState._edited,
-    "given": HistoryState._given,
-    "continued": HistoryState._continued,
-    "weighed": History._weighed,
-}
+def _media(messages: Sequence[Message]) -> tuple[Media, ...]:
+    return tuple(medium for message in messages for medium in message.media)

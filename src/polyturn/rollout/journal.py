@@ -2,7 +2,7 @@
 
     {"new": [records], "events": [["sampled", …], ["answered", …], …], "turns": {"3": …}, "state": {…}}      a line
 
-A line has what happened to the history since the line before (`history_state`, ids included), the turns whose answers or
+A line has what happened to the history since the line before (`history`, ids included), the turns whose answers or
 scores changed, and what tools, interaction and scheduler keep. To resume is to replay the events of all lines and to let the
 plug-ins take up what the last line has of them.
 
@@ -17,19 +17,25 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from polyturn.core.arrays import Floats
 from polyturn.core.errors import NoSnapshotError, PolyturnError, SnapshotError, one_line
-from polyturn.core.generation import SamplingParams
+from polyturn.core.generation import Completion, FinishReason, SamplingParams
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.media import Media
+from polyturn.core.messages import Message
 from polyturn.core.protocols import Scheduler
 from polyturn.core.serde import from_json
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import Task
-from polyturn.core.trajectory import Trajectory
+from polyturn.core.trajectory import Span, Trajectory
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
+from polyturn.rollout.history import Event, History
 from polyturn.rollout.journal_codec import (
     Journal,
     JournalCodec,
@@ -38,9 +44,11 @@ from polyturn.rollout.journal_codec import (
     to_text,
     write_trajectory,
 )
+from polyturn.rollout.next_prompt import NO_IDS, Prompt
 from polyturn.rollout.open_turn import OpenTurn
+from polyturn.rollout.stop_strings import Stopped
 
-__all__ = ["EpisodeJournal", "Journal", "JournaledEpisode"]
+__all__ = ["EpisodeJournal", "Journal", "JournaledEpisode", "replay"]
 
 FORMAT = 4
 """Of what is kept; a conversation that was kept in another one starts from its task."""
@@ -107,7 +115,7 @@ class EpisodeJournal:
         history, resources, changed = episode.history, episode.resources, dict[str, Any]()
         for line in held.lines:
             self._codec.read(line["new"])
-            history.replay(self._codec.decode(line["events"]))
+            replay(history, self._codec.decode(line["events"]))
             changed.update(self._codec.decode(line["turns"]))
         for turn in history.turns:
             _change(turn, changed[str(turn.index)])
@@ -253,6 +261,62 @@ class EpisodeJournal:
     def _offered_by(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._hooks = SnapshotHooks.of(scheduler, label=f"the scheduler {type(scheduler).__name__}")
+
+
+def replay(history: History, events: Sequence[Event]) -> None:
+    """Apply the `events` of another history of the same prompt; nothing is encoded or parsed."""
+    kept, history.events = history.events, None
+    for name, *values in events:
+        _REPLAYED[name](history, *values)
+    history.events = kept
+
+
+def _shown(
+    history: History,
+    is_whole: bool,
+    segment: int,
+    span: Span | None,
+    num_new: int,
+    length: int,
+    media: Sequence[Media],
+) -> None:
+    ids, held = NO_IDS if span is None else span.ids, history.builder.build()
+    if is_whole and segment < len(held):
+        ids = np.concatenate([held[segment].token_ids, ids])
+    history.show(Prompt(ids, is_whole, num_new, length, tuple(media)))
+
+
+def _sampled(history: History, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
+    finish, versions, info, stop, num_dropped, index, cut_by, *routes = rest
+    given = [span.logprobs for span in spans if span.logprobs is not None]
+    completion = Completion(
+        token_ids=np.concatenate([span.ids for span in spans]),
+        logprobs=np.concatenate(given) if given else None,
+        finish_reason=FinishReason(finish),
+        policy_versions=tuple((start, version) for start, version in versions),
+        routed_experts=routes[0] if routes else None,
+        info=info,
+    )
+    history.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
+
+
+def _weighed(history: History, index: int, weights: Floats) -> None:
+    history.weigh(next(turn for turn in history.turns if turn.index == index), weights)
+
+
+_REPLAYED: dict[str, Callable[..., Any]] = {
+    "named": History.play_as,
+    "reasoned": History.keep_reasoning,
+    "prompt": History.set_prompt,
+    "shown": _shown,
+    "sampled": _sampled,
+    "answered": History.answer,
+    "edited": History.edit,
+    "given": History.show_ids,
+    "continued": History.continue_turn,
+    "weighed": _weighed,
+}
+"""Name of an event -> the function that lets it happen again."""
 
 
 def _change(turn: OpenTurn, values: Mapping[str, Any]) -> None:

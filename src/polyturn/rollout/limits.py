@@ -125,12 +125,13 @@ def budget(limits: Limits, at: EpisodeProgress, *, ceiling: int) -> Budget:
         at: Where the episode is.
         ceiling: The sampling parameters' own max_tokens.
     """
-    # Of equal budgets the first one counts: a cut at the turn's own length is LENGTH, whatever else ends there.
-    options = [Budget(ceiling, StopReason.LENGTH)]
-    if limits.max_tokens_per_turn is not None:
-        options.append(Budget(limits.max_tokens_per_turn, StopReason.LENGTH))
-    if limits.max_tokens is not None:
-        options.append(Budget(limits.max_tokens - at.response_tokens, StopReason.MAX_TOKENS))
-    if limits.max_context is not None:
-        options.append(Budget(limits.max_context - at.context_tokens, StopReason.CONTEXT_FULL))
-    return min(options, key=lambda b: b.tokens)
+    tokens, cut_by = ceiling, StopReason.LENGTH
+    for left, reason in (
+        (limits.max_tokens_per_turn, StopReason.LENGTH),
+        (None if limits.max_tokens is None else limits.max_tokens - at.response_tokens, StopReason.MAX_TOKENS),
+        (None if limits.max_context is None else limits.max_context - at.context_tokens, StopReason.CONTEXT_FULL),
+    ):
+        # Of equal budgets the first one counts: a cut at the turn's own length is LENGTH, whatever else ends there.
+        if left is not None and left < tokens:
+            tokens, cut_by = left, reason
+    return Budget(tokens, cut_by)

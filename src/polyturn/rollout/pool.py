@@ -10,10 +10,12 @@ cancels its episodes, and each of them still releases what it started.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import RolloutError
@@ -36,6 +38,8 @@ class GroupSpec:
     seed: int = 0
     """Member m of the group is seeded by (seed, task, m): the order in which episodes finish changes nothing."""
     sampling: SamplingParams | None = None
+    max_turns: int | None = None
+    """The most turns of an episode; None is the run's limit."""
     has_baseline: bool = False
     """Whether one more episode is decoded greedily beside the members, which an estimator compares them with."""
 
@@ -97,11 +101,35 @@ class RolloutPool:
         Raises:
             RolloutError: too large a share of the latest trajectories failed.
         """
+        group = await self._run(spec, live)
+        # A group that was cut off has failed for no reason of the run's.
+        if live is None or not live.is_cut:
+            self.failures.count(group)
+        if self._on_group is not None:
+            self._on_group(group)
+        return group
+
+    def apart(self, *, on_group: Callable[[TrajectoryGroup], None] | None = None) -> Self:
+        """Return a pool of the same episodes, whose places and failures are counted apart, as those of an evaluation are."""
+        other = copy.copy(self)
+        other.failures = FailureBudget(max_share=self.failures.max_share)
+        other._slots = asyncio.Semaphore(self.max_concurrent)
+        other._on_group = on_group
+        return other
+
+    async def close(self) -> None:
+        """Close what the episodes share."""
+        await self.context.close()
+
+    async def _run(self, spec: GroupSpec, live: LiveGroup | None) -> TrajectoryGroup:
+        context = self.context
+        if spec.max_turns is not None:
+            context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=spec.max_turns))
 
         async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:
             async with self._slots:
                 return await run_episode(
-                    self.context,
+                    context,
                     spec.task,
                     id=f"{spec.id}/{name}",
                     seed=derive_seed(spec.seed, spec.task.id, name),
@@ -114,18 +142,12 @@ class RolloutPool:
                 members = [tasks.create_task(member(i, spec.sampling), name=f"{spec.id}/{i}") for i in range(spec.size)]
                 greedy = dataclasses.replace(spec.sampling or self.context.sampling, temperature=0.0)
                 one_more = tasks.create_task(member("greedy", greedy)) if spec.has_baseline else None
-        group = TrajectoryGroup(
+        return TrajectoryGroup(
             id=spec.id,
             task=spec.task,
             trajectories=tuple(m.result() for m in members),
             baseline=None if one_more is None else one_more.result(),
         )
-        # A group that was cut off has failed for no reason of the run's.
-        if live is None or not live.is_cut:
-            self.failures.count(group)
-        if self._on_group is not None:
-            self._on_group(group)
-        return group
 
     async def run(self, specs: Iterable[GroupSpec]) -> list[TrajectoryGroup]:
         """Run groups side by side and return them in the order of `specs`."""

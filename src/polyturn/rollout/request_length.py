@@ -55,9 +55,12 @@ async def check_text(
     messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), codec: Codec, limits: Limits
 ) -> None:
     """Refuse what `check_length` refuses, but for the number of messages: an environment's words may be megabytes, too."""
+    limit = limits.max_context
+    if limit is None:
+        return
     texts = [*map(_text_of, messages), *([json.dumps(tools)] if tools else [])]
-    num_chars, limit = sum(map(len, texts)), limits.max_context
-    if num_chars <= LONG_CHARS or limit is None:
+    num_chars = sum(map(len, texts))
+    if num_chars <= LONG_CHARS:
         return
     if num_chars > limit * codec.longest_token:  # whatever its tokens are, so that nobody counts megabytes
         raise TooLongError(f"the messages have {num_chars} characters, more than a context of {limit} tokens holds")

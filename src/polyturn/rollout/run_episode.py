@@ -36,7 +36,7 @@ from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, Turn
 from polyturn.rollout import event_log
-from polyturn.rollout.calls import told_as_scheduler_error
+from polyturn.rollout.calls import AsSchedulerError
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.history import History
@@ -208,7 +208,7 @@ async def _drive(
                     if not is_resumed:
                         await episode.call(scheduler, scheduler.on_trajectory_start, episode)
                     run = episode.guarded(scheduler, scheduler.run, is_driver=True)
-                    with told_as_scheduler_error("the scheduler's run"):
+                    with AsSchedulerError("the scheduler's run"):
                         stop = await run(episode)
             if not isinstance(stop, StopReason):
                 raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
@@ -290,7 +290,7 @@ def _metrics(episode: Episode) -> dict[str, float]:
         "num_turns": len(turns),
         "sampled_tokens": sum(len(t.completion.token_ids) for t in turns),
         "prompt_tokens": episode.history.prompt_tokens,
-        "context_tokens": episode.history.num_tokens,
+        "context_tokens": episode.history.builder.num_tokens,
         "duration_s": resources.duration_s,
     }
     if num_cut := episode.history.num_cut + sum(fork.history.num_cut for fork in resources.forks):

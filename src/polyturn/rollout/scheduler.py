@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,9 @@ class MultiTurnScheduler:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "stateless" not in vars(cls):
+        # One that adds nothing is what its base is; such is also what pickle makes first of a program's class, before it
+        # sets all that differs from the base.
+        if "stateless" not in vars(cls) and vars(cls).keys() - {"__module__", "__doc__"}:
             cls.stateless = False
 
     def check_task(self, task: Task) -> None:
@@ -100,8 +103,8 @@ class MultiTurnScheduler:
         # First, so that no tool is called for a completion that a limit cut, or with which the episode ends.
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
-        step = episode.guarded(self, self.step)
-        reply = Reply.of(await step(episode, turn))
+        answer = episode.guarded(self, self.step)(episode, turn)
+        reply = Reply.of(await answer if inspect.isawaitable(answer) else answer)
         episode.record(turn, reply)
         if reply.is_done:
             return StopReason.ENV_DONE
@@ -157,7 +160,9 @@ class MultiTurnScheduler:
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         for method, meaning in ((self.on_turn_end, StopReason.ENV_DONE), (self.check_finished, StopReason.STOP)):
-            answer = await episode.call(self, method, episode, turn)
+            answer = episode.guarded(self, method)(episode, turn)
+            if inspect.isawaitable(answer):
+                answer = await answer
             if answer is None:
                 continue
             if isinstance(answer, StopReason):

@@ -25,7 +25,7 @@ from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.router import RewardRef, RewardRouter
-from polyturn.rollout.calls import told_as_scheduler_error
+from polyturn.rollout.calls import AsSchedulerError
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.request_length import check_length
 from polyturn.rollout.run_episode import run_episode
@@ -159,7 +159,7 @@ class RolloutService:
         name = str(given or f"chatcmpl-{uuid.uuid4().hex}")
         try:
             task = task_of(request, id=name, max_messages=self.context.limits.max_context)
-            with told_as_scheduler_error("the scheduler's check_task"):
+            with AsSchedulerError("the scheduler's check_task"):
                 self.context.scheduler.check_task(task)
             await check_length(task.prompt, codec=self.context.codec, limits=self.context.limits)
             running = asyncio.create_task(self._run(task, asked))

@@ -86,7 +86,7 @@ _TAGS_OF_QWEN3 = ("<tool_response>", "</tool_response>", "<think>", "</think>")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def tiny(name: str, folder: Path | str | None = None, *, turn_tokens: int = TURN_TOKENS, seed: int = 0) -> Path:
+def tiny(name: str = "", folder: Path | str | None = None, *, turn_tokens: int = TURN_TOKENS, seed: int = 0) -> Path:
     """Write a published model in small, with random weights, and return its folder.
 
     Args:
@@ -96,7 +96,7 @@ def tiny(name: str, folder: Path | str | None = None, *, turn_tokens: int = TURN
         seed: Of the weights.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: no model is named, or there is no such one.
     """
     from polyturn.training.hf import save_model
 
@@ -184,8 +184,10 @@ def _end_turns(model: PreTrainedModel, eos: int, *, turn_tokens: int) -> None:
 
 
 def _published(name: str) -> Mapping[str, Any]:
+    if not name:
+        raise ConfigError(f"polyturn.tiny needs the name of a model: polyturn.tiny({next(iter(PUBLISHED))!r})")
     if name not in PUBLISHED:
-        raise ConfigError(f"there is no tiny {name!r}.{did_you_mean(str(name), PUBLISHED)}")
+        raise ConfigError(f"polyturn.tiny knows no model {name!r}.{did_you_mean(str(name), PUBLISHED)}")
     return PUBLISHED[name]
 
 

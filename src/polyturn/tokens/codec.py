@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.messages import Message
-from polyturn.tokens.delimiters import find_delimiters
+from polyturn.tokens.delimiters import find_call_tags, find_delimiters
 from polyturn.tokens.hub import only_cached
 from polyturn.tokens.markers import string_literals
 from polyturn.tokens.read_words import find_read_words
@@ -120,6 +120,11 @@ class Codec:
     def delimiters(self) -> frozenset[int]:
         """The control tokens that open or close turns, roles and media."""
         return find_delimiters(self)
+
+    @functools.cached_property
+    def call_tags(self) -> frozenset[int]:
+        """The control tokens that the template writes around calls and nowhere else."""
+        return find_call_tags(self)
 
     @property
     def special_ids(self) -> frozenset[int]:

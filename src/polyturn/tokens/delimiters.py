@@ -18,6 +18,7 @@ _MEDIA: tuple[Mapping[str, Any], ...] = (
     {"type": "video", "video": "x"},
     {"type": "audio", "audio": "x"},
 )
+_CALL = ToolCall(id="call_0_0", name="probe", arguments={"key": "value"})
 
 
 class _ControlRenderer(Renderer, Protocol):
@@ -44,11 +45,19 @@ def find_delimiters(codec: _ControlRenderer) -> frozenset[int]:
     return frozenset(found)
 
 
+def find_call_tags(codec: _ControlRenderer) -> frozenset[int]:
+    """Return the tokens that the template writes into a turn with a call, and into none without one."""
+    user, answer = Message(role="user", content="Hi"), Message(role="assistant", content="Hello")
+    calling = Message(role="assistant", content="Hello", tool_calls=(_CALL,))
+    others = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
+    others |= {s.id for turns in ([user, answer], [user, answer, user]) for s in _spans(codec, turns)}
+    return frozenset(s.id for s in _spans(codec, [user, calling]) if s.id not in others)
+
+
 def _with_turns(user: Message) -> Iterator[list[Message]]:
-    call = ToolCall(id="call_0_0", name="probe", arguments={"key": "value"})
     answer = Message(role="assistant", content="Hello")
-    calling = Message(role="assistant", content="", tool_calls=(call,))
-    result = Message(role="tool", content="4", tool_call_id=call.id, name=call.name)
+    calling = Message(role="assistant", content="", tool_calls=(_CALL,))
+    result = Message(role="tool", content="4", tool_call_id=_CALL.id, name=_CALL.name)
     yield [user, answer, user]
     yield [user, calling, result]
     yield [user, answer, result]

@@ -162,7 +162,10 @@ class DeltaEncoder:
         ids = self._encode(render, self._rule.written([message]), last_id=int(self.codec.encode(opened)[-1]))
         stops = self.codec.stop_token_ids
         ends = [index for index, token in enumerate(ids.tolist()) if token in stops]
-        return ids[: ends[-1] + 1] if ends else ids_array([*ids, stops[0]])
+        if ends:
+            return ids[: ends[-1] + 1]
+        behind_calls = self.codec.turn_ends.behind_calls if message.tool_calls else None
+        return ids_array([*ids, stops[0] if behind_calls is None else behind_calls])
 
     @functools.cached_property
     def _opening(self) -> str:

@@ -197,7 +197,7 @@ def prompt_key(messages: Sequence[Message]) -> tuple[object, ...] | None:
 
 
 def unused_word(texts: Iterable[str], stem: str) -> str:
-    """Return a word that starts with `stem` and occurs in none of `texts`."""
-    texts = list(texts)
+    """Return a word that starts with `stem` and occurs in none of `texts`, in small letters or capitals."""
+    lowered = [text.lower() for text in texts]
     words = (f"{stem}{number}Z" for number in itertools.count())
-    return next(word for word in words if not any(word in text for text in texts))
+    return next(word for word in words if not any(word.lower() in text for text in lowered))

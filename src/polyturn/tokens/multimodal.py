@@ -44,6 +44,8 @@ MAX_PIXELS = 1 << 25
 """Of one image: about 100 MB once it is decoded."""
 MAX_FRAME_PIXELS = 4 * MAX_PIXELS
 """Of all frames of a video."""
+MAX_SCANS = 100
+"""Of a JPEG file: each goes over all of its pixels again. Those that are written have about ten."""
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Those that Pillow decodes by itself: a PostScript file it would hand to a program, which runs what is in it."""
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}
@@ -365,6 +367,11 @@ def decode_image(data: bytes, *, what: str) -> Any:
     try:
         image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])  # reads the head alone
         check_size(image.size, what=what)
+        num_scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
+        if num_scans > MAX_SCANS:
+            raise DataError(
+                f"{what} is a JPEG file of {num_scans} scans; at most {MAX_SCANS} are decoded, so write it again"
+            )
         return image.convert("RGB")
     except DataError:
         raise

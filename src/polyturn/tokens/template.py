@@ -198,7 +198,9 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
         out["reasoning_content"] = "\n\n".join(t for t in (out["reasoning_content"], out["content"]) if t)
         out["content"] = ""
     if form.only_parts and isinstance(out["content"], str):
-        out["content"] = [{"type": "text", "text": out["content"]}] if out["content"] else []
+        # A calling turn may say nothing; else there is one part, which templates may look into without asking.
+        says = out["content"] or not out.get("tool_calls")
+        out["content"] = [{"type": "text", "text": out["content"]}] if says else []
     if out.get("reasoning_content") is not None:
         out["thinking"] = out["reasoning_content"]
     for call in out.get("tool_calls", ()):

@@ -179,12 +179,13 @@ class TrustRule:
         return [self._changed_schema(v, text) for v in value] if isinstance(value, list | tuple) else value
 
     def _changed_raw(self, raw: str, change: Change, origin: Origin) -> str:
-        """Return what a model wrote for a call that could not be read; the tags around it are what made it one.
+        """Return what a model wrote for a call that could not be read; the call's tags around it are what made it one.
 
-        One that was never closed may end in any other: in the end of a turn, or the beginning of a tool's answer.
+        One that was never closed may end in any other: in the end of a turn, or the beginning of a tool's answer. And a
+        parser may begin one anywhere, as inside of a list.
         """
         spans = self._codec.control_spans(raw) if origin is Origin.MODEL else []
-        start = spans[0].end if spans and spans[0].start == 0 else 0
+        start = spans[0].end if spans and spans[0].start == 0 and spans[0].id in self._codec.call_tags else 0
         last = spans[-1].start if start and spans[-1].end == len(raw) else len(raw)
         first, closing = raw[:start], raw[last:]
         is_closed = last >= start and first != closing and _SIDE.sub("", first) == _SIDE.sub("", closing)
@@ -221,10 +222,14 @@ class Hiding:
     """Words in the place of texts while a template is rendered, and the way back from what it wrote to ids."""
 
     def __init__(self, rule: TrustRule, codec: Codec, written: Sequence[Written]) -> None:
-        """Choose words that occur in none of the texts."""
-        self._rule, self._codec = rule, codec
-        self._word = unused_word((w.text for w in written), "Zq7Hidden")
+        """Hide nothing yet; `written` are all texts that will be asked about."""
+        self._rule, self._codec, self._written = rule, codec, written
         self._hidden: dict[str, int] = {}
+
+    @functools.cached_property
+    def _word(self) -> str:
+        """The beginning of the words, with which none of the texts begins."""
+        return unused_word((w.text for w in self._written), "Zq7Hidden")
 
     def control(self, text: str, origin: Origin) -> str:
         """Hide the control tokens in a text that its author must not write; a `Change`."""
@@ -238,7 +243,11 @@ class Hiding:
 
     def encode(self, rendered: str, *, last_id: int | None) -> Ids:
         """Return the ids of what a template wrote, in which each hidden text is ordinary text again."""
-        pieces, hidden = re.split(rf"{self._word}(\d+)Z", rendered), list(self._hidden)
+        if not self._hidden:
+            return self._codec.encode_pieces([(rendered, False)], last_id=last_id)
+        # A template may write a role, or all of a text, in other letters.
+        pieces = re.split(rf"{self._word}(\d+)Z", rendered, flags=re.IGNORECASE | re.ASCII)
+        hidden = list(self._hidden)
         return self._codec.encode_pieces(
             [(hidden[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)], last_id=last_id
         )

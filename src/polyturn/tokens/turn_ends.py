@@ -55,6 +55,8 @@ class TurnEnds:
     """All tokens that stand directly behind one another at a turn's end: the past ones and any that follow them."""
     openers: bool
     """The template writes nothing behind a turn, so that the stop tokens are those that open the next one."""
+    behind_calls: int | None = None
+    """Of these the one behind a turn with calls, which opens a tool's; None where the template ends turns."""
 
 
 def find_turn_ends(codec: Renderer) -> TurnEnds:
@@ -66,11 +68,11 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
     thinking = Message(role="assistant", content=ANCHOR, reasoning="Hm")
     result = Message(role="tool", content="4", tool_call_id=call.id, name=call.name)
 
-    closes_user = _closing_of_user(codec, user)
+    closes_user = _closing_of_user(codec)
     stops: list[int] = []
     past: list[int] = []
     closing: set[int] = set()
-    has_end = False
+    has_end, behind_calls = False, None
     for turn, answers in ((plain, (user,)), (calling, (result, user)), (thinking, (user,))):
         alone = behind_anchor(codec.template.try_render([user, turn]), ANCHOR)
         followed = None
@@ -97,7 +99,9 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
             else:  # nothing, or only what closes a document
                 stops += [s.id for s in (*spans[:1], *later[:1])]
         elif not has_end:
-            stops += [s.id for s in later if s.start >= common][:1]
+            opener = next((s.id for s in later if s.start >= common), None)
+            stops += [] if opener is None else [opener]
+            behind_calls = opener if turn is calling else behind_calls
         elif shared and turn is calling:
             known = [s.id for s in shared if s.id in past]
             end = known[0] if known else shared[-1].id
@@ -107,7 +111,11 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
             stops.append(spans[0].id)
     closing.update(past)
     return TurnEnds(
-        stops=tuple(dict.fromkeys(stops)), past=tuple(dict.fromkeys(past)), closing=frozenset(closing), openers=not has_end
+        stops=tuple(dict.fromkeys(stops)),
+        past=tuple(dict.fromkeys(past)),
+        closing=frozenset(closing),
+        openers=not has_end,
+        behind_calls=behind_calls,
     )
 
 
@@ -156,7 +164,7 @@ def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer
     return len(rest) if followed.startswith(rest) else None
 
 
-def _closing_of_user(codec: Renderer, user: Message) -> int | None:
+def _closing_of_user(codec: Renderer) -> int | None:
     """Return the token that closes a user's message, whatever follows; None if none does."""
     said = Message(role="user", content=ANCHOR)
     alone = behind_anchor(codec.template.try_render([said]), ANCHOR)

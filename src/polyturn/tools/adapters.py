@@ -34,6 +34,8 @@ class ToolMethods:
     release: Method
     also_reads: frozenset[str]
     """Arguments that `execute` looks up although the schema may not name them."""
+    is_async: bool
+    """Whether `execute` is a coroutine; a plain one runs in a thread."""
     wants_agent_data: bool
     """Whether `execute` asks for `agent_data`."""
 
@@ -47,6 +49,7 @@ def methods_of(tool: Tool) -> ToolMethods:
         calc_reward=_without_id(tool.calc_reward),
         release=_without_id(tool.release),
         also_reads=read,
+        is_async=inspect.iscoroutinefunction(tool.execute),
         wants_agent_data=has_parameter(tool.execute, "agent_data") or "agent_data" in read,
     )
 

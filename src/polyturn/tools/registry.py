@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr, import_file
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
@@ -162,6 +163,7 @@ def _construct(found: Any, entry: PluginEntry, raw_schema: Any, *, base: Path | 
         config = {found.base_key: str(base or Path()), **config}
     try:
         built: BaseTool = found(config, read_schema(raw_schema))
-    except Exception as problem:
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
         raise ConfigError(f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}") from problem
     return built

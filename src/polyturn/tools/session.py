@@ -20,7 +20,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import logging
 import math
 import time
@@ -30,8 +29,8 @@ from typing import Any
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import LifecycleError, RewardError, SnapshotError, ToolUnavailableError, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import ToolCall
-from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
@@ -173,7 +172,8 @@ class ToolSession:
             try:
                 value = await bounded.run(functools.partial(methods.calc_reward, instance_id, **kwargs))
                 rewards[name] = self._box.number_or_none(name, value)
-            except Exception as problem:
+            except PLUGIN_RAISES as problem:
+                pass_interrupt(problem)
                 raise RewardError(f"tool {name!r}: calc_reward failed: {one_line(problem)}") from problem
         return rewards
 
@@ -217,73 +217,71 @@ class ToolSession:
     # One call.
 
     async def _answer(self, call: ToolCall, messages: Messages) -> ToolResult:
-        """Answer one call: what cannot be read, found or fitted is told to the model and costs no tool anything."""
+        """Answer one call; what cannot be read, found or fitted costs no tool anything."""
+        if (refused := self._refused(call)) is not None:
+            return refused
+        is_plain, concurrency = not self._box.methods[call.name].is_async, self._box.concurrency
+        if not is_plain and not concurrency.has_limit(call.name):
+            return await self._execute(call, messages)
+        alone = self._lock_of(call.name) if is_plain else contextlib.nullcontext()  # threads must not share one's state
+        # Waiting, for that or for a slot, is no part of the call's deadline.
+        async with alone, concurrency.turn(call.name, owner=self._episode_id) as waited_s:
+            result = await self._execute(call, messages)
+        if not concurrency.has_limit(call.name):
+            return result
+        return dataclasses.replace(result, metrics={**result.metrics, results.WAITED_S: waited_s})
+
+    def _refused(self, call: ToolCall) -> ToolResult | None:
+        """Return what the model is told of a call that no tool is asked for; None for any other."""
         if call.error is not None:
             return self._failed(call, ToolFailure.BAD_JSON, call.error)
         if call.name not in self._names:
             return self._failed(
                 call, ToolFailure.UNKNOWN_TOOL, f"there is no tool {call.name!r}. {results.available(self._names)}"
             )
-        tool = self._box.tools[call.name]
-        arguments = copy.deepcopy(dict(call.arguments))  # the tool may keep or change them; the record must not
         takes = self._box.arguments[call.name]
-        if takes is not None and (wrong := takes.problem(arguments)):
+        if takes is not None and (wrong := takes.problem(dict(call.arguments))):
             return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
-        is_plain = not inspect.iscoroutinefunction(tool.execute)
-        alone = self._lock_of(call.name) if is_plain else contextlib.nullcontext()  # threads must not share one's state
-        concurrency = self._box.concurrency
-        # Waiting, for that or for a slot, is no part of the call's deadline.
-        async with alone, concurrency.turn(call.name, owner=self._episode_id) as waited_s:
-            result = await self._admitted(tool, call, arguments, messages)
-        if not concurrency.has_limit(call.name):
-            return result
-        return dataclasses.replace(result, metrics={**result.metrics, results.WAITED_S: waited_s})
+        return None
 
-    async def _admitted(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
-        """Make the call unless the tool's breaker is open, and tell the breaker what came of it."""
-        breaker = self._box.breakers[call.name]
+    async def _execute(self, call: ToolCall, messages: Messages) -> ToolResult:
+        """Make a call, with its deadline, unless the tool's breaker is open, and tell the breaker what came of it."""
+        box, breaker, clock = self._box, self._box.breakers[call.name], asyncio.get_running_loop().time
         if (rest_s := breaker.admit()) is not None:
-            if self._box.options.unreachable == "failure":
+            if box.options.unreachable == "failure":
                 raise ToolUnavailableError(f"tool {call.name!r} cannot be reached; its breaker is open")
             why = f"{call.name!r} does not work at the moment and was not asked; try again in {math.ceil(rest_s)} s"
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
-        is_told, began = False, time.monotonic()
+        began, began_at = time.monotonic(), clock()
         try:
-            result = await self._execute(tool, call, arguments, messages)
-            is_lost = result.error is not None and ToolFailure(result.error).is_infrastructure
-            if is_lost:
-                breaker.failed(self._episode_id, began=began, is_late=result.error == ToolFailure.TIMEOUT)
-            else:
-                breaker.answered()
-            is_told = True
-        finally:
-            if not is_told:
-                breaker.left()
-        if self._box.options.unreachable == "failure" and result.error == ToolFailure.CONNECTION:
+            kwargs = self._instances.kwargs_of(call.name).execute_kwargs
+            if box.methods[call.name].wants_agent_data:
+                seen = self._seen_by_tools()
+                seen.messages = messages()
+                kwargs = {"agent_data": seen, **kwargs}
+            arguments = _own_copy(dict(call.arguments))  # the tool may keep or change them; the record must not
+            execute = functools.partial(box.tools[call.name].execute, self._id_of(call.name), arguments, **kwargs)
+            try:
+                outcome = normalize(await box.bounded[call.name].run(execute))
+                result = self._result(call, outcome, duration_s=clock() - began_at)
+            except PLUGIN_RAISES as problem:
+                pass_interrupt(problem)
+                error = problem if isinstance(problem, Exception) else RuntimeError(one_line(problem))
+                result = self._raised(call, error, duration_s=clock() - began_at)
+        except BaseException:
+            breaker.left()
+            raise
+        if result.error is not None and ToolFailure(result.error).is_infrastructure:
+            breaker.failed(self._episode_id, began=began, is_late=result.error == ToolFailure.TIMEOUT)
+        else:
+            breaker.answered()
+        if box.options.unreachable == "failure" and result.error == ToolFailure.CONNECTION:
             raise ToolUnavailableError(f"tool {call.name!r} cannot be reached: {str(result.content)[:500]}")
         return result
 
-    async def _execute(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
-        """Run one call with its deadline; its exception is an observation, whose kind says whose failure it is."""
-        bounded, kwargs = self._box.bounded[call.name], self._instances.kwargs_of(call.name).execute_kwargs
-        if self._box.methods[call.name].wants_agent_data:
-            seen = self._seen_by_tools()
-            seen.messages = messages()
-            kwargs = {"agent_data": seen, **kwargs}
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
-            execute = functools.partial(tool.execute, self._id_of(call.name), arguments, **kwargs)
-            outcome = normalize(await bounded.run(execute))
-            content = results.content_of(outcome.response, limit=self._box.limit)
-        except RewardError as problem:
-            raise RewardError(f"tool {call.name!r}: {problem}") from problem
-        except ToolUnavailableError as problem:
-            raise ToolUnavailableError(f"tool {call.name!r}: {problem}") from problem
-        except Exception as problem:
-            kind = kind_of(problem)
-            failed = self._failed(call, kind, reason_of(problem, tool=call.name), began=began)
-            return failed if kind is not ToolFailure.EXCEPTION else self._box.crashed(failed, problem)
+    def _result(self, call: ToolCall, outcome: ToolOutcome, *, duration_s: float) -> ToolResult:
+        """Return what a tool answered as the observation."""
+        content = results.content_of(outcome.response, limit=self._box.limit)
         if outcome.reward is not None and self._agent_data is not None:
             self._agent_data.tool_rewards.append(outcome.reward)
         return ToolResult(
@@ -293,8 +291,22 @@ class ToolSession:
             reward=outcome.reward,
             metrics=_with_cut(outcome, content),
             error=results.told_failure(outcome.metrics),
-            duration_s=clock() - began,
+            duration_s=duration_s,
         )
+
+    def _raised(self, call: ToolCall, problem: Exception, *, duration_s: float) -> ToolResult:
+        """Return what a tool raised as the observation, whose kind says whose failure it is.
+
+        Raises:
+            RewardError, ToolUnavailableError: it is no observation, but the trajectory's failure.
+        """
+        if isinstance(problem, RewardError):
+            raise RewardError(f"tool {call.name!r}: {problem}") from problem
+        if isinstance(problem, ToolUnavailableError):
+            raise ToolUnavailableError(f"tool {call.name!r}: {problem}") from problem
+        kind = kind_of(problem)
+        failed = self._failed(call, kind, reason_of(problem, tool=call.name), duration_s=duration_s)
+        return failed if kind is not ToolFailure.EXCEPTION else self._box.crashed(failed, problem)
 
     def _id_of(self, name: str) -> str:
         """Return the instance of a tool, maybe a lent one."""
@@ -312,12 +324,18 @@ class ToolSession:
             self._agent_data = ToolContext(request_id=self._episode_id, tools_kwargs=kwargs)
         return self._agent_data
 
-    # ---- results ----------------------------------------------------------------------------------------------------
-
-    def _failed(self, call: ToolCall, kind: ToolFailure, reason: str, *, began: float | None = None) -> ToolResult:
+    def _failed(self, call: ToolCall, kind: ToolFailure, reason: str, *, duration_s: float = 0.0) -> ToolResult:
         text = self._box.limit.cut(results.error_text(kind, reason))
-        duration = 0.0 if began is None else asyncio.get_running_loop().time() - began
-        return ToolResult(call_id=call.id, name=call.name, content=text, error=kind.value, duration_s=duration)
+        return ToolResult(call_id=call.id, name=call.name, content=text, error=kind.value, duration_s=duration_s)
+
+
+def _own_copy(value: Any) -> Any:
+    """Return a deep copy of a call's arguments, which are JSON unless a plug-in made the call."""
+    if type(value) in (str, int, float, bool, type(None)):
+        return value
+    if type(value) is dict:
+        return {key: _own_copy(inner) for key, inner in value.items()}
+    return [_own_copy(inner) for inner in value] if type(value) is list else copy.deepcopy(value)
 
 
 def copied(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from polyturn.core.aio import finish
 from polyturn.core.errors import PolyturnError, SnapshotError, one_line
+from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.task import ToolKwargs
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
@@ -89,7 +90,8 @@ class EpisodeTools:
             content = results.content_of(response, limit=self._box.limit)
         except ToolStartError:
             raise
-        except Exception as problem:
+        except PLUGIN_RAISES as problem:
+            pass_interrupt(problem)
             raise ToolStartError(
                 f"tool {name!r}: create failed for episode {self._episode_id!r}: {one_line(problem)}; check the row's "
                 f"tools_kwargs[{name!r}]['create_kwargs']"

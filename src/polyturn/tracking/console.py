@@ -1,10 +1,10 @@
-"""The terminal's view of a run: one line a step, and a progress bar for anything longer than two seconds.
+"""The terminal's view of a run: one line a step, and how far anything is that takes more than a second or two.
 
     step 12/100  success 0.52  reward 0.61  turns 2.3  8,120 tokens/s  loss 0.0123  3.1 s  eta 4m32s
     rollout: 120 of 256 (47 %), 33.1/s, eta 4s
 
 Separate from what is written down: nothing here is read again. Lines go through `logging`; the bar is drawn by rich, in a
-terminal only, and elsewhere progress is a plain line every ten seconds.
+terminal only, and elsewhere progress is a plain line again and again.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ConsoleTracker:
 class Progress:
     """Shows how far something is: `with Progress("rollout", 256) as bar: ... bar.advance()`.
 
-    Nothing is shown for what takes less than `delay_s`.
+    What is shown is shown from a thread, so that it is also there while the one thing to do takes long, such as an import.
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class Progress:
         total: int | None = None,
         *,
         console: Console | None = None,
-        delay_s: float = 2.0,
-        every_s: float = 10.0,
+        every_s: float = 1.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Describe what goes on.
@@ -93,8 +92,8 @@ class Progress:
             title: What it is, for instance "rollout".
             total: How many things there are to do; None when that is not known.
             console: Where the bar is drawn; give the console that log lines go to, so that they do not tear it.
-            delay_s: A bar appears after this many seconds.
-            every_s: Without a terminal, a line is logged this often.
+            every_s: A bar appears after this many seconds, and nothing is shown for what takes less; without a terminal, a
+                line is logged this often.
             clock: Seconds.
         """
         self.title = title
@@ -103,56 +102,57 @@ class Progress:
         self._console = console or Console(stderr=True)
         self._every_s = every_s
         self._clock = clock
-        self._start = self._last = clock()
+        self._start = clock()
         self._lock = threading.Lock()
-        self._is_open = False
-        self._timer = threading.Timer(delay_s, self._show)
-        self._timer.daemon = True
+        self._is_over = threading.Event()
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> Self:
-        self._start = self._last = self._clock()
-        self._is_open = True
-        if self._console.is_terminal:
-            self._timer.start()
+        self._start = self._clock()
+        threading.Thread(target=self._show, name=f"progress of {self.title}", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._timer.cancel()
         with self._lock:
-            self._is_open = False
+            self._is_over.set()
             if self._bar is not None:
                 self._bar.stop()
 
     def advance(self, num: int = 1) -> None:
         """Say that `num` more things are done."""
-        self.done += num
         with self._lock:
+            self.done += num
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=self.done)
-                return
-        now = self._clock()
-        if not self._console.is_terminal and now - self._last >= self._every_s:
-            self._last = now
-            logger.info("%s", self.line())
 
     def line(self) -> str:
         """Return how far it is, as one line."""
         seconds = self._clock() - self._start
         pace = self.done / seconds if seconds > 0 else 0.0
         if self.total is None:
-            return f"{self.title}: {self.done}, {pace:.1f}/s, {duration(seconds)}"
+            counted = f"{self.done}, {pace:.1f}/s, " if self.done else ""
+            return f"{self.title}: {counted}{duration(seconds)}"
         share = self.done / self.total if self.total else 1.0
         left = f", eta {duration((self.total - self.done) / pace)}" if pace > 0 else ""
         return f"{self.title}: {self.done} of {self.total} ({share:.0%}), {pace:.1f}/s{left}".replace("%", " %")
 
     def _show(self) -> None:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with self._lock:
-            if self._is_open:
-                self._bar = RichProgress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
-                self._bar.add_task(self.title, total=self.total, completed=self.done)
-                self._bar.start()
+        while not self._is_over.wait(self._every_s):
+            with self._lock:
+                if self._is_over.is_set():
+                    return
+                if self._console.is_terminal:
+                    self._bar = self._drawn()
+                    return
+                logger.info("%s", self.line())
+
+    def _drawn(self) -> RichProgress:
+        counts = () if self.total is None else (MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), *counts)
+        bar = RichProgress(*columns, console=self._console, transient=True)
+        bar.add_task(self.title, total=self.total, completed=self.done)
+        bar.start()
+        return bar
 
 
 def duration(seconds: float) -> str:

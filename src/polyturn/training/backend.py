@@ -40,6 +40,8 @@ class Degrees:
     """The layers."""
     expert_parallel: int = 1
     """The experts of a layer."""
+    context_parallel: int = 1
+    """The tokens of a micro-batch."""
 
 
 OWN, REFERENCE = "own", "reference"
@@ -82,8 +84,13 @@ class Backend(Stored, Protocol):
         """Return name -> weight without gradient, for an engine; streamed where no process holds them whole."""
         ...
 
-    def weight_groups(self) -> list[str]:
-        """Return the groups of parameters, one of a name in all layers, that `shift_weights` moves."""
+    def trained(self) -> Mapping[str, Tensor]:
+        """Return name -> what training changes, whole: with LoRA the adapter, else as `weights`."""
+        ...
+
+    def weight_groups(self, is_merged: bool = True) -> list[str]:
+        """Return the groups of parameters, one of a name in all layers, that `shift_weights` moves: the model's own, or what
+        training changes."""
         ...
 
     def shift_weights(self, group: str, scale: float) -> None:
@@ -91,6 +98,10 @@ class Backend(Stored, Protocol):
 
         So it is proved that each group arrives at an engine.
         """
+        ...
+
+    def free_cache(self) -> None:
+        """Give memory of the GPU back that holds nothing now, to a server on the same one."""
         ...
 
     def close(self) -> None:

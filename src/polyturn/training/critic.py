@@ -30,7 +30,7 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.backend import Backend, OverBackend
 from polyturn.training.loss_terms import Objective, Terms
-from polyturn.training.model_backend import ModelBackend, Placement
+from polyturn.training.model_backend import ModelBackend, Placement, fitting_layout
 from polyturn.training.network import Network
 from polyturn.training.options import CriticSettings, OptimSettings
 
@@ -121,13 +121,16 @@ def critic_backend(
     found = model.base_model if backbone is None else backbone
     assert isinstance(found, PreTrainedModel)
     network = placement.values(found)
+    optimizer = placement.optimizer(network, optim)
+    fitting, is_refused = fitting_layout(layout or LayoutSettings(), [network], placement)
     return ModelBackend(
         network,
-        optimizer=placement.optimizer(network, optim),
+        optimizer=optimizer,
         objectives={"value": ValueTerms(settings or CriticSettings())},
         placement=placement,
-        layout=layout or LayoutSettings(),
+        layout=fitting,
         media=None if media is None else MediaRows(model, media),
+        is_packing_refused=is_refused,
     )
 
 

@@ -3,6 +3,9 @@
     mesh (dp, tp):   a row of `tp` ranks splits every layer's matrices, or its experts, and sees the same samples,
                      the `dp` rows see different samples; fully_shard spreads each parameter over the rows
 
+Several rows that split the tokens of the same samples (`context_parallel.py`) are rows like any others here: each has a part
+of the gradient.
+
 It differs from one device in three things. Gradients of the rows are summed, never averaged, because coefficients were
 normalised over the global batch (I7). Every rank runs the same number of micro-batches, the shorter ones empty passes of
 weight zero, because each pass of a sharded model is a collective. And the norm of the gradient is that of all shards, so
@@ -29,15 +32,18 @@ from transformers import PreTrainedModel
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.seeds import derive_seed
 from polyturn.training.backend import Degrees
+from polyturn.training.context_parallel import ContextRow
 from polyturn.training.lora import adapter_tensors
 from polyturn.training.modality_encoders import layers_of, towers_of
 from polyturn.training.model_backend import Cut, Placement
 from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.packed_attention import other_attention
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
 from polyturn.training.shards import inside, is_split_over_row, local_part
-from polyturn.training.tensor_parallel import require_experts, split_experts, split_layers
+from polyturn.training.tensor_parallel import plan_of_layers, require_experts, split_experts, split_layers
 
 _FILLER = TrainSample(
     id=SampleId("filler", "0", 0),
@@ -123,10 +129,24 @@ class Sharded(OverRanks):
         start: Mapping[str, Tensor] | None = None,
         degrees: Degrees | None = None,
     ) -> None:
-        """Spread over `mesh`, from `make_mesh`, whose rows split what `degrees` say; None splits matrices."""
+        """Spread over `mesh`, from `make_mesh`, whose rows split what `degrees` say; None splits matrices.
+
+        Raises:
+            ConfigError: the rows do not divide into those that split the same samples.
+        """
         super().__init__(device, start=start)
         self._mesh = mesh
-        self._degrees = degrees or Degrees(tensor_parallel=mesh["tp"].size())
+        self._degrees = degrees = degrees or Degrees(tensor_parallel=mesh["tp"].size())
+        seed = torch.tensor(torch.initial_seed() >> 1, device=device)
+        dist.broadcast(seed, src=0)
+        self._seed = int(seed)
+        num_split = degrees.context_parallel
+        self._context = ContextRow.of(device, size=num_split, inner=mesh["tp"].size()) if num_split > 1 else None
+
+    @property
+    def needs_packing(self) -> bool:  # type: ignore[override]
+        """Whether tokens are split, which are those of packed rows."""
+        return self._context is not None
 
     @classmethod
     def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Sharded:
@@ -139,15 +159,24 @@ class Sharded(OverRanks):
         """Refuse degrees of parallelism that FSDP2 does not offer.
 
         Raises:
-            ConfigError: layers are to be shared out, or experts that are not there, do not divide, or need another row than
-                matrices do.
+            ConfigError: layers are to be shared out, tokens of a model that cannot be packed, or heads or experts that are
+                not there, do not divide, or need another row than matrices do.
         """
         where, wide, experts = "train.distributed", degrees.tensor_parallel, degrees.expert_parallel
+        if degrees.context_parallel > 1:
+            why = "it does not take text alone" if towers_of(model) else other_attention(model)
+            if why is not None:
+                raise ConfigError(
+                    f"{where}.context_parallel is {degrees.context_parallel}, which splits packed rows, and "
+                    f"{type(model).__name__} cannot be packed, because {why}; set it to 1"
+                )
         if degrees.pipeline_parallel > 1:
             raise ConfigError(
                 f"{where}.pipeline_parallel is {degrees.pipeline_parallel} and train.backend is torch, which has none; set "
                 "train.backend: megatron, or leave it at 1"
             )
+        if wide > 1:
+            plan_of_layers(model, parts=wide)
         if experts > 1:
             require_experts(model.config, parts=experts)
         if 1 < wide != experts > 1:
@@ -168,22 +197,28 @@ class Sharded(OverRanks):
         Raises:
             ConfigError: the model cannot be split as the mesh asks.
         """
-        tp = self._mesh["tp"]
-        partial = split_layers(network.backbone, tp) if self._degrees.tensor_parallel > 1 else []
-        if self._degrees.expert_parallel > 1:
-            split_experts(network.backbone, tp)
+        partial = self._shard(network, is_copy=True)
         prefix = next(name for name, module in network.saved.named_modules() if module is network.backbone)
-        self.freeze(network, is_copy=True)
         self._start = None  # a share of the weights; a copy of what is trained was made before
         named = [f"{prefix}.{name}".lstrip(".") for name in partial]
         return ShardedOptimizer(network.saved, settings, mesh=self._mesh, partial=named)
 
     def freeze(self, network: Network, *, is_copy: bool) -> None:
-        """Shard `network` over the rows, layer by layer, sum gradients instead of averaging them, and fill its shards.
+        """Split and shard a network that is only scored with, as one that is trained.
 
         Raises:
-            ConfigError: its files do not hold its weights.
+            ConfigError: it cannot be split as the mesh asks, or its files do not hold its weights.
         """
+        self._shard(network, is_copy=is_copy)
+
+    def _shard(self, network: Network, *, is_copy: bool) -> list[str]:
+        """Split `network` over a row, shard it over the rows, layer by layer, sum gradients instead of averaging them, fill
+        its shards, and name the whole parameters with partial gradients."""
+        tp = self._mesh["tp"]
+        partial = split_layers(network.backbone, tp) if self._degrees.tensor_parallel > 1 else []
+        if self._degrees.expert_parallel > 1:
+            split_experts(network.backbone, tp)
+        network.context = self._context
         network.encoders = encoders = tuple(towers_of(network.backbone))
         mesh = self._mesh["dp"]
         for module in (*layers_of(network.backbone, encoders), *network.heads, network):
@@ -196,6 +231,14 @@ class Sharded(OverRanks):
         elif is_unread(network.backbone):
             read_weights(network.backbone, self._device)
         register_fsdp_forward_method(network, "try_out")  # it runs the model too, which gathers parameters for it
+        return partial
+
+    @contextmanager
+    def drawing(self, *of: int) -> Iterator[None]:
+        """Let the ranks of a row, which see the same tokens, drop the same of them, and other rows others."""
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(derive_seed(self._seed, *of, self._mesh["dp"].get_local_rank()))
+            yield
 
     def release(self, network: Network) -> None:
         """Free the whole copies of what the last pass used."""

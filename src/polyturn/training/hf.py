@@ -278,11 +278,13 @@ def save_model(
     processor: ProcessorMixin | None = None,
     adapter_only: bool = False,
     tensors: Mapping[str, torch.Tensor] | None = None,
+    merged: bool = True,
 ) -> Path:
     """Write `model` to `folder`, replacing what is there, with the tokenizer and its chat template, and the processor of a
     model that reads more than text; return `folder`.
 
-    A model with an adapter is written merged, as one without; with `adapter_only` its adapter alone, in peft's format.
+    A model with an adapter is written merged, as one without, or not `merged`, without it; with `adapter_only` its adapter
+    alone, in peft's format.
     `tensors` are written in place of what training changes of it, an adapter's alone; they are asked for a few at a time.
     """
     folder = Path(folder)
@@ -294,7 +296,9 @@ def save_model(
             lora.save_adapter(model, fresh, tensors)
         else:
             _save_config(model, fresh)
-            write_safetensors(buckets(as_checkpoint(model, plain_weights(model) if tensors is None else tensors)), fresh)
+            if tensors is None:
+                tensors = plain_weights(model) if merged else lora.base_weights(model)
+            write_safetensors(buckets(as_checkpoint(model, tensors)), fresh)
         if processor is not None:
             processor.save_pretrained(fresh)
         if tokenizer is not None:

@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from pydantic_core import to_json
+
 from polyturn.core.aio import OneThread
 from polyturn.core.errors import SnapshotError
 from polyturn.rollout.journal import JournaledEpisode
@@ -40,7 +42,6 @@ _TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
 """The beginning of the ids of training episodes; those of evaluations differ."""
 _MIN_WASTE = 1 << 20
 """Bytes of lines without use from which on a journal is written anew, if they are also more than half of it."""
-_TO_JSON = json.JSONEncoder(separators=(",", ":"))
 _METRICS = {
     "resumed": "rollout/resumed_episodes",
     "restarted": "rollout/restarted_episodes",
@@ -322,8 +323,12 @@ def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
         SnapshotError: the line cannot be made.
     """
     made = line()
+    values = {"s": episode, **made}
     try:
-        data = _TO_JSON.encode({"s": episode, **made}).encode() + b"\n"
+        try:
+            data = to_json(values) + b"\n"  # four times as quick as the standard library's
+        except ValueError:  # which also writes halves of a pair, that are no UTF-8, and says what it cannot write
+            data = json.dumps(values).encode() + b"\n"
     except (TypeError, ValueError) as problem:
         raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem
     return Line(data, "begun" in made)

@@ -6,7 +6,8 @@
 The producer starts a group whenever the buffer grants a slot; the consumer takes one step's groups, trains, publishes the
 new weights, and only then frees the slots. Where the engine samples from the trainer's own parameters, training runs
 without giving up the event loop, so that no one samples from half an update; else it runs in a thread, and rollout goes on
-beside it. Either way a cancellation never lands in the middle of a step.
+beside it, unless the engine is on the trainer's GPUs: it then sleeps, and nobody samples during an update. A cancellation
+never lands in the middle of a step.
 """
 
 from __future__ import annotations
@@ -194,6 +195,8 @@ class Trainer:
         train, state, groups = self.settings.train, self.state, taken.groups
         check_staleness(groups, step=state.step, max_staleness=train.max_staleness)
         replayed = self._replay.draw(train.replayed_groups, step=state.step)
+        if self._engine.sleep is not None:
+            await self._engine.sleep()
         update = partial(self.update.run, [*groups, *replayed], step=state.step)
         # A cancellation waits for the end of the update: between two optimizer steps there is no state to go on from.
         done = Finished(update(), None) if self._thread is None else await finish(self._thread.submit(update))
@@ -295,10 +298,8 @@ class Trainer:
             total = len(which.tasks[:limit])
             tell = partial(self._observer.on_group, phase=f"eval/{which.name}", total=total)
             result = await evaluate(
-                self._pool.context,
+                self._pool,
                 which,
-                max_concurrent=self._pool.max_concurrent,
-                max_failed_share=self._pool.failures.max_share,
                 limit=limit,
                 seed=derive_seed(self.settings.seed, "eval"),
                 on_group=tell,

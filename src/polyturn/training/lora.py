@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
+from polyturn.engines.routers import beside_experts
 from polyturn.training.options import LoraSettings
 from polyturn.training.shards import Names, require_same_shapes, whole_tensor
 
@@ -49,7 +50,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft takes fractions as well
             lora_dropout=settings.dropout,
-            target_modules=names(settings.target_modules),
+            target_modules=names(_targets(model, settings)),
             exclude_modules=names(settings.exclude_modules),
         )
         with torch.random.fork_rng(devices=[]):
@@ -64,6 +65,16 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
         raise ConfigError(
             f"model.lora does not fit this model: {one_line(problem)[:300]}; its linear modules are {', '.join(linear)}"
         ) from problem
+
+
+def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | Sequence[str]:
+    """Return the modules that get an adapter; of a model with experts each linear layer by its name, because for peft all
+    of them are also the experts, which are stacks of matrices, and their routers, which must choose as the engine's do."""
+    beside = [beside_experts(layer) for layer in model.modules()]
+    if settings.target_modules != "all-linear" or not any(count for count, _ in beside):
+        return settings.target_modules
+    others = {part for _, routers in beside for part in routers.values()} | {model.get_output_embeddings()}
+    return [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part not in others]
 
 
 def _draw_again(model: nn.Module) -> None:
@@ -157,6 +168,18 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     down, up = (whole_tensor(part.detach()) for part in pair)
     added = up @ down * layer.scaling[ADAPTER]
     return weight + (added.T if layer.fan_in_fan_out else added).to(weight)
+
+
+def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """Return peft's settings of the model's adapter, as its file of settings has them."""
+    config: Any = model.peft_config[ADAPTER]
+    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=list))
+    return found
+
+
+def as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter's tensors, by the names that they have in the model, by those that they have in peft's files."""
+    return {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in tensors.items()}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Megatron: the placement of a policy whose layers megatron-core splits, by tensor, pipeline and expert parallelism.
+"""Megatron: the placement of a policy whose layers megatron-core splits: by tensor, context, pipeline, expert parallelism.
 
-    ranks of a row      tensor_parallel x pipeline_parallel of them see the same samples, in this order
+    ranks of a row      tensor x context x pipeline parallel of them see the same samples, in this order
     rows                see different samples; the experts of a layer may be spread over them (expert_parallel)
 
 megatron-core has the layers, the groups and the collectives; batches, losses, states and the way to engines are those of
@@ -10,27 +10,31 @@ loss, and gradients flow back through the stages. What runs where is in docs/gui
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
 from polyturn.engines.routers import Routers
 from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import OverRanks
-from polyturn.training.hf import load_model
-from polyturn.training.lora import base_weights
+from polyturn.training.lora import base_weights, plain_name
 from polyturn.training.megatron_lora import adapter_entries
 from polyturn.training.megatron_network import MegatronNetwork, MegatronPolicy, MegatronValues
 from polyturn.training.megatron_weights import HEAD, entries, require_split
 from polyturn.training.network import Network, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
-from polyturn.training.part_loading import is_unread
+from polyturn.training.part_loading import is_unread, read_weights
+from polyturn.training.shards import Place
 
 
 class Megatron(OverRanks):
@@ -40,6 +44,11 @@ class Megatron(OverRanks):
         """Split by `degrees`."""
         super().__init__(device, start=start)
         self._degrees = degrees
+
+    @property
+    def needs_packing(self) -> bool:  # type: ignore[override]
+        """Whether tokens are split, which are those of packed rows."""
+        return self._degrees.context_parallel > 1
 
     @classmethod
     def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Megatron:
@@ -67,7 +76,7 @@ class Megatron(OverRanks):
         """
         self._prepare(model)
         network = MegatronPolicy(model, self._degrees, self._device, replays=replays)
-        return self._filled(network, whole=lambda: base_weights(_read(model)), is_copy=is_copy)
+        return self._filled(network, model, is_copy=is_copy)
 
     def values(self, backbone: PreTrainedModel) -> Network:
         """Return megatron-core's form of a value function over `backbone`, with its weights.
@@ -76,9 +85,8 @@ class Megatron(OverRanks):
             ConfigError: it cannot be split so.
         """
         self._prepare(backbone)
-        form = ValueNetwork(backbone)
-        network = MegatronValues(form, self._degrees, self._device)
-        return self._filled(network, whole=lambda: base_weights(ValueNetwork(_read(backbone))), is_copy=True)
+        network = MegatronValues(ValueNetwork(backbone), self._degrees, self._device)
+        return self._filled(network, backbone, inside="backbone.", is_copy=True)
 
     def _prepare(self, model: PreTrainedModel) -> None:
         """Make sure that a model can be split, and megatron-core's groups.
@@ -86,33 +94,26 @@ class Megatron(OverRanks):
         Raises:
             ConfigError: it cannot be split so.
         """
-        if model.is_activation_checkpointing and self._device.type == "cpu":
-            raise ConfigError(
-                "model.gradient_checkpointing is on and there is no GPU: megatron-core computes activations again with the "
-                "random state of one; leave it out"
-            )
         require_split(model.config, self._degrees)
-        _make_groups(self._degrees, has_experts=model.config.model_type == "qwen3_moe", device=self._device)
+        if self._device.type == "cpu":
+            require_no_cuda(model.config, self._degrees)
+        _make_groups(self._degrees, self._device)
 
     def _filled(
-        self, network: MegatronNetwork, *, whole: Callable[[], Mapping[str, Tensor]], is_copy: bool
+        self, network: MegatronNetwork, model: PreTrainedModel, *, is_copy: bool, inside: str = ""
     ) -> MegatronNetwork:
         """Return `network` with the weights that training begins with, where it `is_copy` of what is trained and there are
-        any, else with those of its model, which the first rank has `whole`."""
+        any, else with its parts of those of `model`, whose names begin with `inside` there; these are read where it has
+        none."""
         own = network.own_tensors()
         if is_copy and self._start is not None:
             own |= network.tensors()
             for name in own.keys() & self._start.keys():  # a value function has a head of its own, and no output embedding
                 own[name].copy_(self._start[name])
             return network
-        found = whole() if dist.get_rank() == 0 else {}
-        for name, kind in network.names.kinds(own).items():
-            if dist.get_rank() == 0:
-                tensor = found[name].to("cpu", kind.dtype).contiguous()
-            else:
-                tensor = torch.empty(kind.shape, dtype=kind.dtype)
-            dist.broadcast(tensor, src=0)
-            network.names.take(own, {name: tensor})
+        places = {name.removeprefix(inside): held for name, held in network.names.parts(own).items()}
+        weights = base_weights(_read(model, places) if is_unread(model) else model)
+        network.names.take(own, {inside + name: tensor for name, tensor in weights.items() if name in places})
         return network
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
@@ -122,34 +123,68 @@ class Megatron(OverRanks):
         return MegatronOptimizer(network, settings)
 
 
-def _read(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with its weights, read from its files where it has none; of a backbone the backbone."""
-    if not is_unread(model):
-        return model
-    whole = load_model(str(model.name_or_path), dtype=model.dtype)
-    found = whole if isinstance(whole, type(model)) else whole.base_model
-    assert isinstance(found, PreTrainedModel)
-    return found
+def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Place, Tensor]]) -> PreTrainedModel:
+    """Return a model with what this rank has of its weights, read from its files; the rest stays without values."""
+    made = copy.deepcopy(model)
+    for name, parameter in list(made.named_parameters()):
+        if (held := parts.get(plain_name(name))) is not None and parameter.is_meta:
+            place, _, attribute = name.rpartition(".")
+            setattr(made.get_submodule(place), attribute, nn.Parameter(_outline(parameter, held), requires_grad=False))
+    read_weights(made, torch.device("cpu"), only=parts.keys())
+    return made
 
 
-def _make_groups(degrees: Degrees, *, has_experts: bool, device: torch.device) -> None:
-    """Let megatron-core make its process groups, once; a row is consecutive ranks.
+def _outline(whole: Tensor, held: Mapping[Place, Tensor]) -> DTensor:
+    """Return what a rank holds of a tensor, its boxes side by side, without values; the rest is on the ranks of its row."""
+    low = [min(place[d] for place in held) for d in range(whole.ndim)]
+    high = [max(place[d] + box.shape[d] for place, box in held.items()) for d in range(whole.ndim)]
+    shape = [end - start for start, end in zip(low, high, strict=True)]
+    split = [Shard(d) for d, size in enumerate(shape) if size < whole.shape[d]]
+    has_experts = whole.ndim == 3
+    group = parallel_state.get_expert_model_parallel_group() if has_experts else _row_group()
+    return DTensor.from_local(
+        torch.empty(shape, dtype=whole.dtype, device="meta"),
+        DeviceMesh.from_group(group, "cpu"),
+        split or [Replicate()],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def require_no_cuda(config: PreTrainedConfig, degrees: Degrees) -> None:
+    """Refuse, for ranks without a GPU, what megatron-core asks CUDA for a device or a stream for.
 
     Raises:
-        ConfigError: those of a model without experts are there, and do not fit one with them.
+        ConfigError: layers or their matrices are split, or the model has experts.
     """
+    sizes = {"tensor_parallel": degrees.tensor_parallel, "pipeline_parallel": degrees.pipeline_parallel}
+    why = next((f"train.distributed.{name} is {size}" for name, size in sizes.items() if size > 1), None)
+    if config.model_type == "qwen3_moe":
+        why = "the model has experts"
+    if why is not None:
+        raise ConfigError(
+            f"train.backend is megatron, {why} and there is no GPU, for which megatron-core asks then; take train.backend "
+            "torch, or GPUs"
+        )
+
+
+def _row_group() -> dist.ProcessGroup:
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _make_groups(degrees: Degrees, device: torch.device) -> None:
+    """Let megatron-core make its process groups, once; a row is consecutive ranks."""
     if parallel_state.model_parallel_is_initialized():
-        if has_experts and parallel_state.get_expert_tensor_parallel_world_size() > 1:
-            raise ConfigError(
-                "a model with experts stands beside one without, and train.distributed.tensor_parallel is above 1, which "
-                "megatron-core cannot split both by; take models of one kind, or tensor_parallel 1"
-            )
         return
+    # Of stages it wants as many copies of experts as of the rest, also where no model has experts, and so none is split.
+    is_without = degrees.pipeline_parallel > 1 and degrees.expert_parallel == 1
     parallel_state.initialize_model_parallel(
         degrees.tensor_parallel,
         degrees.pipeline_parallel,
+        context_parallel_size=degrees.context_parallel,
         expert_model_parallel_size=degrees.expert_parallel,
-        expert_tensor_parallel_size=1 if has_experts else None,
+        expert_tensor_parallel_size=degrees.tensor_parallel * degrees.context_parallel if is_without else 1,
         order="tp-cp-ep-pp-dp",
     )
     if device.type == "cuda":
@@ -157,42 +192,105 @@ def _make_groups(degrees: Degrees, *, has_experts: bool, device: torch.device) -
 
 
 class MegatronOptimizer(Optimizer):
-    """AdamW over this rank's part: gradients are summed where ranks hold the same, and the norm is that of all."""
+    """AdamW over this rank's rows: ranks that hold the same part of a weight share its master and its moments.
+
+    Each of them sums the gradient of its own samples. A step adds these up, to each rank its rows, and gives the new rows to
+    all (ZeRO, stage 1; Rajbhandari et al. 2020). megatron-core's own optimizer cuts one buffer of all weights into ranges,
+    which are no boxes of tensors as checkpoints hold them. The norm is that of all ranks.
+    """
 
     def __init__(self, network: MegatronNetwork, settings: OptimSettings) -> None:
+        self._live = {name: p for name, p in network.saved.named_parameters() if p.requires_grad}
+        self._meshes = {
+            has_experts: DeviceMesh.from_group(group(), next(iter(self._live.values())).device.type)
+            for has_experts, group in (
+                (False, functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)),
+                (True, parallel_state.get_expert_data_parallel_group),
+            )
+        }
         super().__init__(network.saved, settings)
-        self._copies_of = network.names.copies()
-        self._live = dict(network.saved.named_parameters())
+        copies = network.names.copies()
+        self._copies_of = {name: copies[name] // self._mesh(name).size() for name in self._live}
         self._is_tied = network.is_split_tie
+        self._sums: dict[str, Tensor] = {}
+        """Gradients of weights of low precision, summed over micro-batches in float32."""
+
+    def sections(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's rows of masters and moments."""
+        return {
+            prefix: {name: self._as_rows(name, tensor) if tensor.ndim else tensor for name, tensor in tensors.items()}
+            for prefix, tensors in super().sections().items()
+        }
+
+    def collect(self) -> None:
+        """Add up the gradient of weights of low precision in float32, whole, until a step shares it out."""
+        for name, live in self._live.items():
+            if live.grad is not None and live.dtype.itemsize < 4:
+                self._sums[name] = self._sums[name].add_(live.grad) if name in self._sums else live.grad.float()
+                live.grad = None
+
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+        super().zero_grad()
+        self._sums = {}
+        for live in self._live.values():
+            live.grad = None
+
+    def _own(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """Return this rank's rows of a parameter, live."""
+        count, rank = self._mesh(name).size(), self._mesh(name).get_local_rank()
+        return nn.Parameter([*parameter.detach().chunk(count), *[parameter.detach()[:0]] * count][rank])
+
+    def _write_back(self) -> None:
+        """Write this rank's new rows where they are used, and get the others'."""
+        super()._write_back()
+        with torch.no_grad():
+            for name, live in self._live.items():
+                if self._mesh(name).size() > 1:
+                    live.copy_(self._as_rows(name, self._own(name, live).contiguous()).full_tensor())
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
-        """Return the norm of the whole gradient, which is summed over ranks first."""
+        """Return the norm of the whole gradient, of which each rank is given its rows first."""
         square = torch.zeros((), dtype=torch.float32, device=params[0].device)
         for name, param in self._named:
-            if param.grad is None:  # an expert that got no token here did get some elsewhere, and the sum is collective
-                param.grad = torch.zeros_like(param)
-            self._sum(name, param.grad)
+            live = self._live[name]
+            grad = self._sums.pop(name, live.grad)
+            if grad is None:  # an expert that got no token here did get some elsewhere, and the sum is collective
+                grad = torch.zeros_like(live, dtype=param.dtype)
+            live.grad, param.grad = None, self._sum(name, grad)
             square += torch.linalg.vector_norm(param.grad, dtype=torch.float32) ** 2 / self._copies_of[name]
         if self._problem is not None:
             square += math.nan
         dist.all_reduce(square)
         return torch.sqrt(square)
 
-    def _sum(self, name: str, grad: Tensor) -> None:
-        """Add up the gradient of a parameter over the ranks that hold the same part of it."""
-        live = self._live[name]
+    def _sum(self, name: str, grad: Tensor) -> Tensor:
+        """Return this rank's rows of the gradient of a weight, added up over the ranks that hold the same part of it."""
+        mesh = self._mesh(name)
+        if mesh.size() > 1:
+            grad = DTensor.from_local(grad, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
         if ".experts." in name:
-            dist.all_reduce(grad, group=parallel_state.get_expert_data_parallel_group())
-            return
-        dist.all_reduce(grad, group=parallel_state.get_data_parallel_group())
-        tp = parallel_state.get_tensor_model_parallel_group()
+            return grad
+        tp = _row_group()
         # Each rank of a row has seen a share of the positions, or of the heads.
-        if tp.size() > 1 and getattr(live, "sequence_parallel", False):
+        if tp.size() > 1 and getattr(self._live[name], "sequence_parallel", False):
             dist.all_reduce(grad, group=tp)
         if self._is_tied and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             dist.all_reduce(grad, group=parallel_state.get_embedding_group())
         if name in HEAD:  # every stage holds it, and the last one uses it
             dist.all_reduce(grad, group=parallel_state.get_pipeline_model_parallel_group())
+        return grad
+
+    def _mesh(self, name: str) -> DeviceMesh:
+        """Return the ranks that share the rows of a weight."""
+        return self._meshes[".experts." in name]
+
+    def _as_rows(self, name: str, rows: Tensor) -> DTensor:
+        """Return this rank's rows of something that has the shape of a weight as a part of it."""
+        live = self._live[name]
+        return DTensor.from_local(
+            rows, self._mesh(name), [Shard(0)], run_check=False, shape=live.shape, stride=live.stride()
+        )
 
     def _skip(self, problem: str) -> None:
         """Skip with the reason of the rank that has one."""

@@ -19,7 +19,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -27,20 +29,31 @@ from polyturn.engines.routers import LIVE
 from polyturn.training.backend import Degrees
 from polyturn.training.megatron_weights import is_sparse
 from polyturn.training.network import value_head
+from polyturn.training.packed_attention import PackedView, attend_packed
 
 
 class SdpaAttention(nn.Module):
-    """Causal attention by torch's own kernels, in place of megatron-core's, which build a [T, T] mask."""
+    """Causal attention by torch's own kernels, in place of megatron-core's, which build a [T, T] mask, or need
+    transformer_engine for rows that stand end to end."""
+
+    view: PackedView | None = None
+    """The attention of the batch that is computed; None where its rows are apart."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return [T, B, heads x size] of queries [T, B, heads, size] and keys and values [T, B, groups, size]."""
+        length = query.shape[0]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        found = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
-        )
+        if self.view is None:
+            is_grouped = key.shape[1] != query.shape[1]
+            found = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
+        else:
+            num_tokens = self.view.num_tokens
+            query, key, value = (x[:, :, :num_tokens] for x in (query, key, value))
+            found = attend_packed(query, key, value, self.view)
+            found = functional.pad(found, (0, 0, 0, length - num_tokens))  # so that ranks share the positions evenly
         return found.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -55,6 +68,9 @@ class RmsNorm(nn.RMSNorm):
 class Rotary(RotaryEmbedding):
     """megatron-core's rotary positions with the frequencies of transformers, on the device of the model."""
 
+    positions: Tensor | None = None
+    """[T] the position of each token of rows that stand end to end; None counts from 0."""
+
     def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
         base, kind = config.rope_parameters["rope_theta"], config.rope_parameters["rope_type"]
         super().__init__(head_dim, rotary_percent=1.0, rotary_base=base, use_cpu_initialization=True)
@@ -62,9 +78,12 @@ class Rotary(RotaryEmbedding):
         del self.inv_freq
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
-    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
         """Return [positions, 1, 1, head] angles."""
-        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        if self.positions is None:
+            angles = self.get_freqs_non_repeated(max_seq_len, 0)
+        else:
+            angles = torch.outer(self.positions.to(self.inv_freq), self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
@@ -121,6 +140,15 @@ class Router(TopKRouter):
         return logits
 
 
+class RecomputedLayer(TransformerLayer):
+    """A layer that keeps its input alone and is computed again in the backward pass, by torch: megatron-core detaches what
+    comes out, which hides a router from a loss on it, and asks for the random state of a GPU."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer gives."""
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
 def make_gpt(
     config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, recomputes: bool, has_values: bool = False
 ) -> GPTModel:
@@ -128,7 +156,6 @@ def make_gpt(
     `has_values` has their head in place of the output embedding, on every rank."""
     has_experts = config.model_type == "qwen3_moe"
     experts = _experts(config, degrees) if has_experts else {}
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     own = TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -161,11 +188,10 @@ def make_gpt(
         persist_layer_norm=False,
         cuda_graph_scope=[],
         **experts,
-        **(recompute if recomputes else {}),
     )
     gpt = GPTModel(
         own,
-        _layers(own),
+        _layers(own, recomputes=recomputes),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -183,11 +209,12 @@ def make_gpt(
     return gpt
 
 
-def _layers(own: TransformerConfig) -> Any:
+def _layers(own: TransformerConfig, *, recomputes: bool) -> Any:
     """Return megatron-core's description of the layers, with our norms, attention and router in place of its own."""
     spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False, normalization="RMSNorm")
     spec.layer_norm = RmsNorm
     for layer in spec.layer_specs:
+        layer.module = RecomputedLayer if recomputes else layer.module
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router

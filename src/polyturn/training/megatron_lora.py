@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 from polyturn.core.errors import ConfigError
 from polyturn.training.backend import Degrees
 from polyturn.training.lora import ADAPTER, adapted_layers
-from polyturn.training.megatron_weights import HEAD, Entry, counted, pieces
+from polyturn.training.megatron_weights import HEAD, Entry, counted, source_rows
 
 
 def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrainedConfig, degrees: Degrees) -> list[Entry]:
@@ -68,35 +68,34 @@ def add_adapter(gpt: GPTModel, model: nn.Module, weights: Iterable[Entry], *, fi
         return
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(name in HEAD)
-    if gpt.pre_process:  # stages, and layers that are computed again, ask whether what goes in wants a gradient
-        gpt.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     for entry in weights:
         linear = inside.get(counted(entry.name.removesuffix(".weight"), -first_layer, 0))
         modules = [source.removesuffix(".weight") for source in entry.sources]
         if linear is not None and any(module in layers for module in modules):
             num_groups = own.num_query_groups // own.tensor_model_parallel_size if entry.layout == "qkv" else 1
-            held = pieces(entry, linear.weight, num_groups=num_groups, head_dim=own.kv_channels)
-            _add_pairs(linear, dict(zip(modules, held, strict=True)), layers, num_groups=num_groups)
+            of_parts = source_rows(entry, linear.weight.shape, part=0, num_groups=num_groups, head_dim=own.kv_channels)
+            widths = {modules[box.source]: box.rows.stop - box.rows.start for box in of_parts}
+            _add_pairs(linear, widths, layers, num_groups=num_groups)
 
 
-def _add_pairs(linear: nn.Module, parts: Mapping[str, Tensor], layers: Mapping[str, Any], *, num_groups: int) -> None:
+def _add_pairs(linear: Any, rows: Mapping[str, int], layers: Mapping[str, Any], *, num_groups: int) -> None:
     """Give a linear layer the pairs of its parts.
 
     Args:
         linear: megatron-core's.
-        parts: Module -> what this rank holds of its weight, [rows, columns] or [groups, rows of each, columns].
+        rows: Module -> how many rows of its weight this rank holds, in each of the groups.
         layers: Module -> what peft has around it, of those that are adapted.
         num_groups: In how many groups the rows of the parts lie between each other.
     """
     linear.lora_A, linear.lora_B, linear.lora_dropout = nn.ParameterDict(), nn.ParameterDict(), nn.ModuleDict()
     widths, scaling = {}, 0.0
-    for module, held in parts.items():
+    for module, width in rows.items():
         part = module.rpartition(".")[2]
-        widths[part] = held.shape[-2]
+        widths[part] = width
         if (layer := layers.get(module)) is not None:
-            rank, like = layer.r[ADAPTER], {"dtype": layer.lora_A[ADAPTER].weight.dtype, "device": held.device}
-            down = nn.Parameter(torch.empty(rank, held.shape[-1], **like))
-            up = nn.Parameter(torch.empty(held.shape[:-1].numel(), rank, **like))
+            rank, like = layer.r[ADAPTER], {"dtype": layer.lora_A[ADAPTER].weight.dtype, "device": linear.weight.device}
+            down = nn.Parameter(torch.empty(rank, linear.weight.shape[1], **like))
+            up = nn.Parameter(torch.empty(width * num_groups, rank, **like))
             whole: Any = up if isinstance(linear, RowParallelLinear) else down
             whole.sequence_parallel = linear.sequence_parallel  # each rank sees some positions, so its gradient is summed
             linear.lora_A[part], linear.lora_B[part], linear.lora_dropout[part] = down, up, layer.lora_dropout[ADAPTER]

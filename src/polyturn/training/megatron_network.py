@@ -8,6 +8,7 @@ Between stages, hidden states and their gradients are sent by two autograd funct
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,13 +24,16 @@ from transformers import PreTrainedModel
 from polyturn.algorithms.balance import balance_loss
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Mean, Metrics
-from polyturn.engines.routers import LIVE
+from polyturn.core.routing import RouteShape
+from polyturn.engines.routers import LIVE, require_told
 from polyturn.training.backend import Degrees
+from polyturn.training.context_parallel import ContextRow, ContextShare
 from polyturn.training.lora import ADAPTER, adapted_layers, adapter_tensors
 from polyturn.training.megatron_layers import make_gpt
 from polyturn.training.megatron_lora import adapter_entries, add_adapter
 from polyturn.training.megatron_weights import ShardedNames, entries, is_sparse, value_entries
 from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, Network, TargetScores, ValueNetwork
+from polyturn.training.packed_attention import PackedView
 from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences
 
 
@@ -51,6 +55,8 @@ class MegatronNetwork(Network):
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._hidden = config.hidden_size
         self._tp = parallel_state.get_tensor_model_parallel_group()
+        if degrees.context_parallel > 1:
+            self.context = ContextRow(parallel_state.get_context_parallel_group())
         recomputes, whole = bool(model.is_activation_checkpointing), form or model
         weights = list((entries if form is None else value_entries)(config))
         adapter = adapter_entries(whole, weights, config, degrees)
@@ -65,6 +71,7 @@ class MegatronNetwork(Network):
             config,
             dict(gpt.named_parameters()),
             [*weights, *adapter],
+            degrees=degrees,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             first_layer=self._first_layer,
             first_expert=parallel_state.get_expert_model_parallel_rank() * num_experts,
@@ -85,11 +92,14 @@ class MegatronNetwork(Network):
         down, up = (self.names.whole(adapter, one) for one in pair)
         return None if whole is None or down is None or up is None else whole + (up @ down * self._scaling).to(whole)
 
-    def _run(self, batch: MicroBatch, read: Callable[[Tensor], Tensor], *, count: int = 1) -> Tensor:
-        """Return [count, S] what `read` makes of the hidden states [S, H] of targets; collective over the ranks of a row."""
-        rows, length = batch.input_ids_BT.shape
+    def _run(self, batch: MicroBatch, read: Callable[[Tensor, MicroBatch], Tensor], *, count: int = 1) -> Tensor:
+        """Return [count, S] what `read` makes of the hidden states [S, H] of targets, of those that this rank has of `batch`
+        at a time; collective over the ranks of a row."""
+        own, share = self.cut(batch)
+        rows, length = own.input_ids_BT.shape
         gpt: Any = self.backbone
-        ids = functional.pad(batch.input_ids_BT, (0, self._padding(length)))
+        ids = functional.pad(own.input_ids_BT, (0, self._padding(length)))
+        self._pack(own, share)
         if not self._is_first:
             shape = (ids.shape[1] // self._tp.size(), rows, self._hidden)
             # An input that wants a gradient, without which autograd would never call the function that sends one back.
@@ -102,11 +112,23 @@ class MegatronNetwork(Network):
             return found
         if self._tp.size() > 1:
             hidden_TBH = tensor_parallel.gather_from_sequence_parallel_region(hidden_TBH, tensor_parallel_output_grad=False)
-        at_S = batch.flat_S % length * rows + batch.flat_S // length  # hidden states have positions before rows
-        found = read(hidden_TBH.flatten(0, 1).index_select(0, at_S))
+        at_S = own.flat_S % length * rows + own.flat_S // length  # hidden states have positions before rows
+        found = read(hidden_TBH.flatten(0, 1).index_select(0, at_S), own)
+        if share is not None:
+            found = share.of_targets(found.T).T.contiguous()
         if not self._is_first:
             dist.broadcast(found.detach().clone(), *_last_stage())
         return found
+
+    def _pack(self, own: MicroBatch, share: ContextShare | None) -> None:
+        """Let layers attend as a batch lies, until the next one: a backward pass may compute them again."""
+        gpt: Any = self.backbone
+        view = None if own.packing is None else PackedView(own.packing, own.input_ids_BT.device, share)
+        gpt.rotary_pos_emb.positions = None
+        if view is not None:
+            gpt.rotary_pos_emb.positions = functional.pad(own.position_ids[0], (0, self._padding(view.num_tokens)))
+        for layer in gpt.decoder.layers:
+            layer.self_attention.core_attention.view = view
 
     def _padding(self, length: int) -> int:
         """Return by how much rows grow, so that ranks share their positions evenly."""
@@ -120,7 +142,7 @@ class MegatronPolicy(MegatronNetwork):
         """Make this rank's part of `model`, without its weights; `replays` lets routers follow the engine's."""
         super().__init__(model, degrees, device)
         config, gpt = model.config, self.backbone
-        self._vocab = config.vocab_size
+        self._config, self._vocab = config, config.vocab_size
         self._is_tied = bool(config.tie_word_embeddings)
         self.is_split_tie = self._is_tied and not (self._is_first and self._is_last)
         self._routers = [layer.mlp.router for layer in gpt.decoder.layers if hasattr(layer.mlp, "router")]  # type: ignore[union-attr]
@@ -128,22 +150,21 @@ class MegatronPolicy(MegatronNetwork):
         self._num_routers = sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
         self._replays = replays
 
-    def try_out(self, *, packs: bool) -> str | None:
-        """Return why it cannot be packed."""
-        return "megatron-core packs rows with transformer_engine alone" if packs else None
-
     @contextmanager
     def routed(self, batch: MicroBatch) -> Iterator[None]:
         """Let tokens go to the experts that the engine chose."""
-        if not self._routers or not self._replays or batch.routes_NLK is None:
+        own = self.cut(batch)[0]
+        if not self._routers or not self._replays or own.routes_NLK is None:
             yield
             return
-        rows, length = batch.input_ids_BT.shape
-        told_BTLK = batch.routes_NLK.unflatten(0, (rows, length)).long()
+        config = self._config
+        require_told(own.routes_NLK, RouteShape(self._num_routers, config.num_experts_per_tok, config.num_experts))
+        rows, length = own.input_ids_BT.shape
+        told_BTLK = own.routes_NLK.unflatten(0, (rows, length)).long()
         told_TBLK = functional.pad(told_BTLK, (0, 0, 0, 0, 0, self._padding(length)), value=LIVE).transpose(0, 1)
-        own = told_TBLK.chunk(self._tp.size())[self._tp.rank()].flatten(0, 1)
+        told_NLK = told_TBLK.chunk(self._tp.size())[self._tp.rank()].flatten(0, 1)
         for i, router in enumerate(self._routers, self._first_router):
-            router.router_replay.told = own[:, i]
+            router.router_replay.told = told_NLK[:, i]
         try:
             yield
         finally:
@@ -156,7 +177,7 @@ class MegatronPolicy(MegatronNetwork):
         for router in self._routers:
             router.keeps_logits = balance_grad
         count = 1 if entropy_grad is None else 2
-        found_KS = self._run(batch, lambda read_SH: self._scores(read_SH, batch, entropy_grad=entropy_grad), count=count)
+        found_KS = self._run(batch, functools.partial(self._scores, entropy_grad=entropy_grad), count=count)
         scores = TargetScores(found_KS[0], found_KS[1] if count == 2 else None, metrics=self._router_metrics())
         if not balance_grad:
             return scores
@@ -170,18 +191,18 @@ class MegatronPolicy(MegatronNetwork):
         found: TargetScores = self(batch)
         return found.logprobs_S
 
-    def _scores(self, read_SH: Tensor, batch: MicroBatch, *, entropy_grad: bool | None) -> Tensor:
+    def _scores(self, read_SH: Tensor, own: MicroBatch, *, entropy_grad: bool | None) -> Tensor:
         """Return [1 or 2, S] log-probabilities and entropies."""
         gpt: Any = self.backbone
         weight = gpt.embedding.word_embeddings.weight if self._is_tied and self._is_first else gpt.output_layer.weight
         max_logits = MAX_LOGITS_CPU if read_SH.device.type == "cpu" else MAX_LOGITS
         chunk = max(MIN_CHUNK, max_logits * self._tp.size() // self._vocab)
         parts = []
-        for start in range(0, batch.num_targets, chunk):
+        for start in range(0, max(1, own.num_targets), chunk):
             part = slice(start, start + chunk)
-            temperature = None if batch.temperature_S is None else batch.temperature_S[part]
-            inputs = (weight, read_SH[part], batch.targets_S[part], temperature, self._tp, entropy_grad)
-            if batch.num_targets > chunk and torch.is_grad_enabled():
+            temperature = None if own.temperature_S is None else own.temperature_S[part]
+            inputs = (weight, read_SH[part], own.targets_S[part], temperature, self._tp, entropy_grad)
+            if own.num_targets > chunk and torch.is_grad_enabled():
                 parts.append(checkpoint(_score, *inputs, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(_score(*inputs))
@@ -190,12 +211,17 @@ class MegatronPolicy(MegatronNetwork):
     def _balance(self, batch: MicroBatch) -> Tensor:
         """Return [B] the balance loss of each sequence, the mean over layers. A rank has some of the positions and some of
         the layers, and gives a gradient to those."""
-        rows, length = batch.input_ids_BT.shape
+        own, share = self.cut(batch)
+        rows, length = own.input_ids_BT.shape
         index_M, row_M = tokens_of_sequences(batch)
-        own = (length + self._padding(length)) // self._tp.size()
-        position_M = index_M % length - own * self._tp.rank()
-        is_own_M = (position_M >= 0) & (position_M < own)
+        if share is not None:
+            local_M = share.local_M[index_M]
+            index_M, row_M = local_M[local_M >= 0], row_M[local_M >= 0]
+        count = (length + self._padding(length)) // self._tp.size()
+        position_M = index_M % length - count * self._tp.rank()
+        is_own_M = (position_M >= 0) & (position_M < count)
         index_M, row_M = (position_M * rows + index_M // length)[is_own_M], row_M[is_own_M]
+        both = parallel_state.get_tensor_and_context_parallel_group()
         own_B = torch.zeros(len(batch.places), device=index_M.device)
         for router in self._routers:
             own_B = own_B + balance_loss(
@@ -204,7 +230,7 @@ class MegatronPolicy(MegatronNetwork):
                 index_M,
                 row_M,
                 num_rows=len(batch.places),
-                added_up=tensor_parallel.reduce_from_tensor_model_parallel_region,
+                added_up=functools.partial(tensor_parallel.reduce_from_tensor_model_parallel_region, group=both),
             )
             router.logits = None
         whole_B = own_B.detach().clone()
@@ -232,7 +258,7 @@ class MegatronValues(MegatronNetwork):
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return [S] the value at each target of `batch`; collective over the ranks of a row."""
         head: Any = self.backbone.head
-        return self._run(batch, lambda read_SH: head(read_SH.to(head.weight.dtype)).T)[0]
+        return self._run(batch, lambda read_SH, own: head(read_SH.to(head.weight.dtype)).T)[0]
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the value at each target of `batch`."""

@@ -4,14 +4,15 @@
     gate_proj, up_proj          linear_fc1     of each rank its rows of both
     experts.gate_up_proj[e]     local_experts.e.linear_fc1       on the rank that holds the expert, whole
 
-What is true of a weight is true of its gradient, its master and its moments, so all of them go the same way, one tensor at
-a time. Layers and experts are counted over the whole model here.
+A part of a weight is some boxes of these tensors, and so are its master and its moments: checkpoints hold them as such, and
+each rank writes and reads its own. Layers and experts are counted over the whole model here.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +25,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.backend import Degrees
 from polyturn.training.lora import plain_name
-from polyturn.training.network import ValueNetwork
-from polyturn.training.shards import Names, stored_tensors
+from polyturn.training.shards import Boxes, Names, Place, box_of, local_part, start_of
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 """The model types whose weights have a place in megatron-core's model here."""
@@ -102,10 +102,11 @@ def require_split(config: PreTrainedConfig, degrees: Degrees) -> None:
     ):
         if size > 1 and (count == 0 or count % size):
             raise ConfigError(f"{where}.{name} is {size} and the model has {count} {what}; it must divide them")
-    if experts and degrees.pipeline_parallel > 1 and degrees.expert_parallel != wide:
+    of_stage = wide * degrees.context_parallel
+    if experts and degrees.pipeline_parallel > 1 and degrees.expert_parallel != of_stage:
         raise ConfigError(
             f"{where} has pipeline_parallel {degrees.pipeline_parallel}, expert_parallel {degrees.expert_parallel} and "
-            f"tensor_parallel {wide}; stages with experts work only where the latter two are equal"
+            f"tensor_parallel x context_parallel {of_stage}; stages with experts work only where the latter two are equal"
         )
 
 
@@ -150,42 +151,41 @@ def _layer(config: PreTrainedConfig, layer: int) -> Iterator[Entry]:
         yield Entry(f"{expert}.linear_fc2.weight", (f"{theirs}.mlp.experts.down_proj",), expert=e)
 
 
-def region(entry: Entry, whole: Tensor, *, part: int, num_parts: int, num_groups: int) -> Tensor:
-    """Return of a whole tensor, one of the sources of a weight, what one part of the weight holds, as a view.
+class SourceRows(NamedTuple):
+    """Rows of a weight that lie together in one of its sources."""
+
+    source: int
+    """Which one."""
+    rows: slice
+    place: Place
+    """Their first row there."""
+
+
+def source_rows(entry: Entry, shape: Sequence[int], *, part: int, num_groups: int, head_dim: int) -> list[SourceRows]:
+    """Return where the rows of a weight are in its sources.
 
     Args:
         entry: The weight.
-        whole: The tensor; or one number for it, which every part has.
-        part: Which part.
-        num_parts: How many ranks share the weight.
-        num_groups: Of heads that have one key and value.
-    """
-    if whole.ndim == 0 or (entry.expert is None and entry.layout == "whole"):
-        return whole
-    if entry.expert is not None:
-        return whole[entry.expert]
-    if entry.layout == "qkv":
-        whole = whole.unflatten(0, (num_groups, -1))
-    return whole.chunk(num_parts, dim=1 if entry.layout == "columns" else 0)[part]
-
-
-def pieces(entry: Entry, held: Tensor, *, num_groups: int, head_dim: int) -> Sequence[Tensor]:
-    """Return of a part of a weight what is of each of its sources, as views, each of the shape of its `region`.
-
-    Args:
-        entry: The weight.
-        held: The part; or one number for it.
+        shape: Of the part that a rank holds.
+        part: Which part that is.
         num_groups: Of heads in this part that have one key and value.
         head_dim: The size of a head.
     """
-    if held.ndim == 0:
-        return [held] * len(entry.sources)
+    if entry.expert is not None:
+        return [SourceRows(0, slice(0, shape[0]), (entry.expert, *(0 for _ in shape)))]
+    groups, sizes = 1, [shape[0]]
     if entry.layout == "gate_up":
-        return held.chunk(2)
-    if entry.layout == "qkv":
-        grouped = held.unflatten(0, (num_groups, -1))
-        return grouped.split([grouped.shape[1] - 2 * head_dim, head_dim, head_dim], dim=1)
-    return [held]
+        sizes = [shape[0] // 2] * 2
+    elif entry.layout == "qkv":
+        groups, sizes = num_groups, [shape[0] // num_groups - 2 * head_dim, head_dim, head_dim]
+    is_whole, columns = entry.layout in ("whole", "columns"), part * shape[-1] if entry.layout == "columns" else 0
+    found, at = [], 0
+    for group in range(groups):
+        for source, size in enumerate(sizes):
+            first = 0 if is_whole else (part * groups + group) * size
+            found.append(SourceRows(source, slice(at, at + size), (first, columns)[: len(shape)]))
+            at += size
+    return found
 
 
 class ShardedNames(Names):
@@ -195,9 +195,10 @@ class ShardedNames(Names):
         self,
         model: nn.Module,
         config: PreTrainedConfig,
-        own: Iterable[str],
+        own: Mapping[str, Tensor],
         known: Iterable[Entry],
         *,
+        degrees: Degrees,
         tensor_rank: int,
         first_layer: int,
         first_expert: int,
@@ -207,50 +208,43 @@ class ShardedNames(Names):
         Args:
             model: The Hugging Face model or the value function over it, for names and shapes.
             config: Its config.
-            own: The names of this rank's part of megatron-core's, layers and experts counted from 0 on every rank.
+            own: This rank's part of megatron-core's, layers and experts counted from 0 on every rank.
             known: The weights of the whole of it, and the matrices of its adapter.
+            degrees: Over how many ranks they are split.
             tensor_rank: This rank's place among those that share layers.
             first_layer: The layer that it counts as 0.
             first_expert: The expert that it counts as 0.
         """
-        self._groups = config.num_key_value_heads
-        self._head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-        self._tied: tuple[str, ...] = ()
-        if config.tie_word_embeddings and not isinstance(model, ValueNetwork):
-            self._tied = ("embedding.word_embeddings.weight", "output_layer.weight")
-        self._local = {counted(name, first_layer, first_expert): name for name in own}
+        split = {
+            "part": tensor_rank,
+            "num_groups": config.num_key_value_heads // degrees.tensor_parallel,
+            "head_dim": config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads,
+        }
         every = {entry.name: entry for entry in known}
-        self._entry_of = {local: every[name] for name, local in self._local.items()}
-        self._places: dict[str, list[tuple[Entry, int]]] = {}
-        """Hugging Face's name -> the weights that the tensor is part of, and which of their sources it is."""
-        for entry in every.values():
-            for number, source in enumerate(entry.sources):
-                self._places.setdefault(source, []).append((entry, number))
+        self._entry_of = {name: every[counted(name, first_layer, first_expert)] for name in own}
+        self._boxes = {name: source_rows(self._entry_of[name], tensor.shape, **split) for name, tensor in own.items()}
+        sources = {source for entry in every.values() for source in entry.sources}
         named = ((plain_name(name), tensor) for name, tensor in model.named_parameters())
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in named if name in self._places}
-        self._held: list[dict[str, int]] = [{}] * dist.get_world_size()
-        """For each rank: weight -> the part of it that this rank holds."""
-        self._own = {entry.name: 0 if entry.layout == "whole" else tensor_rank for entry in self._entry_of.values()}
-        dist.all_gather_object(self._held, self._own)
-        self._owners: dict[str, dict[int, int]] = {}
-        """Weight -> part -> the first rank that holds it."""
-        for rank, held in enumerate(self._held):
-            for name, part in held.items():
-                self._owners.setdefault(name, {}).setdefault(part, rank)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in named if name in sources}
+        mine = {name: {place: tuple(box.shape) for place, box in held.items()} for name, held in self.parts(own).items()}
+        self._held: list[dict[str, dict[Place, tuple[int, ...]]]] = [{}] * dist.get_world_size()
+        """For each rank: tensor -> where it has something of it -> the shape of that."""
+        dist.all_gather_object(self._held, mine)
 
     def copies(self) -> dict[str, int]:
-        """Return for each tensor of this rank how many ranks hold the same; one that is tied counts for both names."""
-        counts = {}
-        for local, entry in self._entry_of.items():
-            part, names = self._own[entry.name], self._tied if entry.name in self._tied else (entry.name,)
-            counts[local] = sum(held.get(name) == part for held in self._held for name in names)
-        return counts
+        """Return for each weight of this rank how many ranks hold the same; one that is tied counts for both names."""
+        found = {}
+        for name, (first, *_) in self._boxes.items():
+            source = self._entry_of[name].sources[first.source]
+            found[name] = sum(first.place in held.get(source, ()) for held in self._held)
+        return found
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
         """Return name -> shape and dtype of the whole, over all ranks."""
         found = {}
         for name, shape in self._shapes.items():
-            if (like := self._like(name, tensors)) is not None:
+            like = next((tensor for own, tensor in tensors.items() if _kind(own) == _kind(name)), None)
+            if like is not None:  # of the model, of a head, or of an adapter, as the tensor of that name is
                 found[name] = TensorKind(shape if like.ndim else (), like.dtype)
         return found
 
@@ -259,71 +253,75 @@ class ShardedNames(Names):
         return self._entry_of[name].sources
 
     def whole(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
-        """Return a whole tensor on the CPU on rank 0, and None elsewhere."""
-        like, rank = self._like(name, tensors), dist.get_rank()
-        assert like is not None
-        whole = torch.empty(self._shapes[name] if like.ndim else (), dtype=like.dtype) if rank == 0 else None
-        for entry, number in self._places[name] if like.ndim else self._places[name][:1]:
-            if entry.name in self._tied[1:]:  # the embedding is the same
+        """Return a whole weight on the CPU on rank 0, and None elsewhere."""
+        mine, rank, seen = self.parts(tensors).get(name, {}), dist.get_rank(), set[Place]()
+        whole = torch.empty(self._shapes[name], dtype=self.kinds(tensors)[name].dtype) if rank == 0 else None
+        for owner, held in enumerate(self._held):  # each place from the first rank that has it, and of a rank all at once
+            places = [place for place in held.get(name, ()) if place not in seen]
+            seen.update(places)
+            if not places or rank not in (0, owner):
                 continue
-            # In one order on all ranks: sends and receives are matched by it, and carry no name.
-            for part, owner in sorted(self._owners[entry.name].items()):
-                piece = None
-                if rank == owner:
-                    piece = self._piece(entry, number, tensors).detach().to("cpu").contiguous()
-                if whole is not None:
-                    there = self._region(entry, whole, part)
-                    if piece is None:
-                        piece = torch.empty(there.shape, dtype=there.dtype)
-                        dist.recv(piece, src=owner)
-                    there.copy_(piece)
-                elif piece is not None:
-                    dist.send(piece, dst=0)
+            sizes = [math.prod(held[name][place]) for place in places]
+            if rank == owner:
+                flat = torch.cat([mine[place].detach().reshape(-1) for place in places]).cpu()
+            if whole is None:
+                dist.send(flat, dst=0)
+                return None
+            if owner:
+                flat = torch.empty(sum(sizes), dtype=whole.dtype)
+                dist.recv(flat, src=owner)
+            for place, values in zip(places, flat.split(sizes), strict=True):
+                shape = held[name][place]
+                box_of(whole, place, shape).copy_(values.view(shape))
         return whole
 
-    def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors on rank 0, which writes all of them, and nothing elsewhere."""
-        found = {name: self.whole(tensors, name) for name in self.kinds(tensors)}
-        return {name: whole for name, whole in found.items() if whole is not None}
+    def shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the boxes that this rank has."""
+        kinds = self.kinds(tensors)
+        return {name: Boxes(kinds[name], held) for name, held in self.parts(tensors).items()}
 
     def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
-        """Fill this rank's parts, by reading the tensors that they are of, a bucket at a time."""
-        for prefix, tensors in sections.items():
-            if tensors:
-                self.take(tensors, stored_tensors(folder, prefix=prefix))
+        """Fill this rank's parts from a folder; one number of a tensor is that of all weights that it is made of."""
+        super().read(sections, folder, whose=whose)
+        for tensors in sections.values():
+            found = self.parts(tensors)
+            for name, tensor in tensors.items():
+                if not tensor.ndim:
+                    tensor.copy_(found[self.sources(name)[0]][()])
 
     def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Write this rank's parts of whole `weights` into live tensors; of tied ones one name is enough."""
+        """Write this rank's parts of whole `weights` into live tensors, or of parts that hold them; of tied ones one name is
+        enough."""
+        found = self.parts(tensors)
         for name in weights:
-            for entry, number in self._places.get(plain_name(name), ()):
-                if self._local.get(entry.name) in tensors:
-                    there = self._region(entry, weights[name], self._own[entry.name])
-                    self._piece(entry, number, tensors).copy_(there)
+            for place, box in found.get(plain_name(name), {}).items():
+                box.copy_(box_of(weights[name], place, box.shape))
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Hashable, Tensor]]:
-        """Return name -> place in the whole -> what this rank holds there, live; replicas have one place."""
-        found: dict[str, dict[Hashable, Tensor]] = {}
-        for name, places in self._places.items():
-            for entry, number in places:
-                if self._local.get(entry.name) in tensors:
-                    place = (entry.expert, self._own[entry.name])
-                    found.setdefault(name, {})[place] = self._piece(entry, number, tensors)
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Place, Tensor]]:
+        """Return name -> place in the whole -> what this rank holds there, live; replicas have one place.
+
+        Of one number for a weight there is one for each of its sources. A `DTensor` is of rows of the weight.
+        """
+        found: dict[str, dict[Place, Tensor]] = {}
+        for name, entry in self._entry_of.items():
+            if (tensor := tensors.get(name)) is None:
+                continue
+            if not tensor.ndim:
+                for one in entry.sources:
+                    found.setdefault(one, {}).setdefault((), tensor)
+                continue
+            held, start = local_part(tensor), start_of(tensor)[0]
+            for source, rows, place in self._boxes[name]:
+                low, high = max(rows.start, start), min(rows.stop, start + len(held))
+                if low >= high:
+                    continue
+                box, further = held[low - start : high - start], low - rows.start
+                if entry.expert is None:
+                    at = (place[0] + further, *place[1:])
+                else:
+                    box, at = box[None], (entry.expert, further, *place[2:])
+                found.setdefault(entry.sources[source], {})[at] = box
         return found
-
-    def _like(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return a tensor of this rank that has the dtype of the one of that name, and is one number where that is: of the
-        model, of a head or of an adapter, as that is; None where there is none."""
-        return next((tensor for own, tensor in tensors.items() if _kind(own) == _kind(name)), None)
-
-    def _region(self, entry: Entry, whole: Tensor, part: int) -> Tensor:
-        """Return of a whole tensor what a part of a weight holds."""
-        num_parts = len(self._owners[entry.name])
-        return region(entry, whole, part=part, num_parts=num_parts, num_groups=self._groups)
-
-    def _piece(self, entry: Entry, number: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return of this rank's part of a weight what is of one of its sources."""
-        groups = self._groups // len(self._owners[entry.name])
-        return pieces(entry, tensors[self._local[entry.name]], num_groups=groups, head_dim=self._head_dim)[number]
 
 
 def _kind(name: str) -> tuple[bool, bool]:

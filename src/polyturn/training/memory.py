@@ -4,8 +4,10 @@
     server    b P / t + KV cache                                                                         t: tensor parallel
     sync      b P / B, once for all servers of a broadcast                                               B: bytes/s of a link
 
-Where a row of ranks shares experts, it has one such part of everything else: N counts rows, and for experts ranks. Each row
-of Megatron's has a copy: N counts the ranks of a row, nothing is gathered, and they share activations and logits too.
+Where a row of ranks shares experts, it has one such part of everything else: N counts rows, and for experts ranks. Ranks
+that split tokens share activations and logits, and each keeps all keys and values. Each row of Megatron's has a copy: N
+counts the ranks of a row, and of masters and moments all ranks; nothing is gathered, and a row shares activations and logits
+too.
 
 P numbers of b bytes each. In float32 b is 4, there are no masters (m = 0), and g is 4. In bfloat16 b is 2, m is 4, and g is
 4 + 2: gradients are summed in float32, while those of one backward pass are still there in bfloat16.
@@ -20,9 +22,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from polyturn.engines.weight_transport import BUCKET_BYTES
 from polyturn.training.backend import Degrees
 from polyturn.training.modality_encoders import layers_of, towers_of
 from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
+
+_AT_REST = ("parameters", "float32 masters", "moments of AdamW", "frozen models")
+"""Parts of `rank_bytes` that a rank holds between two updates, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,8 @@ class RankLoad:
     ranks: int = 1
     expert_parallel: int = 1
     """Ranks of a row that shares experts, under FSDP2."""
+    context_parallel: int = 1
+    """Ranks that split the tokens of a micro-batch."""
     megatron: Degrees | None = None
     """The split of a copy within a row of ranks; None shards one copy over all ranks (FSDP2)."""
     num_trained: int = 1
@@ -128,34 +136,41 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     # Of stages the first and the last each hold an embedding, tied or not.
     ends = min(size.outside, size.vocab * size.hidden) * stages - size.outside if stages > 1 else 0
 
-    def held(count: int, *, bytes_of_each: int) -> int:
+    def held(count: int, *, bytes_of_each: int, is_state: bool = False) -> int:
         if count < size.parameters:  # an adapter has no experts, and half of each pair is on every rank of a stage
-            return count * bytes_of_each // (rows if is_sharded else stages)
+            shared = load.ranks // wide if is_state else stages
+            return count * bytes_of_each // (rows if is_sharded else max(1, shared))
         parts, of_experts = (rows, load.ranks) if is_sharded else (wide * stages, split.expert_parallel * stages)
+        if is_state and not is_sharded:  # of the optimizer, which ranks with the same part share too
+            parts, of_experts = max(parts, load.ranks), max(of_experts, load.ranks)
         return ((count - size.experts + ends) // parts + size.experts // of_experts) * bytes_of_each
 
-    frozen = size.parameters * size.element // rows if is_sharded else held(size.parameters, bytes_of_each=size.element)
     num_layers = size.num_layers // stages
     inputs = num_layers * size.hidden * size.element
-    # megatron-core's layers keep a fifth more than those of transformers: half of the feed-forward layer's input once more,
-    # and what rotary positions are multiplied with.
-    kept = size.kept if is_sharded else size.kept * 6 // 5
-    activations = load.tokens * (inputs + kept if load.recomputes else num_layers * kept) // wide
+    # megatron-core's layers keep a quarter more than those of transformers: half of the feed-forward layer's input once
+    # more, keys, and what rotary positions are multiplied with.
+    kept = size.kept if is_sharded else size.kept * 5 // 4
+    tokens = -(-load.tokens // load.context_parallel)
+    activations = tokens * (inputs + kept if load.recomputes else num_layers * kept) // wide
+    # Of keys and values attention keeps those of all tokens, where others keep their own.
+    layers_kept = 1 if load.recomputes else num_layers
+    activations += (load.tokens - tokens) * 2 * size.kv_width * size.element * layers_kept // wide
     # glibc frees what is large, but not very large, within its heap, where gradients, which stay, settle between: the
     # activations of a micro-batch, and of ranks each layer as it is gathered, and its whole gradient.
-    gaps = activations + (2 * size.parameters * size.element if is_gathered else 0)
+    gaps = activations if is_sharded else activations * 3 // 2  # measured: Megatron's leave more
+    gaps += 2 * size.parameters * size.element if is_gathered else 0
     return {
         "parameters": held(size.parameters, bytes_of_each=copies * size.element),
-        "float32 masters": held(size.trained, bytes_of_each=copies * 4) if low else 0,
+        "float32 masters": held(size.trained, bytes_of_each=copies * 4, is_state=True) if low else 0,
         "gradients": held(size.trained, bytes_of_each=copies * (4 + (size.element if low else 0))),
-        "moments of AdamW": held(size.trained, bytes_of_each=copies * 8),
-        "frozen models": load.num_frozen * frozen,
+        "moments of AdamW": held(size.trained, bytes_of_each=copies * 8, is_state=True),
+        "frozen models": load.num_frozen * held(size.parameters, bytes_of_each=size.element),
         "gathered blocks": gathered,
         # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
-        "gradient of the largest tensor on its way": (1 if low or gathered else 2) * size.widest * size.element // wide,
+        "buffer of the largest gradient": (1 if low or gathered else 2) * size.widest * size.element // wide,
         f"activations of a micro-batch of {load.tokens} tokens": activations,
         "gaps in the heap": 0 if load.on_gpu else gaps,
-        "logits": 3 * 4 * min(load.tokens, at_once) * size.vocab // wide,
+        "logits": 3 * 4 * min(tokens, at_once) * size.vocab // wide,
     }
 
 
@@ -188,6 +203,30 @@ def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) 
     return {"weights": size.parameters * size.element // tensor_parallel, "KV cache": cache // tensor_parallel}
 
 
-def sync_seconds(size: ModelSize, *, link: float) -> float:
-    """Return how long the weights take to all servers of a broadcast over a link of `link` bytes a second."""
-    return size.parameters * size.element / link
+def shared_bytes(size: ModelSize, load: RankLoad, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, dict[str, int]]:
+    """Return what a GPU holds that a rank shares with a server, in each phase: phase -> what -> bytes.
+
+    In rollout the rank is at rest. While weights arrive two buckets of them are on their way, the server has no KV cache
+    yet, and in the proof at the start the rank keeps what its parameters were. In an update the server sleeps and holds
+    nothing that grows with the model.
+    """
+    rank, server = rank_bytes(size, load), server_bytes(size, tensor_parallel=tensor_parallel, tokens=tokens)
+    rest = {f"rank: {name}": rank[name] for name in _AT_REST}
+    weights = {"server: weights": server["weights"]}
+    return {
+        "in rollout": rest | weights | {"server: KV cache": server["KV cache"]},
+        "as weights arrive": rest
+        | weights
+        | {
+            "rank: gathered blocks": rank["gathered blocks"],
+            "rank: what its parameters were": rank["parameters"],
+            "buckets of weights": min(2 * BUCKET_BYTES, size.parameters * size.element),
+        },
+        "in an update": rank,
+    }
+
+
+def sync_seconds(size: ModelSize, *, link: float, adapter_only: bool = False) -> float:
+    """Return how long the weights, or an adapter alone, take to all servers of a broadcast over a link of `link` bytes a
+    second."""
+    return (size.trained if adapter_only else size.parameters) * size.element / link

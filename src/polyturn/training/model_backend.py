@@ -10,7 +10,9 @@ its micro-batches add up to exactly its gradient (I7).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +43,6 @@ from polyturn.training.lora import adapter_replaced, base_weights, has_lora, mer
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
 from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
-from polyturn.training.packed_attention import attending
 from polyturn.training.reference import Scorer
 from polyturn.training.shards import (
     flat,
@@ -54,6 +55,8 @@ from polyturn.training.shards import (
 )
 from polyturn.training.weight_shifts import WeightShifts, groups_of
 
+logger = logging.getLogger(__name__)
+
 Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
 
@@ -62,6 +65,9 @@ class Placement:
 
     Here everything is where the model is; an engine may share its tensors, which are only ever written in place.
     """
+
+    needs_packing = False
+    """Whether it computes packed rows alone."""
 
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
@@ -89,6 +95,10 @@ class Placement:
         """Return `cut`, made to give every process as many micro-batches as the one that has most."""
         return cut
 
+    def drawing(self, *of: int) -> AbstractContextManager[None]:
+        """Let processes that see the same samples draw the same random numbers in a pass, which `of` names."""
+        return nullcontext()
+
     def release(self, network: Network) -> None:
         """Free what the last pass gathered."""
 
@@ -96,6 +106,35 @@ class Placement:
         """Let `model` score with another adapter meanwhile: the storage is exchanged, so that an engine which shares it
         notices nothing."""
         return adapter_replaced(model, tensors)
+
+
+def fitting_layout(
+    settings: LayoutSettings, networks: Sequence[Network], placement: Placement
+) -> tuple[LayoutSettings, bool]:
+    """Return the settings without packing, and True, where one of the networks cannot be packed; all are tried out.
+
+    Raises:
+        ConfigError: it cannot, and the placement needs it.
+    """
+    # All of them, because a reference and a teacher score the same micro-batches as the policy.
+    packs, whys = settings.packed or settings.shared_prefix, {}
+    for network in networks:
+        whys[type(network.backbone).__name__] = network.try_out(packs=packs)
+        placement.release(network)
+    for name, why in whys.items():
+        if why is not None and placement.needs_packing:
+            raise ConfigError(
+                f"train.distributed.context_parallel splits packed rows, and {name} cannot be packed, because {why}; set it "
+                "to 1"
+            )
+        if why is not None:
+            logger.warning(
+                "Samples lie in padded rows and every common prefix is computed again: %s cannot be packed, because %s",
+                name,
+                why,
+            )
+            return dataclasses.replace(settings, packed=False, shared_prefix=False), True
+    return settings, False
 
 
 class ModelBackend:
@@ -196,10 +235,10 @@ class ModelBackend:
         minimised = self._objectives[objective]
         terms_of = minimised.bind(samples, kl_coef)
         try:
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 start = time.perf_counter()
                 # Around both passes, because the backward one computes layers again.
-                with attending(self.network.backbone, batch.packing), self.network.routed(batch):
+                with self.network.routed(batch), self._placement.drawing(self.step_count, number):
                     terms = terms_of(self.network, batch)
                     loss = (terms.loss_S * batch.loss_coef_S).sum()
                     value = float(loss.detach())
@@ -271,9 +310,9 @@ class ModelBackend:
         self.optimizer.load_state_dict(clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process writes into a checkpoint: live tensors, or what ranks have gathered, and numbers."""
+        """Return what this process writes into a checkpoint: live tensors, or its parts of them, and numbers."""
         sections = self._sections().items()
-        return self.optimizer.state_dict() | flat({p: self.network.names.written(tensors) for p, tensors in sections})
+        return self.optimizer.state_dict() | flat({p: self.network.names.shards(tensors) for p, tensors in sections})
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Begin with these weights, whole, some of the model's or all: each rank takes its part, and so does a reference
@@ -305,19 +344,31 @@ class ModelBackend:
         """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
         return merged_weights(self.network.saved) if has_lora(self.network.saved) else base_weights(self.network.saved)
 
-    def weight_groups(self) -> list[str]:
-        """Return the groups of parameters that `shift_weights` moves, by the names that `weights` has."""
-        return list(groups_of(self.kinds(is_merged=True)))
+    def trained(self) -> Mapping[str, Tensor]:
+        """Return name -> what training changes, live: with LoRA the adapter."""
+        return {name: tensor.detach() for name, tensor in self.network.tensors().items()}
+
+    def weight_groups(self, is_merged: bool = True) -> list[str]:
+        """Return the groups of parameters that `shift_weights` moves, by the names that `weights` or `trained` has."""
+        return list(groups_of(self.kinds(is_merged)))
 
     def shift_weights(self, group: str, scale: float) -> None:
         """Move a group of weights to `scale` times some noise of their size from where they were; 0 puts it back."""
         self._placement.release(self.network)
-        names = groups_of(self.kinds(is_merged=True))[group]
-        self._shifts.shift(names, self.network.names.parts(self.network.own_tensors()), scale)
+        is_own = group in (own := groups_of(self.kinds(is_merged=True)))
+        names = own[group] if is_own else groups_of(self.kinds(is_merged=False))[group]
+        tensors = self.network.own_tensors() if is_own else self.network.tensors()
+        self._shifts.shift(names, self.network.names.parts(tensors), scale)
 
     def held(self) -> dict[str, Tensor]:
         """Return name -> what this process holds of the model that is trained, live."""
         return {name: tensor.detach() for name, tensor in self.network.backbone.state_dict().items()}
+
+    def free_cache(self) -> None:
+        """Give memory of the GPU back that holds nothing now."""
+        self._placement.release(self.network)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Free the gradient and the frozen models."""

@@ -27,6 +27,7 @@ from polyturn.algorithms.kl import entropy
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Metric
 from polyturn.engines.routers import Routers, RoutingPass
+from polyturn.training.context_parallel import ContextRow, ContextShare
 from polyturn.training.lora import base_weights, has_lora, plain_name, whole_merged
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import PackedView, attending, why_not_packed
@@ -66,6 +67,8 @@ class Network(nn.Module):
     """The part with decoder layers, which may be split over ranks."""
     encoders: Sequence[nn.Module] = ()
     """Modules that only some ranks would run (`modality_encoders`); empty where one process runs everything."""
+    context: ContextRow | None = None
+    """The ranks that split the tokens of each batch; None where this one computes all."""
     names = Names()
     """The names and splits of its tensors."""
 
@@ -83,13 +86,17 @@ class Network(nn.Module):
         """Return [S] what the network says of each target."""
         raise NotImplementedError
 
+    def cut(self, batch: MicroBatch) -> tuple[MicroBatch, ContextShare | None]:
+        """Return the tokens and targets of `batch` that this rank computes, and its share of the whole; None for all."""
+        return (batch, None) if self.context is None else self.context.cut(batch)
+
     def try_out(self, *, packs: bool) -> str | None:
         """Find out, with its weights in place, how the network is computed; return why it cannot be packed, where it is
         asked and it cannot."""
         return None
 
     def routed(self, batch: MicroBatch) -> AbstractContextManager[object]:
-        """Let tokens go to the experts that the engine chose, in forward and backward passes of `batch` inside."""
+        """Inside, compute passes of `batch` as its rows lie, and with the experts that the engine chose."""
         return nullcontext()
 
     def tensors(self) -> dict[str, Any]:
@@ -133,7 +140,9 @@ class TargetForward:
         if not self._is_tried:
             self._head, self._is_tried = _separate_head(self._model), True
 
-    def __call__(self, batch: MicroBatch, *, entropy_grad: bool | None = None) -> TargetScores:
+    def __call__(
+        self, batch: MicroBatch, share: ContextShare | None = None, *, entropy_grad: bool | None = None
+    ) -> TargetScores:
         """Return the log-probability of each target of `batch`, and the entropy.
 
         Logits are computed for a chunk of targets at a time, and once more in the backward pass: never [S, V] at once,
@@ -141,18 +150,12 @@ class TargetForward:
 
         Args:
             batch: What `layout` made, on the model's device.
+            share: Of the micro-batch that `batch` is cut from; the results are then those of all its targets.
             entropy_grad: None computes no entropy, False without gradient (a metric), True with (a loss term).
         """
         # No attention mask: rows are padded on the right and attention is causal, so no target sees a padded position,
         # and without a mask the attention kernel never builds a T x T one.
-        inputs: dict[str, Any] = {
-            "input_ids": batch.input_ids_BT,
-            "position_ids": batch.position_ids,
-            **{name: v.to(self._model.dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()},
-            "use_cache": False,
-        }
-        if batch.packing is not None:
-            inputs["packed_view"] = PackedView(batch.packing, batch.input_ids_BT.device)
+        inputs = _inputs(batch, share, dtype=self._model.dtype)
         with attending(self._model, batch.packing):
             # What is read off at each target: the last hidden state [S, H], or the logits [S, V].
             if self._head is None:
@@ -162,7 +165,7 @@ class TargetForward:
             read_SX = out_BTX.flatten(0, 1).index_select(0, batch.flat_S)
         parts = []
         chunk = self._chunk(read_SX.device)
-        for start in range(0, batch.num_targets, chunk):
+        for start in range(0, max(1, batch.num_targets), chunk):
             part = slice(start, start + chunk)
             temperature = None if batch.temperature_S is None else batch.temperature_S[part]
             read = (self._head, read_SX[part], batch.targets_S[part], temperature, entropy_grad)
@@ -171,10 +174,11 @@ class TargetForward:
                 parts.append(checkpoint(_score, *read, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(_score(*read))
-        if len(parts) == 1:
-            return parts[0]
         entropies = [p.entropy_S for p in parts if p.entropy_S is not None]
-        return TargetScores(torch.cat([p.logprobs_S for p in parts]), torch.cat(entropies) if entropies else None)
+        logprobs_S, entropy_S = torch.cat([p.logprobs_S for p in parts]), torch.cat(entropies) if entropies else None
+        if share is not None:
+            logprobs_S, entropy_S = share.of_targets(logprobs_S), None if entropy_S is None else share.of_targets(entropy_S)
+        return TargetScores(logprobs_S, entropy_S)
 
     def _chunk(self, device: torch.device) -> int:
         """Return how many targets are computed at a time on `device`."""
@@ -206,24 +210,36 @@ class PolicyNetwork(Network):
 
     @contextmanager
     def routed(self, batch: MicroBatch) -> Iterator[None]:
-        """Let tokens go to the experts that the engine chose, and look at what routers choose."""
-        if self._routers is None:
-            yield
-            return
-        try:
-            with RoutingPass(self._routers, told=batch.routes_NLK if self._replays else None) as self._routing:
+        """Let tokens go to the experts that the engine chose, look at what routers choose, and attend as `batch` lies."""
+        with attending(self.backbone, batch.packing):
+            if self._routers is None:
                 yield
-        finally:
-            self._routing = None
+                return
+            try:
+                told = self.cut(batch)[0].routes_NLK if self._replays else None
+                with RoutingPass(self._routers, told=told) as self._routing:
+                    yield
+            finally:
+                self._routing = None
 
     def forward(self, batch: MicroBatch, *, balance_grad: bool = False, **options: Any) -> TargetScores:
         """Return what the forward pass gives for each target; inside `routed` also of routers, with gradient if asked."""
-        scores = self._targets(batch, **options)
+        own, share = self.cut(batch)
+        scores = self._targets(own, share, **options)
         if self._routing is not None:
-            figures = router_figures(self._routing, batch, with_grad=balance_grad, replays=self._replays)
+            routing = self._routing if share is None else self._over_row(self._routing, share, batch)
+            figures = router_figures(routing, batch, with_grad=balance_grad, replays=self._replays)
             scores = scores._replace(balance_S=figures.balance_S, metrics=figures.metrics)
         # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
         return scores._replace(logprobs_S=touching(scores.logprobs_S.clone(), self.encoders))
+
+    def _over_row(self, own: RoutingPass, share: ContextShare, batch: MicroBatch) -> RoutingPass:
+        """Return a pass over all tokens of `batch`, of this rank's `own`: balance and load are of whole sequences."""
+        assert self._routers is not None
+        found = RoutingPass(self._routers, told=batch.routes_NLK if self._replays else None)
+        for whole, parts in ((found.logits, own.logits), (found.chosen, own.chosen), (found.live, own.live)):
+            whole[:] = [None if part is None else share.of_tokens(part) for part in parts]
+        return found
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
@@ -254,17 +270,24 @@ class ValueNetwork(Network):
         """The head."""
         return (self.head,)
 
+    def try_out(self, *, packs: bool) -> str | None:
+        """Find out whether samples may be packed."""
+        return why_not_packed(self.backbone) if packs else None
+
+    def routed(self, batch: MicroBatch) -> AbstractContextManager[object]:
+        """Attend as `batch` lies, also where the backward pass computes layers again."""
+        return attending(self.backbone, batch.packing)
+
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return [S] the value at each target of `batch`."""
-        dtype = next(self.backbone.parameters()).dtype
-        inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()}
-        hidden_BTH = self.backbone(
-            input_ids=batch.input_ids_BT, position_ids=batch.position_ids, use_cache=False, **inputs
-        ).last_hidden_state
-        read_SH = hidden_BTH.flatten(0, 1).index_select(0, batch.flat_S)
-        values_S1: Tensor = self.head(read_SH.to(self.head.weight.dtype))
+        own, share = self.cut(batch)
+        with attending(self.backbone, batch.packing):
+            inputs = _inputs(own, share, dtype=next(self.backbone.parameters()).dtype)
+            hidden_BTH = self.backbone(**inputs).last_hidden_state
+        read_SH = hidden_BTH.flatten(0, 1).index_select(0, own.flat_S)
+        values_S: Tensor = self.head(read_SH.to(self.head.weight.dtype))[:, 0]
         # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
-        return touching(values_S1[:, 0].clone(), self.encoders)
+        return touching(values_S.clone() if share is None else share.of_targets(values_S), self.encoders)
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the value at each target of `batch`."""
@@ -278,6 +301,19 @@ def value_head(hidden: int, *, dtype: torch.dtype) -> nn.Linear:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
+
+
+def _inputs(batch: MicroBatch, share: ContextShare | None, *, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a model is called with for `batch`, of which this rank has a `share`, or all."""
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids_BT,
+        "position_ids": batch.position_ids,
+        **{name: v.to(dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()},
+        "use_cache": False,
+    }
+    if batch.packing is not None:
+        inputs["packed_view"] = PackedView(batch.packing, batch.input_ids_BT.device, share)
+    return inputs
 
 
 def _score(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,9 @@ from polyturn.tracking.plugin_alarms import PluginAlarms
 from polyturn.tracking.system import SystemSampler
 
 logger = logging.getLogger(__name__)
+
+_OFTEN_S = 300.0
+"""Without a terminal, seconds in which a run says how far it is at least every two seconds; afterwards it does every ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,7 @@ class RunObserver:
         self._folder = folder
         self._bars = console
         self._console = ConsoleTracker(total_steps)
+        self._began = time.monotonic()
         self._live: LiveStatus | None = None
         if console is not None and (console.is_terminal or console.is_jupyter) and total_steps > 0:
             self._live = LiveStatus(total_steps, console)
@@ -215,7 +220,8 @@ class RunObserver:
             return
         if self._progress is None or self._progress.title != phase:
             self._end_phase()
-            self._progress = Progress(phase, total, console=self._bars)
+            is_young = time.monotonic() - self._began < _OFTEN_S
+            self._progress = Progress(phase, total, console=self._bars, every_s=1.5 if is_young else 10.0)
             self._progress.__enter__()
         self._progress.advance()
 

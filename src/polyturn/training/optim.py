@@ -56,9 +56,10 @@ class Optimizer:
         self.skipped_in_a_row = 0
         self._problem: str | None = None
         live = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._masters = {n: nn.Parameter(p.detach().float()) for n, p in live if p.dtype.itemsize < 4}
-        self._copies = [(p, self._masters[n]) for n, p in live if n in self._masters]
-        self._named = [(n, self._masters.get(n, p)) for n, p in live]
+        own = {n: self._own(n, p) for n, p in live}
+        self._masters = {n: nn.Parameter(p.detach().float()) for n, p in own.items() if p.dtype.itemsize < 4}
+        self._copies = [(own[n], master) for n, master in self._masters.items()]
+        self._named = [(n, self._masters.get(n, p)) for n, p in own.items()]
         # Decay pulls towards 0, which is no neutral value of a norm's scale; biases are left alone with it, as is usual.
         matrices = [p for _, p in self._named if p.ndim > 1]
         vectors = [p for _, p in self._named if p.ndim <= 1]
@@ -92,9 +93,7 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
-            with torch.no_grad():
-                for parameter, master in self._copies:
-                    parameter.copy_(master)
+            self._write_back()
             self.skipped_in_a_row = 0
         else:
             self._skip(self._problem or self._non_finite_message(norm))
@@ -125,6 +124,16 @@ class Optimizer:
         # One NaN reaches the norm of all ranks, so the one decision there, on the norm, is made everywhere alike.
         parameter = self._named[0][1]
         parameter.grad = torch.full_like(parameter, math.nan)
+
+    def _own(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what this process updates of a parameter, live."""
+        return parameter
+
+    def _write_back(self) -> None:
+        """Write what the step has changed where it is used."""
+        with torch.no_grad():
+            for parameter, master in self._copies:
+                parameter.copy_(master)
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
         """Return the norm of the whole gradient."""

@@ -125,7 +125,8 @@ class LoraSettings:
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the adapter's input while it is trained. Above 0 the policy that is trained is not quite the one that sampled."""
     target_modules: str | list[str] = "all-linear"
-    """Names of modules (their ends), a regular expression, or all-linear: every linear layer but the output embedding."""
+    """Names of modules (their ends), a regular expression, or all-linear: every linear layer but the output embedding
+    and routers of experts."""
     exclude_modules: str | list[str] | None = None
     """Of the target modules, those that get no adapter."""
     adapter: str | None = None
@@ -161,6 +162,7 @@ class DistributedOptions:
         "tensor_parallel": ("torch", "megatron"),
         "pipeline_parallel": ("megatron",),
         "expert_parallel": ("torch", "megatron"),
+        "context_parallel": ("torch", "megatron"),
     }
     """Keys that belong to a backend, and to which."""
 
@@ -174,6 +176,8 @@ class DistributedOptions:
     expert_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that have a share of the experts of each layer; under torch they see the same samples, as those that split a
     layer do."""
+    context_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split the tokens of the same packed samples among them; for conversations too long for one device."""
 
 
 def _steps_or_time(value: int | str) -> int | str:

@@ -5,6 +5,9 @@ attention can be exchanged.
           row that continues one goes in blocks of queries, so the largest mask is [BLOCK, row] and never [N, N]
     GPU   one FlexAttention over the flat axis, with k <= q < until[k] as its mask
 
+Where a row of ranks splits the axis (`context_parallel.py`), a rank's queries meet the keys and values of all: on a CPU in
+blocks under a mask, on a GPU by the same FlexAttention.
+
 Whether a model can be packed is not guessed from its name: it is tried once, on a few rows that branch, against the same
 rows alone. That tells of sliding windows, capped or sunk attention, recurrent layers and attention of a model's own.
 """
@@ -26,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from polyturn.batching.packing import Packing, common_prefix, pack, sorted_rows
 from polyturn.core.errors import ConfigError, one_line
+from polyturn.training.context_parallel import ContextShare
 
 NAME = "polyturn_packed"
 BLOCK = 256
@@ -36,13 +40,20 @@ _OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "cach
 class PackedView:
     """A packing on the device of a model: what its attention needs of it, made once for all layers."""
 
-    def __init__(self, packing: Packing, device: torch.device) -> None:
+    def __init__(self, packing: Packing, device: torch.device, share: ContextShare | None = None) -> None:
         self.packing = packing
+        self.share = share
+        """This rank's share of the axis; None where it has all of it."""
         self.num_calls = 0
         """Number of layers that asked."""
         self._device = device
         self._band: Tensor | None = None
         self._block_mask: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens whose attention this rank computes."""
+        return self.packing.num_tokens if self.share is None else len(self.share.own_L)
 
     def causal(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
         """[Q, K] what is added to the scores of the last Q of K tokens: 0, and -inf for what comes later."""
@@ -63,13 +74,14 @@ class PackedView:
             make: Callable[..., Any] = flex_attention.create_block_mask
             if self._device.type == "cuda":
                 make = _compiled(make)
-            until_N = torch.from_numpy(self.packing.until_N).to(self._device)
+            share = self.share
+            until_N = torch.from_numpy(self.packing.until_N).to(self._device) if share is None else share.until_M
+            at_L = torch.arange(self.num_tokens, device=self._device) if share is None else share.own_L
 
             def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-                return (k <= q) & (q < until_N[k])
+                return (k <= at_L[q]) & (at_L[q] < until_N[k])
 
-            n = self.packing.num_tokens
-            self._block_mask = make(sees, None, None, n, n, device=self._device)
+            self._block_mask = make(sees, None, None, len(at_L), len(until_N), device=self._device)
         return self._block_mask
 
 
@@ -109,6 +121,22 @@ def attend_rows(
     return torch.cat(outs, dim=2)
 
 
+def attend_share(
+    query: Tensor, key: Tensor, value: Tensor, share: ContextShare, *, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """Return [1, H, L, D] the attention of this rank's tokens over the whole axis, of which `key` and `value` are."""
+    outs = []
+    for start in range(0, query.shape[2], BLOCK):
+        block = slice(start, start + BLOCK)
+        mask, is_grouped = share.sees(block), query.shape[1] != key.shape[1]
+        outs.append(
+            scaled_dot_product_attention(
+                query[:, :, block], key, value, mask, scale=scale, dropout_p=dropout, enable_gqa=is_grouped
+            )
+        )
+    return torch.cat(outs, dim=2)
+
+
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, scale: float) -> Tensor:
     """Return what `attend_rows` returns, from one kernel over the flat axis."""
     from torch.nn.attention import flex_attention
@@ -119,6 +147,20 @@ def attend_flex(query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, 
     is_grouped = query.shape[1] != key.shape[1]
     out: Tensor = flex(query, key, value, block_mask=view.block_mask, scale=scale, enable_gqa=is_grouped)
     return out
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Return what `attend_rows` returns, by what is fastest where the tensors are; a scale of None is that of the width."""
+    scale, share = query.shape[-1] ** -0.5 if scale is None else scale, view.share
+    if share is not None:
+        key, value = share.gathered(key, value)
+    if query.device.type == "cuda" and not dropout:
+        return attend_flex(query, key, value, view, scale=scale)
+    if share is not None:
+        return attend_share(query, key, value, share, scale=scale, dropout=dropout)
+    return attend_rows(query, key, value, view, scale=scale, dropout=dropout)
 
 
 def packed_attention(
@@ -147,11 +189,7 @@ def packed_attention(
     if other:
         raise ConfigError(f"a layer's attention has {' and '.join(other)}")
     packed_view.num_calls += 1
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.device.type == "cuda" and not dropout:
-        attended = attend_flex(query, key, value, packed_view, scale=scale)
-    else:
-        attended = attend_rows(query, key, value, packed_view, scale=scale, dropout=dropout)
+    attended = attend_packed(query, key, value, packed_view, scale=scaling, dropout=dropout)
     return attended.transpose(1, 2).contiguous(), None
 
 
@@ -179,11 +217,8 @@ def attending(model: PreTrainedModel, packing: Packing | None) -> contextlib.Abs
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Return why `model` cannot be trained on packed rows, or None where it can: tried on rows that branch."""
     config = model.config.get_text_config()
-    if config._attn_implementation == "eager":
-        return "its attention is the eager one"
-    layer_types = config.to_dict().get("layer_types") or []
-    if other := sorted(set(layer_types) - {"full_attention"}):
-        return f"it has layers of {' and '.join(other)}"
+    if (why := other_attention(model)) is not None:
+        return why
     was_training = model.training
     model.eval()
     try:
@@ -193,6 +228,17 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
         return one_line(problem)
     finally:
         model.train(was_training)
+
+
+def other_attention(model: PreTrainedModel) -> str | None:
+    """Return why `model` cannot be trained on packed rows by what its config says, which needs no weights."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == "eager":
+        return "its attention is the eager one"
+    layer_types = config.to_dict().get("layer_types") or []
+    if other := sorted(set(layer_types) - {"full_attention"}):
+        return f"it has layers of {' and '.join(other)}"
+    return None
 
 
 def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import LoadStateDictConfig
 
 from polyturn.core.errors import ConfigError
-from polyturn.training.shards import cut_like
+from polyturn.training.lora import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +44,13 @@ def is_unread(model: PreTrainedModel) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def read_weights(model: PreTrainedModel, device: torch.device) -> int:
+def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collection[str] | None = None) -> int:
     """Fill the shards of an unread model from the folder that it is of, and return how many bytes were read.
 
     Args:
         model: An outline, sharded; an adapter in it has values already.
         device: Where its values go.
+        only: The names, in a model without an adapter, of what is read; None reads all.
 
     Raises:
         ConfigError: the folder's weights are not those of this model.
@@ -64,14 +64,15 @@ def read_weights(model: PreTrainedModel, device: torch.device) -> int:
             parts |= {name: _CountedSlice(held.get_slice(name), read) for name in held.keys()}  # noqa: SIM118
         info, _ = PreTrainedModel._load_pretrained_model(
             model,
-            _under_adapters(parts, model, mapping),
+            _under_own_names(parts, model, mapping, only),
             None,
             LoadStateDictConfig(dtype=model.dtype, device_map={"": str(device)}, weight_mapping=mapping),
         )
     wrong = sorted(name for name, *_ in info.mismatched_keys)
     # Before the look for what is missing: a tied tensor is in no file, and has its values only behind this.
     _settle(model, device)
-    wrong += [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    wrong += [name for name in unread if only is None or plain_name(name) in only]
     if wrong:
         raise ConfigError(
             f"the weights in {folder} are not those of its config.json: {wrong[0]!r} is missing there or has "
@@ -86,33 +87,28 @@ def take_weights(model: PreTrainedModel, held: Mapping[str, Tensor], device: tor
 
     Args:
         model: Sharded; unread, or with values that are written over.
-        held: Name -> shard, of parameters and of buffers that are saved. Where this model is cut otherwise, as a frozen one
-            is whose layers are not split, a tensor at a time is gathered; then the call is collective.
+        held: Name -> shard, of parameters and of buffers that are saved, of a model that is cut alike.
         device: Where values go that are made anew.
     """
-    own, was_unread = model.state_dict(), is_unread(model)
-    model.load_state_dict({name: _recut(tensor, own[name]) for name, tensor in held.items()}, assign=was_unread)
+    was_unread = is_unread(model)
+    model.load_state_dict({name: tensor.detach().clone() for name, tensor in held.items()}, assign=was_unread)
     if was_unread:
         _settle(model, device)
 
 
-def _recut(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a shard, cut as `like` is, which keeps no whole tensor in memory."""
-    if not isinstance(tensor, DTensor) or (
-        isinstance(like, DTensor) and (tensor.device_mesh, tensor.placements) == (like.device_mesh, like.placements)
-    ):
-        return tensor.detach().clone()
-    return cut_like(tensor.full_tensor().detach(), like).clone()  # a view would keep the whole alive
-
-
-def _under_adapters(parts: Mapping[str, Any], model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
-    """Return a file's tensors, those of a layer that an adapter lies around under the name that it has there."""
+def _under_own_names(
+    parts: Mapping[str, Any], model: PreTrainedModel, mapping: list[Any], only: Collection[str] | None
+) -> dict[str, Any]:
+    """Return a file's tensors, or `only` some, those of a layer that an adapter lies around under the name that it has
+    there."""
     adapted = {name.replace(".base_layer.", "."): name for name in model.state_dict()}
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     found = {}
     for name, part in parts.items():
         own, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, adapted)
+        if only is not None and plain_name(own) not in only:
+            continue
         inside = adapted.get(own, "")
         found[inside if ".base_layer." in inside else name] = part
     return found

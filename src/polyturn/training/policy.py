@@ -10,8 +10,6 @@ choice of marked tokens, the weight of the KL term.
 from __future__ import annotations
 
 import copy
-import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +34,9 @@ from polyturn.tokens.positions import MediaRows
 from polyturn.training.backend import OWN, REFERENCE, Backend, OverBackend
 from polyturn.training.lora import has_lora
 from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTerms
-from polyturn.training.model_backend import ModelBackend, Placement
-from polyturn.training.network import Network
+from polyturn.training.model_backend import ModelBackend, Placement, fitting_layout
 from polyturn.training.optim import OptimSettings
 from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, require_same_vocabulary
-
-logger = logging.getLogger(__name__)
 
 
 class ModelPolicy(OverBackend):
@@ -104,12 +99,12 @@ class ModelPolicy(OverBackend):
             coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
         return self._counted(self.backend.forward_backward(samples, coefs, "policy", self.kl.coef))
 
-    def sft_forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
+    def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
         """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.
 
         A loss that is not finite makes the step one that `optim_step` skips, or ends the run at.
         """
-        coefs = loss_coefs(samples, mode="token-mean") if coefs is None else coefs
+        coefs = loss_coefs(samples, mode="token-mean")
         return self._counted(self.backend.forward_backward(samples, coefs, "supervised")).metrics
 
     def optim_step(self) -> Metrics:
@@ -201,7 +196,7 @@ def policy_backend(
         scorer = AdapterReference(network, placement.adapter_replaced)
     teaching = None if teacher is None else _frozen(teacher, placement, is_kept=False)
     frozen = [one.network for one in (scorer, teaching) if isinstance(one, FrozenModel)]
-    fitting, is_refused = _that_fits(layout or LayoutSettings(), [network, *frozen], placement)
+    fitting, is_refused = fitting_layout(layout or LayoutSettings(), [network, *frozen], placement)
     teacher_logprobs = None if teaching is None else teaching.logprobs
     terms = PolicyTerms(loss, has_reference=scorer is not None, teacher=teacher_logprobs)
     return ModelBackend(
@@ -246,21 +241,3 @@ def with_marks(
         scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, score(samples), strict=True)]
     marks = mark(scored, selection, seed=seed)
     return [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
-
-
-def _that_fits(settings: LayoutSettings, networks: Sequence[Network], placement: Placement) -> tuple[LayoutSettings, bool]:
-    """Return the settings without packing, and True, where one of the networks cannot be packed; all are tried out."""
-    # All of them, because a reference and a teacher score the same micro-batches as the policy.
-    packs, whys = settings.packed or settings.shared_prefix, {}
-    for network in networks:
-        whys[type(network.backbone).__name__] = network.try_out(packs=packs)
-        placement.release(network)
-    for name, why in whys.items():
-        if why is not None:
-            logger.warning(
-                "Samples lie in padded rows and every common prefix is computed again: %s cannot be packed, because %s",
-                name,
-                why,
-            )
-            return dataclasses.replace(settings, packed=False, shared_prefix=False), True
-    return settings, False

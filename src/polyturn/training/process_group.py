@@ -51,10 +51,10 @@ def _meeting() -> tuple[dist.Store, int, int]:
 class ProcessRankGroup:
     """The leader's side; it is a rank itself."""
 
-    def __init__(self, rank: RankWorker, *, tensor_parallel: int) -> None:
+    def __init__(self, rank: RankWorker, *, row_width: int) -> None:
         """Lead the process group; every process makes this or `follow`s, at the same time."""
         self.num_ranks = dist.get_world_size()
-        self.tensor_parallel = tensor_parallel
+        self.row_width = row_width
         self._rank = rank
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._lock = threading.Lock()

@@ -29,7 +29,8 @@ class RankGroup(Protocol):
     """All ranks of a run, as the leader sees them."""
 
     num_ranks: int
-    tensor_parallel: int
+    row_width: int
+    """Consecutive ranks that see the same samples, and split layers, experts or tokens."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Let every rank run `command` on its share, and return what each returned.

@@ -157,21 +157,25 @@ class RankedBackend:
         """Return name -> whole tensor of what training changes, for an engine of the same module: with LoRA the adapter."""
         return self._streamed(is_merged=False)
 
-    def weight_groups(self) -> list[str]:
+    def weight_groups(self, is_merged: bool = True) -> list[str]:
         """Return the groups of parameters that `shift_weights` moves."""
-        found: list[str] = self._all("weight_groups")[0]
+        found: list[str] = self._all("weight_groups", is_merged)[0]
         return found
 
     def shift_weights(self, group: str, scale: float) -> None:
         """Let every rank move its part of a group of weights."""
         self._all("shift_weights", group, scale)
 
+    def free_cache(self) -> None:
+        """Let every rank give memory of its GPU back that holds nothing now."""
+        self._all("free_cache")
+
     def close(self) -> None:
         """Let the ranks end."""
         self._group.close()
 
     def _assign(self, samples: Sequence[TrainSample]) -> list[list[int]]:
-        return assign(samples, settings=self._layout, num_shares=self._group.num_ranks // self._group.tensor_parallel)
+        return assign(samples, settings=self._layout, num_shares=self._group.num_ranks // self._group.row_width)
 
     def _call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self._group.call(f"{self._network}.{command}", shares)
@@ -195,7 +199,7 @@ class RankedBackend:
 
     def _rows(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call with a share for each row of ranks, and return what the first rank of each row returned."""
-        width = self._group.tensor_parallel
+        width = self._group.row_width
         # Ranks of a row see the same samples and answer alike, so that one answer stands for all of them.
         return self._call(command, [share for share in shares for _ in range(width)])[::width]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -31,6 +37,8 @@ from polyturn.engines.weight_transport import StreamedTensors, TensorKind
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
 
 _T = TypeVar("_T")
+Place = tuple[int, ...]
+"""The beginning of a part of a tensor in the whole, along each of its dimensions."""
 METADATA = ".metadata"
 """The file that is written last; a folder with it is whole."""
 
@@ -130,8 +138,8 @@ class Names:
         """Return a whole tensor, at least on the first rank; the call is collective."""
         return whole_tensor(tensors[name])
 
-    def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this process writes of them into a checkpoint; the call is collective."""
+    def shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this process has of them, live, as a checkpoint writes and reads it."""
         return dict(tensors)
 
     def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
@@ -140,16 +148,16 @@ class Names:
         Raises:
             CheckpointError: it is damaged.
         """
-        read_shards(flat(sections), folder, whose=whose)
+        read_shards(flat({prefix: self.shards(tensors) for prefix, tensors in sections.items()}), folder, whose=whose)
 
     def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         """Write this process's parts of whole `weights` into live tensors."""
         for name in tensors.keys() & weights.keys():
             tensors[name].copy_(cut_like(weights[name], tensors[name]))
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Hashable, Tensor]]:
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Place, Tensor]]:
         """Return name -> place in the whole -> what this process holds there, live; replicas have one place."""
-        return {name: {_start(tensor): local_part(tensor)} for name, tensor in tensors.items()}
+        return {name: {start_of(tensor): local_part(tensor)} for name, tensor in tensors.items()}
 
 
 def flat(sections: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
@@ -157,10 +165,46 @@ def flat(sections: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
     return {prefix + name: value for prefix, section in sections.items() for name, value in section.items()}
 
 
-def _start(tensor: Tensor) -> tuple[int, ...]:
+class Boxes(Tensor):
+    """A tensor of which this process has some boxes, live, as `torch.distributed.checkpoint` writes and reads them."""
+
+    held: dict[Place, Tensor]
+    """The beginning of a box in the whole -> its values."""
+
+    def __new__(cls, kind: TensorKind, held: Mapping[Place, Tensor]) -> Boxes:
+        """Say what is here of a tensor of that `kind`."""
+        made = Tensor._make_wrapper_subclass(cls, kind.shape, dtype=kind.dtype)
+        made.held = dict(held)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Make the copy that is staged, into which `torch.distributed.checkpoint` puts copies of the boxes."""
+        if func is torch.ops.aten.new_empty.default:
+            return cls(TensorKind(tuple(args[0].shape), args[0].dtype), {})
+        raise NotImplementedError(f"{func} of boxes of a tensor")
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(place), box.shape) for place, box in self.held.items()]
+
+    def __create_write_items__(self, name: str, of: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.held[tuple(index.offset or ())]
+
+
+def start_of(tensor: Tensor) -> Place:
     """Return where in the whole this rank's part begins."""
     if not isinstance(tensor, DTensor):
-        return ()
+        return (0,) * tensor.ndim
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
@@ -194,6 +238,12 @@ def _new_group(world: Any, name: str) -> Any:
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of `tensor`, the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def box_of(tensor: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
+    """Return a box of a tensor, all of which this rank holds, as a view."""
+    starts = zip(place, start_of(tensor), shape, strict=True)
+    return local_part(tensor)[tuple(slice(at - start, at - start + size) for at, start, size in starts)]
 
 
 def is_split_over_row(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ Data, EngineLink, Saving    the tasks, the engine and the checkpoints of a run, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +66,8 @@ class EngineLink:
     """Its metrics since it was last asked."""
     snapshots: PolicySnapshots = field(default_factory=PolicySnapshots)
     """Copies of the trained policy that episodes also ask."""
+    sleep: Callable[[], Awaitable[object]] | None = None
+    """Frees GPUs that it shares with the trainer, until weights are published; None where it shares none."""
     trains_in_thread: bool = False
     """Whether it has weights of its own, so that it samples while the trainer's change."""
 

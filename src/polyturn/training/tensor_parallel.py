@@ -36,20 +36,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     Raises:
         ConfigError: transformers has no plan for this model, or its heads do not divide.
     """
-    plan = {name: style for name, style in (model.tp_plan or {}).items() if ".layers." in f".{name}"}
-    if not plan:
-        raise ConfigError(
-            f"train.distributed.tensor_parallel is {mesh.size()} and transformers has no tensor parallel plan for "
-            f"{model.config.model_type!r}; set it to 1, the parameters are sharded all the same"
-        )
-    config = model.config.get_text_config()
-    # Here and not in the first pass, where torch would complain of a shape without a word of heads.
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % mesh.size():
-            raise ConfigError(
-                f"train.distributed.tensor_parallel is {mesh.size()} and the model's {name} is {getattr(config, name)}; "
-                "it must divide it"
-            )
+    plan = plan_of_layers(model, parts=mesh.size())
     styles: dict[str, ParallelStyle] = {}
     partial: list[str] = []
     for name, module in model.named_modules():
@@ -69,15 +56,35 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     return partial
 
 
+def plan_of_layers(model: PreTrainedModel, *, parts: int) -> dict[str, str]:
+    """Return pattern of names -> how transformers splits what is so named in layers, over `parts` ranks.
+
+    Raises:
+        ConfigError: it has no plan for this model, or its heads do not divide.
+    """
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if ".layers." in f".{name}"}
+    key = f"train.distributed.tensor_parallel is {parts}"
+    if not plan:
+        raise ConfigError(
+            f"{key} and transformers has no tensor parallel plan for {model.config.model_type!r}; set it to 1, the "
+            "parameters are sharded all the same"
+        )
+    config = model.config.get_text_config()
+    # Before the first pass, where torch would complain of a shape without a word of heads.
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % parts:
+            raise ConfigError(f"{key} and the model's {name} is {getattr(config, name)}; it must divide it")
+    return plan
+
+
 def require_experts(config: PreTrainedConfig, *, parts: int) -> None:
     """Refuse a model whose experts cannot be split.
 
     Raises:
         ConfigError: it has none, transformers has no plan for them, or they do not divide.
     """
-    text = config.get_text_config()
-    fields, key = text.to_dict(), f"train.distributed.expert_parallel is {parts}"
-    count = next((fields[name] for name in _COUNTS if fields.get(name)), 0)
+    text, key = config.get_text_config(), f"train.distributed.expert_parallel is {parts}"
+    count = num_experts(config)
     if not count or not text.base_model_ep_plan:
         raise ConfigError(
             f"{key} and {'transformers has no plan for the experts of' if count else 'there are no experts in'} a "
@@ -87,8 +94,21 @@ def require_experts(config: PreTrainedConfig, *, parts: int) -> None:
         raise ConfigError(f"{key} and the model has {count} experts; it must divide them")
 
 
+def num_experts(config: PreTrainedConfig) -> int:
+    """Return how many experts a layer of the model has; 0 of one without."""
+    fields = config.get_text_config().to_dict()
+    return next((fields[name] for name in _COUNTS if fields.get(name)), 0)
+
+
 def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Give each rank of `mesh` its share of the experts of every layer, in place."""
+    """Give each rank of `mesh` its share of the experts of every layer, in place, where the model has any.
+
+    Raises:
+        ConfigError: they cannot be split so.
+    """
+    if not num_experts(model.config):
+        return
+    require_experts(model.config, parts=mesh.size())
     # Parameters before modules, which count their experts as they are then.
     names = [name for named in (model.named_parameters(), model.named_modules()) for name, _ in named]
     plan = {name: style for name in names for pattern, style in model.ep_plan.items() if _matches(pattern, name)}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,8 +83,6 @@ class _Credited(NamedTuple):
     kept: FilteredGroups
     samples: list[TrainSample]
     parts: list[Metrics]
-    prepare_s: float
-    train_s: float
 
 
 class Update:
@@ -141,41 +140,38 @@ class Update:
             TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
         """
         settings = self._settings
-        kept, samples, parts, prepare_s, train_s = self._credit(groups, step=step)
+        kept, samples, parts = self._credit(groups, step=step)
         if self.revise is not None:
             # Changed groups are credited from the start: filters, scores and advantages all look at them.
             revised = self.revise(step, groups, samples, reduce(merge(parts)))
             if revised.groups is not groups:
                 groups = revised.groups
-                kept, samples, parts, prepare_s, train_s = self._credit(groups, step=step)
+                kept, samples, parts = self._credit(groups, step=step)
             else:
                 samples = list(revised.samples)
-        began = time.perf_counter()
         rejected: set[str] = set()
-        # Behind the advantages: `negative_bound` reads them, and what is rejected still counts in its group's statistics.
-        if settings.correction is not None:
-            before = {s.id.trajectory for s in samples if s.num_weighted}
-            samples, found = correct(samples, settings.correction, version=step)
-            rejected = before - {s.id.trajectory for s in samples if s.num_weighted}
-            parts.append(found)
-        filtered = filter_samples(samples, kept.groups, drop_truncated=settings.algorithm.drop_truncated)
-        prepare_s += time.perf_counter() - began
-        parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
+        with _timed("time/prepare_s", parts):
+            # Behind the advantages: `negative_bound` reads them, and what is rejected counts in the statistics of its group.
+            if settings.correction is not None:
+                before = {s.id.trajectory for s in samples if s.num_weighted}
+                samples, found = correct(samples, settings.correction, version=step)
+                rejected = before - {s.id.trajectory for s in samples if s.num_weighted}
+                parts.append(found)
+            filtered = filter_samples(samples, kept.groups, drop_truncated=settings.algorithm.drop_truncated)
+        parts += [kept.metrics, filtered.metrics]
         # While the critic warms up its values, and so the advantages, mean nothing yet.
         is_warm = self.critic is None or step >= self.critic.settings.warmup
         passes: list[PassResult] = []
         shares = _shares(filtered.samples, settings.train.minibatches)
         if filtered.samples:
-            began = time.perf_counter()
-            parts += self._train_critic(shares)
-            if is_warm:
-                trained, passes = self._train_policy(shares)
-                parts += trained
-            train_s += time.perf_counter() - began
+            with _timed("time/train_s", parts):
+                parts += self._train_critic(shares)
+                if is_warm:
+                    trained, passes = self._train_policy(shares)
+                    parts += trained
         else:
             why = _nothing_left(kept.metrics)
             logger.warning("step %d: no group has anything to learn from (%s); the weights stay as they are", step + 1, why)
-        parts.append({"time/train_s": Sum(train_s)})
         order = [sample for share in shares for sample in share]
         metrics, cuts = reduce(merge(parts)), settings.algorithm.drop_truncated
         # Behind the passes, so that the metrics name the weights that this step was trained with.
@@ -192,29 +188,28 @@ class Update:
 
     def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
         """Make samples of the groups that have something to learn from, each with its advantages."""
-        settings, began = self._settings, time.perf_counter()
-        parts: list[Metrics] = [rollout_metrics(groups, version=step), greedy_metrics(groups)]
-        kept = filter_groups(groups, min_members=self._kept_members, zero_variance=settings.drop_zero_variance)
-        scale = settings.loss_scale
-        samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
-        parts.append(dropped_by_scale(kept.groups, samples))
-        prepare_s, train_s = time.perf_counter() - began, 0.0
-        began = time.perf_counter()
-        samples = self._with_scores(samples)
-        train_s += time.perf_counter() - began
-        began = time.perf_counter()
-        if self._reward_kl is not None:
-            samples, found = self._reward_kl.apply(samples)
-            parts.append(found)
-        samples = assign_advantages(
-            kept.groups,
-            samples,
-            estimator=self.estimator,
-            min_members=self._min_members,
-            has_scored=self._has_scored,
-        )
+        settings, parts = self._settings, list[Metrics]()
+        with _timed("time/prepare_s", parts):
+            parts += [rollout_metrics(groups, version=step), greedy_metrics(groups)]
+            kept = filter_groups(groups, min_members=self._kept_members, zero_variance=settings.drop_zero_variance)
+            scale = settings.loss_scale
+            samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
+            parts.append(dropped_by_scale(kept.groups, samples))
+        with _timed("time/train_s", parts):
+            samples = self._with_scores(samples)
+        with _timed("time/prepare_s", parts):
+            if self._reward_kl is not None:
+                samples, found = self._reward_kl.apply(samples)
+                parts.append(found)
+            samples = assign_advantages(
+                kept.groups,
+                samples,
+                estimator=self.estimator,
+                min_members=self._min_members,
+                has_scored=self._has_scored,
+            )
         self._has_scored |= bool(samples)
-        return _Credited(kept, samples, parts, prepare_s + time.perf_counter() - began, train_s)
+        return _Credited(kept, samples, parts)
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
@@ -311,6 +306,14 @@ class Update:
                 f"algorithm.old_logprobs is 'engine' and sample {missing} came without logprobs; set it to 'trainer'"
             )
         return [s.rollout_logprobs for s in samples if s.rollout_logprobs is not None]
+
+
+@contextmanager
+def _timed(name: str, parts: list[Metrics]) -> Iterator[None]:
+    """Add the seconds of a block to the metrics of a step."""
+    began = time.perf_counter()
+    yield
+    parts.append({name: Sum(time.perf_counter() - began)})
 
 
 def _nothing_left(counts: Metrics) -> str:

@@ -54,8 +54,18 @@ class WeightProbe:
     """Holds an engine to a version of the weights, by completions that it samples."""
 
     def __init__(
-        self, *, vocab_size: int, num_prompts: int, num_tokens: int, seed: int, media: MediaProcessor | None = None
+        self,
+        *,
+        vocab_size: int,
+        num_prompts: int = 4,
+        num_tokens: int = 32,
+        seed: int = 0,
+        media: MediaProcessor | None = None,
     ) -> None:
+        """Sample completions of `num_tokens` tokens to `num_prompts` random prompts.
+
+        `media` is the processor of a model that sees, whose prompts show pictures too.
+        """
         self._rng = np.random.default_rng(seed)
         self._media = media
         self._not_text = () if media is None else media.token_ids

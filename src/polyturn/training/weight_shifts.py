@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polyturn.engines.weight_transport import TensorKind
+from polyturn.training.shards import Place
 
 
 class WeightShifts:
     """Moves groups of one network's parameters."""
 
     def __init__(self) -> None:
-        self._were: dict[tuple[str, Hashable], Tensor] = {}
+        self._were: dict[tuple[str, Place], Tensor] = {}
         """The values of moved parts before."""
 
-    def shift(self, names: Sequence[str], parts: Mapping[str, Mapping[Hashable, Tensor]], scale: float) -> None:
+    def shift(self, names: Sequence[str], parts: Mapping[str, Mapping[Place, Tensor]], scale: float) -> None:
         """Move what is here of a group to `scale` times its noise from where it was; 0 puts it back.
 
         Args:

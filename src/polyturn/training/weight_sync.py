@@ -32,8 +32,9 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.core.sample import TrainSample
-from polyturn.engines.recovery import PooledServer, ServerPool
-from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.engines.recovery import PooledServer, ServerPool, Sleeper
+from polyturn.engines.update_gate import WeightChannel
+from polyturn.training.backend import Backend
 from polyturn.training.checked_weights import WeightChecksums
 from polyturn.training.policy import ModelPolicy
 from polyturn.training.weight_probe import ProbeRecord, WeightProbe
@@ -77,6 +78,37 @@ class SharedWeights:
         await self._engine.update_weights(version)
 
 
+class SharedGpus:
+    """The channel to servers on the trainer's own GPUs, which sleep while it computes.
+
+    rollout -> sleep -> score, update -> wake with the weights, then with the KV cache -> rollout
+    """
+
+    def __init__(self, channel: WeightChannel, engine: Sleeper, backend: Backend) -> None:
+        """Let `engine` sleep; weights go through `channel` once `backend` has given back what it needs no more."""
+        self._channel = channel
+        self._engine = engine
+        self._backend = backend
+
+    async def sleep(self) -> None:
+        """Free the GPUs of the servers until weights are published.
+
+        Raises:
+            EngineError: one does not sleep.
+        """
+        await self._engine.sleep()
+
+    async def start(self, version: int) -> object:
+        """Bring the first weights there, as `version`."""
+        self._backend.free_cache()
+        return await self._channel.start(version)
+
+    async def publish(self, version: int) -> object:
+        """Wake the servers with the weights as they are now, as `version`."""
+        self._backend.free_cache()
+        return await self._channel.publish(version)
+
+
 class WeightSync:
     """Pushes the trainer's weights to an engine, or to every one of a pool, and holds it to them."""
 
@@ -84,27 +116,23 @@ class WeightSync:
         self,
         engine: Engine,
         source: ModelPolicy,
+        probe: WeightProbe,
         *,
-        vocab_size: int,
-        num_prompts: int = 4,
-        num_tokens: int = 32,
-        seed: int = 0,
-        media: MediaProcessor | None = None,
         to_checkpoint: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+        adapter_only: bool = False,
     ) -> None:
-        """Look at each engine through completions of `num_tokens` tokens to `num_prompts` random prompts.
+        """Look at each engine through the completions of `probe`.
 
-        `source` has the live weights, and says what they make of tokens. `media` is the processor of a model that sees; its
-        prompts show pictures too. `to_checkpoint` gives weights the names and shapes that a server reads in a checkpoint,
-        where the trainer's model has others; see `hf.as_checkpoint`.
+        `source` has the live weights, and says what they make of tokens. `to_checkpoint` gives weights the names and shapes
+        that a server reads in a checkpoint, where the trainer's model has others; see `hf.as_checkpoint`. `adapter_only`
+        sends what training changes, and the engine has the rest.
         """
         self._engine = engine
         self._pool = engine if isinstance(engine, ServerPool) else None
         self._source = source
-        self._probe = WeightProbe(
-            vocab_size=vocab_size, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, media=media
-        )
+        self._probe = probe
         self._to_checkpoint = to_checkpoint
+        self._adapter_only = adapter_only
         self._held = WeightChecksums()
         self._record: ProbeRecord | None = None
         self._pushed = -1
@@ -134,7 +162,8 @@ class WeightSync:
                 if canary > min(effects[name].values()) / 4:
                     raise EngineError(self._verdict(name, changes, seen[name], canary))
             # Now, because the change tells apart tensors that were equal, such as norms that are all ones.
-            await self._held.learn(self._engines(), sent)
+            if not self._adapter_only:  # of which servers tell no checksums
+                await self._held.learn(self._engines(), sent)
         await self.publish(version)
         report = SyncReport(
             noise=self.noise,
@@ -222,7 +251,7 @@ class WeightSync:
     async def _push(self, version: int) -> Mapping[str, Tensor]:
         # A server that comes back meanwhile has no record to be held to, and is held to the trainer, which waits here.
         self._record, self._pushed = None, version
-        weights = self._to_checkpoint(self._source.weights())
+        weights = self._to_checkpoint(self._source.backend.trained() if self._adapter_only else self._source.weights())
         try:
             await self._engine.update_weights(version, weights=weights)
             return weights
@@ -277,7 +306,9 @@ class WeightSync:
         """Move every group of the trainer's parameters by enough to show, say how far, and put all back at the end."""
         changes: dict[str, float] = {}
         try:
-            for group in self._source.backend.weight_groups():
+            # Of an adapter the second matrix first, which is zero at the start, so that no change of the first one shows.
+            groups = self._source.backend.weight_groups(is_merged=not self._adapter_only)
+            for group in sorted(groups, key=lambda name: ".lora_A." in name):
                 changes[group] = 0.0
                 self._grow(group, changes, samples)
             yield changes

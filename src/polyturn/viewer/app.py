@@ -42,7 +42,7 @@ from polyturn.store.parquet_store import write_rows
 from polyturn.store.stored_run import StoredRun
 from polyturn.viewer.curves import Window
 from polyturn.viewer.filters import as_jsonl
-from polyturn.viewer.highlights import NUM_TELLING
+from polyturn.viewer.highlights import NUM_HIGHLIGHTS
 from polyturn.viewer.pages import JSONResponse, page_app
 from polyturn.viewer.run_view import RunView
 from polyturn.viewer.trajectory_page import plain
@@ -121,9 +121,9 @@ def _show_runs(app: FastAPI, view: Callable[[int], RunView]) -> None:
     def distributions(number: int, split: str = "train") -> Response:
         return JSONResponse(view(number).distributions(split))
 
-    @app.get("/api/runs/{number}/telling")
-    def telling(number: int) -> Response:
-        return JSONResponse(view(number).telling(NUM_TELLING))
+    @app.get("/api/runs/{number}/highlights")
+    def highlights(number: int) -> Response:
+        return JSONResponse(view(number).highlights(NUM_HIGHLIGHTS))
 
     @app.get("/api/runs/{number}/config")
     def config(number: int) -> Response:

@@ -15,7 +15,7 @@ from polyturn.core.errors import DataError
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import StoredRun
 
-NUM_TELLING = 10
+NUM_HIGHLIGHTS = 10
 TRIED = 30
 """Trajectories that are read at most to find one that was repaired."""
 
@@ -28,8 +28,8 @@ class Highlight(NamedTuple):
     record: StoredTrajectory
 
 
-def telling(store: StoredRun, num: int = NUM_TELLING) -> list[Highlight]:
-    """Return the most telling trajectories of a run, none twice; fewer where it has not so many kinds."""
+def highlights(store: StoredRun, num: int = NUM_HIGHLIGHTS) -> list[Highlight]:
+    """Return the trajectories of a run that tell the most, none twice; fewer where it has not so many kinds."""
     rows = store.table().to_pylist()
     shown: set[tuple[Any, ...]] = set()
     found: list[Highlight] = []
@@ -54,7 +54,7 @@ def _read(store: StoredRun, row: dict[str, Any], shown: set[tuple[Any, ...]]) ->
     try:
         record = store.record(row["id"], step=row["step"], split=row["split"])
     except DataError:
-        return None  # its part is damaged or gone; others are as telling
+        return None  # its part is damaged or gone; others show as much
     shown.add(key)
     return record
 

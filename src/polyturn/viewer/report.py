@@ -19,7 +19,7 @@ from typing import Any
 
 from polyturn.core.errors import DataError
 from polyturn.viewer.curves import Window
-from polyturn.viewer.highlights import NUM_TELLING
+from polyturn.viewer.highlights import NUM_HIGHLIGHTS
 from polyturn.viewer.pages import STATIC
 from polyturn.viewer.panels import panels_of
 from polyturn.viewer.run_view import MAX_CURVES, RunView
@@ -32,7 +32,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.M)
 _LOADED = re.compile(r'<link rel="stylesheet"[^>]*>\n|<script [^>]*></script>\n')
 
 
-def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM_TELLING) -> Path:
+def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM_HIGHLIGHTS) -> Path:
     """Write the report of `runs` to `out` and return it.
 
     Raises:
@@ -58,12 +58,12 @@ def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
     metrics = view.metrics()
     metrics["names"] = dict(list(metrics["names"].items())[:MAX_CURVES])
     metrics["panels"] = panels_of(metrics["names"])
-    chosen = view.telling(num_trajectories)
+    chosen = view.highlights(num_trajectories)
     found = {
         "metrics": metrics,
         "curves": view.curves(list(metrics["names"]), Window()),
         "overview": view.overview(),
-        "telling": chosen,
+        "highlights": chosen,
         "config": view.config(),
     }
     for split in view.summary()["splits"] or ["train"]:

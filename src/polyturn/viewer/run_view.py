@@ -39,7 +39,7 @@ from polyturn.viewer.distributions import (
     token_values,
 )
 from polyturn.viewer.filters import PLAIN, check_size, facets, narrow
-from polyturn.viewer.highlights import telling
+from polyturn.viewer.highlights import highlights
 from polyturn.viewer.labels import Label, Labels, known_labels
 from polyturn.viewer.metric_file import MetricFile
 from polyturn.viewer.overview import before_after, facts, settings, stop_reasons, tool_calls, tools
@@ -224,10 +224,10 @@ class RunView:
             "parts": reward_parts(chosen.table(), reward_weights(read_config(self.folder).values)),
         }
 
-    def telling(self, num: int) -> list[dict[str, Any]]:
+    def highlights(self, num: int) -> list[dict[str, Any]]:
         """Return at most `num` trajectories that tell the most: what names each, and why it is shown."""
         self._store.refresh()
-        found = telling(self._store, num)
+        found = highlights(self._store, num)
         return [
             {"id": r.trajectory.id, "step": r.step, "split": r.split, "title": title, "why": why} for title, why, r in found
         ]

@@ -6,13 +6,16 @@ That each is what its definition says is tested on made-up games, in `tests/prop
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 from polyturn.algorithms.advantages import (
+    GroupView,
     advantages,
     assign_advantages,
     bind_estimator,
@@ -21,6 +24,7 @@ from polyturn.algorithms.advantages import (
     declare,
     members_needed,
 )
+from polyturn.algorithms.advantages.base import MemberView
 from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.compat.verl.batch_estimator import as_estimator
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError
@@ -236,7 +240,11 @@ def test_an_estimator_for_verl_compares_where_it_reads_the_index() -> None:
     def reads_none(token_level_rewards: Any, response_mask: Any, **kwargs: Any) -> Any:
         return token_level_rewards, token_level_rewards
 
-    assert [members_needed(as_estimator(f), group_size=4) for f in (reads_groups, reads_none)] == [2, 1]
+    def looks_groups_up(token_level_rewards: Any, response_mask: Any, **kwargs: Any) -> Any:
+        return token_level_rewards - len(kwargs["index"]), token_level_rewards
+
+    needed = [members_needed(as_estimator(f), group_size=4) for f in (reads_groups, looks_groups_up, reads_none)]
+    assert needed == [2, 2, 1]
     assert members_needed(as_estimator(reads_groups), group_size=1) == 1
 
 
@@ -281,3 +289,46 @@ def test_options_that_are_not_null_have_the_defaults_of_the_estimator_they_are_o
         for name in get_args(get_type_hints(options)["name"]):
             parameters = inspect.signature(advantages.resolve(name)).parameters
             assert {k: parameters[k].default for k in own} == own, name
+
+
+EQUAL = ([0.1] * 3, [0.7] * 3, [1 / 3] * 7, [1e5 / 3] * 6, [1e14 / 3] * 5)
+OF_GROUPS: dict[str, dict[str, Any]] = {
+    "grpo": {}, "rloo": {}, "opo": {}, "reinforce_plus_plus_baseline": {}, "gpg": {}, "remax": {}, "mt_grpo": {},
+    "gdpo": {"weights": {"a": 1.0}}, "return_to_go": {"norm_by_std": True}, "grpo_passk": {"k": 2},
+    "swift": {"scale_rewards": "gdpo", "reward_weights": {"a": 1.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_rewards_that_are_equal_teach_exactly_nothing_whatever_their_rounding(name: str) -> None:
+    """The mean of three times 0.1 is not 0.1, and a division by a deviation near 0 makes much of what is left."""
+    assert not any(np.any(a) for a in _advantages_of(name, EQUAL))
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_only_differences_of_rewards_count_however_large_what_they_share(name: str) -> None:
+    small, large = ([[shared, shared + 1, shared + 4]] for shared in (0.0, 2.0**40))
+    for here, there in zip(_advantages_of(name, small), _advantages_of(name, large), strict=True):
+        np.testing.assert_allclose(here, there, rtol=1e-6)
+
+
+def _advantages_of(name: str, rewards: Sequence[Sequence[float]]) -> list[np.ndarray]:
+    from polyturn.algorithms.advantages.base import traits_of
+    from polyturn.compat.swift.advantage import estimate
+
+    estimator = functools.partial(estimate if name == "swift" else advantages.resolve(name), **OF_GROUPS[name])
+    batch = [_plain_group(f"g{i}", rewards_G) for i, rewards_G in enumerate(rewards)]
+    if traits_of(estimator).scope == "batch":
+        return [a for g in estimator(batch).advantages for m in g for a in m]
+    return [a for g in batch for m in estimator(g.totals, [m.samples for m in g.members]) for a in m]
+
+
+def _plain_group(id: str, rewards_G: Sequence[float]) -> GroupView:
+    def member(index: int, reward: float) -> MemberView:
+        sample = TrainSample(
+            id=SampleId(id, str(index), 0), token_ids=np.arange(3), loss_weights=np.array([0, 1, 1], np.float32),
+            turn_ids=np.zeros(3, np.int32),
+        )  # fmt: skip
+        return MemberView(id=str(index), reward=reward, samples=(sample,), components={"a": reward})
+
+    return GroupView(id=id, members=tuple(member(i, r) for i, r in enumerate(rewards_G)))

@@ -167,13 +167,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a function for the model": ({"model": undescribed}, ["model is <function", "model='Qwen/Qwen3-0.6B'"]),
     "a misspelt keyword": ({"step": 3}, ["no keyword 'step'", "Did you mean 'steps'"]),
     "a misspelt argument": ({"interactions_": Customer}, ["no keyword 'interactions_'", "'interactions'"]),
-    "another trainer's argument": ({"reward_funcs": [undescribed]}, ["no keyword 'reward_funcs'; here it is reward=right"]),
-    "another trainer's setting": ({"num_generations": 8}, ["here it is group_size=8"]),
-    "another trainer's adapters": ({"peft_config": 3}, ["here it is **{'model.lora.rank': 16}"]),
+    "another trainer's argument": ({"reward_funcs": [undescribed]}, ["no keyword 'reward_funcs'; write reward=right"]),
+    "another trainer's setting": ({"num_generations": 8}, ["write group_size=8"]),
+    "another trainer's adapters": ({"peft_config": 3}, ["write **{'model.lora.rank': 16}"]),
     "a keyword like no other": ({"zzz": 3}, ["no keyword 'zzz'. A keyword is one of model, tokenizer, tasks"]),
     "an object with methods for a tool": ({"tools": [Game()]}, ["is a Game; give methods of an object: tools=[it.guess]"]),
     "a partial for a tool": ({"tools": [functools.partial(of_split, "train")]}, ["which is no function", "tools=[price]"]),
     "a schema for a tool": ({"tools": [{"type": "function"}]}, ["which is no function", "tools=[price]"]),
+    "an environment": ({"environment": Game}, ["no keyword 'environment'; write env=Game"]),
+    "a data set": ({"dataset": ROWS}, ["no keyword 'dataset'; write tasks=dataset"]),
+    "an object for an environment": ({"env": Game()}, ["is an object of Game; give the class, Game"]),
     "a class that is no environment": ({"env": Game}, ["Game defines `guess`, but an environment needs `reset`"]),
     "a number for a path": ({"out": None}, ["out is None", "must be a valid string"]),
     "part of a step": ({"steps": 1.5}, ["train.steps is 1.5", "must be a valid integer"]),
@@ -190,7 +193,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a text for tasks": ({"tasks": "What is 1 + 1?"}, ["tasks is a text, 'What is 1 + 1?'", "tasks=[…]"]),
     "an empty text for tasks": ({"tasks": ""}, ["tasks is a text, ''", "tasks=[…]"]),
     "an empty text for the model": ({"model": " "}, ["model is ' '", "model='Qwen/Qwen3-0.6B'"]),
-    "nearly another trainer's setting": ({"learn_rate": 1}, ["If 'learning_rate' is meant, here it is lr=1e-6."]),
+    "nearly another trainer's setting": ({"learn_rate": 1}, ["If you mean 'learning_rate', write lr=1e-6."]),
     "a table of text": ({"tasks": "rows.csv"}, ["jsonl or parquet", "tasks=pandas.read_csv('rows.csv')"]),
     "a name of several keys": (
         {"timeout_s": 3},
@@ -285,7 +288,8 @@ def test_what_is_given_to_another_function_is_answered_too(call: Any, words: str
         (lambda run: run.trajectories[1.5], r"no trajectory 1\.5; give an id"),
         (lambda run: run.trajectories[0], r"no trajectory 0; .* below 0"),
         (lambda run: run.select(stp=3), r"no column 'stp'\. Did you mean 'step'"),
-        (lambda run: polyturn.tiny(None), r"no tiny None\. Known"),
+        (lambda run: polyturn.tiny(None), r"needs the name of a model: polyturn\.tiny\('Qwen/"),
+        (lambda run: polyturn.tiny(), r"needs the name of a model: polyturn\.tiny\('Qwen/"),
     ],
 )
 def test_what_a_run_cannot_be_asked_is_one_sentence(call: Any, words: str, tmp_path: Path) -> None:
@@ -301,7 +305,7 @@ def test_what_another_trainer_calls_a_keyword_is_answered_with_keywords_that_the
     """Each `key=` of the answer is an argument or a key of the configuration."""
     keys = re.findall(r"(?<![\w{])(\w+)=", ELSEWHERE[name])
     assert [key for key in keys if key not in OWN and path_of(key) is None] == []
-    with pytest.raises(polyturn.ConfigError, match="here it is"):
+    with pytest.raises(polyturn.ConfigError, match="; write "):
         path_of(name)
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -200,7 +201,7 @@ def test_show_lists_trajectories_and_shows_one_as_a_conversation(trained: tuple[
     listed = call("show", run_of(config), "--split", "train", "-n", 4)
     assert listed.code == 0 and len([x for x in listed.out.splitlines() if x.startswith("g")]) == 4
     assert re.search(r"18 trajectories; one of them: \S*polyturn show", listed.out)
-    assert re.search(r"of these: (\d+ \w+(, )?)+", listed.out), "why they ended, and how many"
+    assert re.search(r"of these: (\d+ ended by \w+(, )?)+", listed.out), "why they ended, and how many"
     one = call("show", run_of(config), "g0/0")
     assert "How loud is mouse" in one.out and "turn 0" in one.out and "reward" in one.out
     assert re.search(r"task mouse-\d  of tiny .*interaction coach", one.out)
@@ -259,13 +260,15 @@ def test_data_gsm8k_writes_the_documented_files(tmp_path: Path, variant: str):
     assert all(Path(line).is_file() for line in called.out.splitlines())
 
 
-def test_ctrl_c_outside_training_ends_quietly_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_outside_training_ends_with_a_line_and_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)  # a first one lets the step under way end
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("polyturn.api.warm_starting.run_sft", interrupted)
     called = call("train", write_tiny_run(tmp_path), "warm_start.steps=5")
     assert called.code == 130 and "Traceback" not in called.err
+    assert called.err.count("polyturn: interrupted") == 1, called.err
 
 
 def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path):
@@ -312,7 +315,7 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
     console = Console(force_terminal=True, width=60)
     monkeypatch.setattr(console_module, "stderr_console", lambda: console)
     handler = console_module.ConsoleHandler()
-    with console.capture() as captured, Progress("rollout", 3, console=console, delay_s=0.0) as bar:
+    with console.capture() as captured, Progress("rollout", 3, console=console, every_s=0.0) as bar:
         while bar._bar is None:
             time.sleep(0.005)
         bar.advance()
@@ -366,23 +369,35 @@ def test_what_lists_reads_no_configuration_and_what_reads_one_loads_no_model(mod
     assert heavy & set(loaded) == set()
 
 
-@pytest.mark.parametrize("call", ["main(['train', 'run.yaml'])", "polyturn.train('somewhere', ['1 + 1?'])"])
-def test_a_run_says_that_it_begins_before_pytorch_is_imported(tmp_path: Path, call: str):
-    (tmp_path / "run.yaml").write_text("model: {path: somewhere}\nname: mine\n", encoding="utf-8")
+@pytest.mark.parametrize("call", ["main(['train', 'config.yaml'])", "polyturn.train(config='config.yaml')"])
+def test_a_run_says_that_it_begins_before_pytorch_is_imported_and_again_while_it_is(tmp_path: Path, call: str):
+    write_tiny_run(tmp_path)
     script = f"""
-import logging, os, sys
+import logging, os, sys, threading
 import polyturn
 from polyturn.cli.main import main
 
-class First(logging.Handler):
-    def emit(self, record):
-        print(record.getMessage(), {{"torch", "transformers"}} & set(sys.modules), flush=True)
-        os._exit(0)
+told_again = threading.Event()
 
-logging.getLogger("polyturn").addHandler(First())
+class SlowTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._C":  # transformers asks for torch itself whether it is installed
+            print("importing torch", flush=True)
+            told_again.wait()
+            os._exit(0)
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage().rstrip("0123456789s"), flush=True)
+        if "PyTorch: " in record.getMessage():
+            told_again.set()
+
+sys.meta_path.insert(0, SlowTorch())
+logging.getLogger("polyturn").addHandler(Lines())
 logging.getLogger("polyturn").setLevel("INFO")
 {call}
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    name = "mine" if "main" in call else "run"
-    assert done.stdout == f"{name}: loading PyTorch and the model set()\n"
+    said = [line for line in done.stdout.splitlines() if "tokenizer" not in line]  # which is told where it takes long
+    begins = "tiny: checking the configuration, then loading PyTorch and the model"
+    assert said == [begins, "importing torch", "load PyTorch: "]

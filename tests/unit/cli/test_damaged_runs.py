@@ -122,11 +122,12 @@ def test_the_first_version_of_the_store_is_read(run: Path):
         part.unlink()
     row = {
         "id": one.id, "group": "g0", "step": 0, "split": "train", "task_id": one.task.id, "data_source": "d",
-        "reward": 0.0, "num_turns": 1, "num_tokens": 9, "num_sampled_tokens": 5, "stop_reason": "stop", "error": None,
+        "reward": 0.0004, "num_turns": 1, "num_tokens": 9, "num_sampled_tokens": 5, "stop_reason": "stop", "error": None,
         "payload": json.dumps(to_json(one)),
     }  # fmt: skip
     pq.write_table(pa.Table.from_pylist([row]), run / "trajectories" / "part-00000.parquet")
     assert "It is 5." in call("show", run, one.id).out
+    assert "0.0004" in call("show", run).out  # small, and not none
     assert RunView(run).page({})["total"] == 1
 
 

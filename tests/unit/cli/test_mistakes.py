@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from polyturn.cli.main import main
+from polyturn import build
+from polyturn.api import training
+from polyturn.cli.arguments import Command
+from polyturn.cli.main import app, main
 from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
@@ -58,6 +65,38 @@ for command in ("train", "rollout", "eval", "sft"):
     assert done.stderr.count(said) == 4, done.stderr
 
 
+def test_a_mistake_that_needs_no_model_is_told_before_pytorch_is_imported(tmp_path: Path):
+    write_tiny_run(tmp_path)
+    rows = (tmp_path / "tasks.jsonl").read_text()
+    (tmp_path / "unknown.jsonl").write_text(rows.replace('"coach"', '"couch"'))
+    script = """
+import sys
+from polyturn.cli.main import main
+for command, override in (
+    ("train", "reward.function=plugins.py:nothing"),
+    ("train", "reward.function=gsm9k"),
+    ("train", "out=/proc/none"),
+    ("train", "evaluation={every: 2, data: null}"),
+    ("train", "evaluation.data.files=nowhere.jsonl"),
+    ("train", "data.train.files=unknown.jsonl"),
+    ("train", "rollout.scheduler=gymm"),
+    ("eval", "evaluation.data.files=unknown.jsonl"),
+    ("rollout", "data.train.files=unknown.jsonl"),
+    ("sft", "warm_start={steps: 1, conversations: nowhere.jsonl}"),
+):
+    try:
+        main([command, "config.yaml", override])
+    except SystemExit as ended:
+        assert ended.code == 2, (command, override, ended.code)
+    else:
+        raise AssertionError((command, override))
+    assert "torch" not in sys.modules, (command, override)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_file_that_fails_when_it_is_imported_is_named_with_the_line(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     (tmp_path / "mine.py").write_text("import math\n\nSIZE = math.sqrt(-1)\n", encoding="utf-8")
@@ -69,14 +108,26 @@ def test_a_file_that_fails_when_it_is_imported_is_named_with_the_line(tmp_path: 
     "override",
     ["reward.function=ends.py:f", "plugins=[ends.py]", "rollout.tools.functions=['ends:f']", "rollout.scheduler=ends.py:S"],
 )
+@pytest.mark.parametrize(
+    ("leave", "said"), [("sys.exit(3)", "SystemExit: 3"), ("raise KeyboardInterrupt", "KeyboardInterrupt")]
+)
 def test_a_file_that_ends_the_program_when_it_is_imported_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, leave: str, said: str
 ):
     config = write_tiny_run(tmp_path)
-    (tmp_path / "ends.py").write_text("import sys\n\nsys.exit(3)\n", encoding="utf-8")
+    (tmp_path / "ends.py").write_text(f"import sys\n\n{leave}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     called = call("train", config, override, "--dry-run")
-    assert called.code == 2 and "ends" in called.err and "SystemExit: 3" in called.err, called.err
+    assert called.code == 2 and "ends" in called.err and said in called.err, called.err
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "raise KeyboardInterrupt"])
+def test_a_plugin_that_ends_the_program_when_it_is_made_is_named(tmp_path: Path, leave: str):
+    config = write_tiny_run(tmp_path)
+    text = f"import sys, polyturn\n\nclass S(polyturn.MultiTurnScheduler):\n    def __init__(self):\n        {leave}\n"
+    (tmp_path / "leaves.py").write_text(text, encoding="utf-8")
+    called = call("train", config, "rollout.scheduler=leaves.py:S", "rollout.limits.max_turns=2", "--dry-run")
+    assert called.code == 2 and "(leaves.py, line 5)" in called.err and "interrupted" not in called.err, called
 
 
 @pytest.mark.parametrize(
@@ -111,7 +162,7 @@ def test_a_folder_of_a_model_that_is_not_there_is_not_looked_for_on_the_hub(tmp_
 def test_what_a_server_should_serve_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for flag in ("--openai", "--deadline=5"):
-        assert "name it with --model FOLDER" in call("serve", flag).err
+        assert "give --model FOLDER" in call("serve", flag).err
     (tmp_path / "empty").mkdir()
     assert "there is no model in empty" in call("serve", "--openai", "--model", "empty").err
 
@@ -173,6 +224,55 @@ def test_what_has_no_meaning_beside_the_rest_is_refused(words: str, said: str):
     assert told.code == 2 and said in told.err, told.err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rollout c.yaml --tasks 3 -n 5", "--tasks is given 2 times; keep one of them"),
+        ("train c.yaml --resume --no-resume", "--resume is given 2 times; keep one of them"),
+        ("data gsm8k out --variant tool --variant tool", "--variant is given 2 times; keep one of them"),
+        ("config migrate c.yaml --out a --out b --out c", "--out is given 3 times; keep one of them"),
+        ("run-as --dry-run --dry-run verl -- echo --x 1 --x 2", "--dry-run is given 2 times; keep one of them"),
+    ],
+)
+def test_an_option_that_is_given_twice_is_refused(words: str, said: str):
+    told = call(*words.split())
+    assert told.code == 2 and said in told.err, told.err
+
+
+def test_every_command_refuses_an_option_that_is_given_twice():
+    def commands(group: Any) -> Iterator[Any]:
+        for each in group.commands.values():
+            yield from commands(each) if hasattr(each, "commands") else (each,)
+
+    found = list(commands(typer.main.get_command(app)))
+    assert len(found) > 20 and all(isinstance(each, Command) for each in found)
+
+
+def test_an_option_that_may_be_repeated_is_taken_twice():
+    told = call(*["simulate", "nothing", "--policy", "fifo", "--policy", "oracle"])
+    assert told.code == 2 and "times" not in told.err, told.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.steps=3", "name=a", "train.steps=4"], "overridden more than once: train.steps;"),
+        (["name=a", "name=b", "+name=c", "train.steps=1", "train.steps=2"], "overridden more than once: name, train.steps;"),
+        (["train.steps=3", "+train.steps=3"], ""),
+        (["train.optim={lr: 1}", "train.optim={betas: [0.5, 0.6]}"], ""),
+        (["train.steps=3", "more.yaml", "train.optim.lr=0.1"], ""),
+    ],
+)
+def test_a_key_that_is_overridden_twice_in_one_command_is_told(
+    tmp_path: Path, overrides: list[str], said: str, caplog: Any, monkeypatch: Any
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.yaml").write_text("train: {steps: 7}")
+    call("config", "print", write_tiny_run(tmp_path), *overrides)
+    lines = [r.getMessage() for r in caplog.records if "more than once" in r.getMessage()]
+    assert len(lines) == bool(said) and all(said in line for line in lines), lines
+
+
 @pytest.mark.parametrize(("text", "said"), [("off", "YAML reads"), ("yes", "YAML reads"), ("5", "write it in quotes")])
 def test_a_text_that_yaml_reads_as_something_else_is_told_to_be_quoted(tmp_path: Path, text: str, said: str):
     config = write_tiny_run(tmp_path)
@@ -216,3 +316,42 @@ def test_a_tool_of_the_rows_that_the_run_does_not_have_is_named(tmp_path: Path, 
     assert called.code == 0, called.err
     told = called.err + caplog.text
     assert "data.train: 2 of 6 tasks name the tool 'shuot'" in told and "Did you mean 'shout'?" in told
+
+
+@pytest.mark.parametrize("flags", [(), ("--openai",)])
+def test_a_config_of_another_library_is_recognised_by_a_server_too(tmp_path: Path, flags: tuple[str, ...]):
+    config = tmp_path / "theirs.yaml"
+    config.write_text("actor_rollout_ref: {model: {path: x}}\ntrainer: {total_epochs: 1}\n", encoding="utf-8")
+    called = call("serve", *flags, "--config", config)
+    assert called.code == 2 and "is written in the keys of verl, not in polyturn's; add --verl" in called.err, called.err
+
+
+def test_a_key_that_stands_a_section_too_high_is_looked_for_below_its_own_section_first(tmp_path: Path):
+    called = call("train", write_tiny_run(tmp_path), "train.lr=0.1")
+    assert "unknown key 'train.lr'" in called.err and "Did you mean 'train.optim.lr'" in called.err, called.err
+
+
+def test_a_folder_that_another_process_makes_meanwhile_is_not_resumed_without_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = write_tiny_run(tmp_path)
+
+    def another_begins(folder: Path, _: object) -> tuple[Path, Path]:
+        checkpoint = folder / "checkpoints/step-000000"
+        checkpoint.mkdir(parents=True)
+        return checkpoint, checkpoint
+
+    monkeypatch.setattr(training, "_checkpoints_of", another_begins)
+    called = call("train", config, "--resume")
+    assert called.code == 2 and "there is no checkpoint under" in called.err, called
+
+
+@pytest.mark.parametrize("flags", [(), ("--openai",)])
+def test_a_port_in_use_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+):
+    config = write_tiny_run(tmp_path)
+    monkeypatch.setattr(build, "build_parts", lambda *_, **__: pytest.fail("a model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        called = call("serve", *flags, "--config", config, "--port", taken.getsockname()[1])
+    assert called.code == 2 and "Address already in use; end what listens there" in called.err, called.err

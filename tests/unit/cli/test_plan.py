@@ -9,9 +9,19 @@ import pytest
 
 from polyturn.api.folders import open_place
 from polyturn.cli.main import main
-from polyturn.cli.plan import Demand, GpuLayout, layout_of, load_of, nearest
+from polyturn.cli.plan import (
+    Demand,
+    GpuLayout,
+    demand_of,
+    layout_of,
+    load_of,
+    nearest,
+    require_fit,
+    with_split_context,
+)
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError
 from polyturn.training.backend import Degrees
 from polyturn.training.memory import ModelSize, RankLoad
 from support.runs import Called, call_command, write_tiny_run
@@ -89,11 +99,60 @@ def test_the_nearest_layout_adds_ranks_then_widens_servers(gpus: int, limit_gb: 
     assert nearest(demand, GpuLayout(4, 6, 1), gpus=gpus, limit=limit_gb * GB) == found
 
 
+def test_a_conversation_too_long_for_a_rank_is_split_over_a_row_of_them() -> None:
+    demand = Demand(EIGHT_BILLION, RankLoad(tokens=131_072, recomputes=True), context=131_072)
+    layout, limit = GpuLayout(6, 2, 1), 50 * GB
+    assert nearest(demand, layout, gpus=16, limit=limit) is None
+    assert with_split_context(demand, layout, gpus=16, limit=limit) == (4, GpuLayout(8, 2, 1))
+    with pytest.raises(ConfigError, match=r"8 ranks and 2 servers .* fit with train.distributed.context_parallel: 4"):
+        require_fit(demand, layout, gpus=16, limit=limit)
+    assert with_split_context(demand, layout, gpus=16, limit=12 * GB) is None
+
+
+def test_ranks_that_see_the_same_samples_are_added_together(tmp_path: Path) -> None:
+    wide = ["train.backend=megatron", "train.distributed={ranks: 8, tensor_parallel: 2, context_parallel: 4}"]
+    row = demand_of(open_place(write_tiny_run(tmp_path), wide)[0]).row
+    demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192, row=row)
+    assert row == 8 and nearest(demand, GpuLayout(4, 6, 1), gpus=64, limit=12 * GB) == GpuLayout(44, 6, 2)
+    assert nearest(demand, GpuLayout(8, 6, 1), gpus=64, limit=12 * GB) == GpuLayout(48, 6, 2)
+
+
+SHARED = ["engine={kind: vllm, update: sleep, num_slots: null}", "model.dtype=bfloat16"]
+
+
+def test_gpus_that_ranks_and_servers_share_are_counted_by_phase(tmp_path: Path) -> None:
+    called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 1)
+    assert called.code == 0, called.err
+    assert "2 ranks and 2 servers of 1 GPUs, on the same GPUs" in called.out and re.search(r"GPUs +2 of 2", called.out)
+    for words in ("each GPU in rollout", "each GPU as weights arrive", "each GPU in an update", "left to a server"):
+        assert words in called.out
+
+
+@pytest.mark.parametrize(
+    ("limit_gb", "found"),
+    [
+        (90, GpuLayout(2, 2, 1, is_shared=True)),
+        (60, GpuLayout(4, 4, 1, is_shared=True)),
+        (30, GpuLayout(8, 4, 2, is_shared=True)),
+        (15, None),
+    ],
+)
+def test_the_nearest_layout_of_shared_gpus_adds_ranks_and_a_server_with_each(limit_gb: int, found: GpuLayout | None) -> None:
+    demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192)
+    assert nearest(demand, GpuLayout(2, 2, 1, is_shared=True), gpus=8, limit=limit_gb * GB) == found
+
+
+def test_shared_gpus_that_are_too_small_are_refused_with_the_phase_that_does_not_fit(tmp_path: Path) -> None:
+    called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000")
+    assert called.code != 0 and "each GPU in an update holds" in called.err and "each GPU in rollout" not in called.err
+
+
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
         (["train.distributed.ranks=4"], GpuLayout(4, 0, 0)),
         (["engine={kind: vllm, launch: {replicas: 2, devices: ['4,5', '6,7']}}"], GpuLayout(1, 2, 2)),
+        (["engine={kind: vllm, update: sleep, launch: {}}"], GpuLayout(1, 1, 1, is_shared=True)),
         (["engine={kind: vllm, urls: ['http://a:1']}"], GpuLayout(1, 0, 0)),
         (["engine={kind: sglang}", "cluster.engines={count: 3, resources: {GPU: 4}}"], GpuLayout(1, 3, 4)),
     ],

@@ -21,7 +21,7 @@ from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.observer import RunObserver
-from polyturn.viewer.highlights import telling
+from polyturn.viewer.highlights import highlights
 from polyturn.viewer.report import write_report
 
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/x.png>"
@@ -92,15 +92,15 @@ async def test_the_page_stands_alone_and_its_policy_names_its_one_script(tmp_pat
     assert any(HOSTILE in json.dumps(answer) for name, answer in page.answers.items() if "trajectory" in name)
 
 
-async def test_it_shows_the_telling_ones_with_why(tmp_path: Path):
+async def test_it_shows_the_highlights_with_why(tmp_path: Path):
     folder = await record(tmp_path / "one")
-    found = {t.title: t for t in telling(open_store(folder))}
+    found = {t.title: t for t in highlights(open_store(folder))}
     assert found["repaired"].record.trajectory.task.id == "repaired-1"
     assert found["broken tool call"].record.trajectory.task.id == "broken-1"
     assert found["worst"].record.trajectory.task.id == "bad-1"
-    shown = [t.record.trajectory.id for t in telling(open_store(folder))]
+    shown = [t.record.trajectory.id for t in highlights(open_store(folder))]
     assert len(shown) == len(set(shown)) == 7, "every one of them once"
-    assert len(telling(open_store(folder), 3)) == 3
+    assert len(highlights(open_store(folder), 3)) == 3
 
 
 async def test_two_runs_stand_side_by_side(tmp_path: Path):

@@ -16,7 +16,7 @@ from polyturn.compat.swift.args.arguments import (
     table,
     to_native,
 )
-from polyturn.compat.swift.command import dispatch, read_swift
+from polyturn.compat.swift.command import dispatch, read_swift, rlhf
 from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
@@ -305,6 +305,12 @@ def test_flags_are_read_as_the_command_line_writes_them() -> None:
         parse(["--seed", "1", "--seed", "2"])
 
 
+def test_an_override_that_is_given_twice_counts_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.yaml").write_text("max_turns: 1")
+    assert read(tmp_path / "a.yaml", ["max_turns=3", "max_turns=4"]).values["max_turns"] == 4
+    assert "overridden more than once: max_turns;" in caplog.text
+
+
 def test_a_file_is_read_with_overrides_and_numbers_in_any_writing(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("model: m/x\nlearning_rate: 1e-6\nmax_turns: 2\n")
     values = read(tmp_path / "a.yaml", ["max_turns=3", "polyturn.engine.num_slots=4"]).values
@@ -341,7 +347,7 @@ def test_native_flags_are_applied_or_refused_with_the_nearest_name(prefix: list[
     nonsense = translate_flags([*prefix, "--polyturn.nonsense.key", "3"])
     with pytest.raises(ConfigError, match="nonsense"):
         load_values(RunConfig, nonsense.native, origin=nonsense.origin)
-    with pytest.raises(ConfigError, match=r"polyturn\.engine\.kind is set, and 'engine' above it is 3"):
+    with pytest.raises(ConfigError, match=r"polyturn\.engine is given twice, as 3 and as"):
         translate_flags([*prefix, "--polyturn.engine", "3", "--polyturn.engine.kind", "vllm"])
     (tmp_path / "a.yaml").write_text("model: m/x\npolyturn.engine.kind: vllm\npolyturn: {engine: {num_slots: 3}}\n")
     assert read(tmp_path / "a.yaml").values["polyturn"] == {"engine": {"num_slots": 3, "kind": "vllm"}}
@@ -485,3 +491,65 @@ def test_a_rollout_server_says_that_its_trainer_reads_the_rows() -> None:
     assert found.notices() == [
         "dataset, columns: ignored: a rollout server reads no rows; its trainer reads them and sends each conversation"
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--api_key 0123", "api_key", "0123"),
+        ("--model_revision 12e45678", "model_revision", "12e45678"),
+        ("--system true", "system", "true"),
+        ("--system={'a':1}", "system", "{'a':1}"),
+        ("--stop_words [/INST] 007", "stop_words", ["[/INST]", "007"]),
+        ('--stop_words ["a","b"]', "stop_words", ["a", "b"]),
+        ("--output_dir=2026", "output_dir", "2026"),
+        ("--system null", "system", None),
+        ("--seed 007", "seed", 7),
+    ],
+)
+def test_an_argument_that_is_a_text_is_taken_as_it_is_written(line: str, name: str, value: Any, tmp_path: Path) -> None:
+    assert parse(line.split()).values[name] == value
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\n")
+    if " " not in line.partition(" ")[2]:
+        override = line.removeprefix("--").replace(" ", "=", 1)
+        assert read(path, [override]).values[name] == value
+
+
+def test_a_flag_for_a_text_needs_one() -> None:
+    with pytest.raises(ConfigError, match=r"the argument --output_dir has no value; write --output_dir VALUE"):
+        parse(["--output_dir", "--max_turns", "3"])
+
+
+def test_a_native_key_is_given_once_whatever_its_writing(tmp_path: Path) -> None:
+    joined = parse(["--polyturn.engine.kind", "vllm", "--polyturn.engine", "{num_slots: 3}"]).values["polyturn"]
+    assert joined == {"engine": {"kind": "vllm", "num_slots": 3}}
+    for line in (["--polyturn.engine.kind", "vllm", "--polyturn.engine", "{kind: embedded}"],
+                 ["--polyturn.engine", "{kind: embedded}", "--polyturn.engine.kind", "vllm"]):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"polyturn\.engine\.kind is given twice, as '.*' and as '.*'; keep one"):
+            parse(line)
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\npolyturn.engine.kind: vllm\n")
+    assert read(path, ["polyturn.engine.kind=embedded"]).values["polyturn"] == {"engine": {"kind": "embedded"}}
+    path.write_text("model: m\nmax_turns: 3\nmax_turns: 4\n")
+    with pytest.raises(ConfigError, match=r"line 3: this is not YAML .found duplicate key max_turns"):
+        read(path)
+
+
+def test_an_override_below_a_value_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\nmax_turns: 3\n")
+    with pytest.raises(ConfigError, match=r"the override 'max_turns\.x=3': max_turns is 3, which has no keys to set"):
+        read(path, ["max_turns.x=3"])
+
+
+def test_a_flag_of_our_own_takes_no_value_and_gives_none_to_another() -> None:
+    with pytest.raises(ConfigError, match=r"--resume takes no value, and 'last' stands behind it"):
+        rlhf(["--model", "m", "--resume", "last", "--max_turns", "3"])
+
+
+def test_variables_of_images_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("MAX_PIXELS", "1003520")
+    with caplog.at_level("INFO"):
+        read_swift(["--model", "m"])
+    assert "MAX_PIXELS is 1003520, and nothing reads it here: the size of images is the processor's" in caplog.text

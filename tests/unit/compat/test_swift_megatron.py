@@ -37,6 +37,10 @@ def at(native: Any, path: str) -> Any:
             "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 4 --expert_model_parallel_size 2",
             {"train.distributed": {"tensor_parallel": 2, "pipeline_parallel": 4, "expert_parallel": 2, "ranks": 8}},
         ),
+        (
+            "--context_parallel_size 4 --tensor_model_parallel_size 2",
+            {"train.distributed": {"tensor_parallel": 2, "context_parallel": 4, "ranks": 8}},
+        ),
         ("--tensor_model_parallel_size 2 --polyturn.train.distributed.ranks 8", {"train.distributed.ranks": 8}),
         ("--polyturn.train.backend torch", {"train.backend": "torch"}),
         ("--tuner_type lora", {"train.optim.lr": 1e-4, "model.lora.rank": 8}),
@@ -105,10 +109,10 @@ def test_arguments_that_ask_for_what_is_not_here(flags: str, says: str) -> None:
 
 
 def test_what_changes_speed_alone_is_ignored_with_the_reason() -> None:
-    flags = "--recompute_granularity selective --sequence_parallel true --attention_backend flash --context_parallel_size 2"
+    flags = "--recompute_granularity selective --sequence_parallel true --attention_backend flash --cp_comm_type p2p"
     found = translate(f"--train_iters 10 {flags} --finetune --no_save_optim --padding_free true")
     said = " ".join(found.notices())
-    for name in ("recompute_granularity", "sequence_parallel", "context_parallel_size", "finetune", "padding_free"):
+    for name in ("recompute_granularity", "sequence_parallel", "cp_comm_type", "finetune", "padding_free"):
         assert name in said
     config = load_values(RunConfig, found.native, origin=found.origin).config
     assert config.train.backend == "megatron"

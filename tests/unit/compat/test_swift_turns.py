@@ -157,6 +157,39 @@ def test_a_choice_among_equal_replies_trains_the_chosen_one_alone(says: list[str
     assert [bool(sum(weights)) for _, weights in turns] == [i == chosen for i in range(len(says))]
 
 
+class SecondTry(MultiTurnScheduler):
+    """Asks twice behind its first turn, and returns the first turn and the second try, in texts or numbers of its own."""
+
+    def __init__(self, *args: Any, writes: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.writes = writes
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+        chosen, written = [], list(infer_request.messages)
+        for turn in range(3):
+            infer_request.messages = list(written)
+            response = await self.infer_engine.infer_async(infer_request, request_config)
+            if turn != 1:
+                text = response.choices[0].message.content
+                chosen.append(response.choices[0].token_ids)
+                said = {"role": "assistant", "content": "".join(text) if self.writes == "texts" else text}
+                written += [said, {"role": "user", "content": "Again."}]
+        ids = json.loads(json.dumps(chosen)) if self.writes == "numbers" else []
+        return RolloutOutput(response=response, messages=written[:-1], response_token_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("writes", "says"),
+    [("texts", ["aa a", "a a", " a"]), ("numbers", ["aa a", "", "a b"]), ("numbers", ["a b", "a b", "a"])],
+)
+async def test_a_turn_that_was_given_up_stays_untrained_whatever_part_of_another_it_repeats(
+    writes: str, says: list[str]
+) -> None:
+    trajectory = await play(SecondTry, says, writes=writes)
+    assert trajectory.error is None
+    assert [set(weights) for _, weights in sampled(trajectory)] == [{1.0}, {0.0}, {1.0}]
+
+
 async def test_a_repeated_message_that_says_loss_false_silences_its_own_turn_alone() -> None:
     class Silent(Step):
         def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:

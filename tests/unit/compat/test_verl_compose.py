@@ -144,6 +144,13 @@ def test_overrides_set_keys_whatever_their_sign(tmp_path: Path, sign: str):
     assert values["data"]["seed"] == 4 and values["trainer"]["brand_new"] == {"key": 5}
 
 
+def test_an_override_that_a_script_repeats_counts_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A user's `"$@"` behind the keys of a script that sets them."""
+    path = write(tmp_path, main="a: 1")
+    assert composed(path, "+b=1", "c=2", "++b=3", "c=2", "+d={x: 1}", "+d={y: 2}")["b"] == 3
+    assert [r.getMessage().partition(";")[0] for r in caplog.records] == ["overridden more than once: b"]
+
+
 def test_a_tilde_removes_a_key_or_a_section(tmp_path: Path):
     path = write(tmp_path, main="data: {seed: 4}\ncritic: {optim: {lr: 1}}\n")
     values = composed(path, "~data.seed", "~trainer.resume_mode", "~reward_model.model")

@@ -461,19 +461,27 @@ def of_megatron(*overrides: str) -> Translation:
 @pytest.mark.parametrize("tree", ["ppo_trainer", "ppo_megatron_trainer"])
 def test_sizes_of_megatron_are_those_of_its_backend(tree: str):
     sizes = [f"+{ACTOR}.megatron.{what}_model_parallel_size=2" for what in ("tensor", "pipeline", "expert")]
-    ignored = [
-        f"+{ACTOR}.megatron.{key}"
-        for key in ("param_offload=True", "context_parallel_size=2", "virtual_pipeline_model_parallel_size=2")
-    ]
+    sizes.append(f"+{ACTOR}.megatron.context_parallel_size=2")
+    ignored = [f"+{ACTOR}.megatron.{key}" for key in ("param_offload=True", "virtual_pipeline_model_parallel_size=2")]
     ignored.append("+actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4")
     asked = [*REQUIRED, f"{ACTOR}.strategy=megatron", *sizes, *ignored]
     made = translate(compose_name(tree, folder=None, overrides=asked))
     assert made.native["train"]["backend"] == "megatron" and len(made.notices()) == len(ignored)
-    split = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
-    assert made.native["train"]["distributed"] == {**split, "ranks": 4}  # ranks of one stage share its experts
-    more = translate(compose_name(tree, folder=None, overrides=[*asked, "+polyturn.train.distributed.ranks=8"]))
-    assert more.native["train"]["distributed"] == {**split, "ranks": 8}
+    split = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": 2}
+    assert made.native["train"]["distributed"] == {**split, "ranks": 8}  # ranks of one stage share its experts
+    more = translate(compose_name(tree, folder=None, overrides=[*asked, "+polyturn.train.distributed.ranks=16"]))
+    assert more.native["train"]["distributed"] == {**split, "ranks": 16}
     assert "backend" not in translated().native["train"] and "distributed" not in of_megatron().native["train"]
+
+
+def test_ranks_split_the_tokens_of_a_sequence_as_ulysses_asks():
+    made = translated(f"+{ACTOR}.ulysses_sequence_parallel_size=2")
+    assert made.native["train"]["distributed"] == {"context_parallel": 2, "ranks": 2} and not made.notices()
+    assert "distributed" not in translated(f"+{ACTOR}.ulysses_sequence_parallel_size=1").native["train"]
+    made = of_megatron(f"{ACTOR}.strategy=megatron", f"+{ACTOR}.ulysses_sequence_parallel_size=2")
+    assert "distributed" not in made.native["train"] and "megatron.context_parallel_size" in str(made.notices())
+    with pytest.raises(ConfigError, match=r"context_parallel_size.*where actor_rollout_ref.actor.strategy is megatron"):
+        translated(f"+{ACTOR}.megatron.context_parallel_size=2")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ ONE_FOR_EACH_SECTION = [
     (["algorithm.aggregate.norm_length=512"], "algorithm.aggregate=seq-mean-token-sum-norm"),
     (["rollout.tools.breaker.failures=0", "rollout.tools.breaker.cooldown_s=2"], "rollout.tools.breaker.failures=3"),
     (["reward.rate.tokens_per_call=3"], "reward.rate.tokens_per_minute=100"),
-    (["cluster.workers.count=3"], "cluster.address=auto"),
+    (["cluster.engines.count=3"], "cluster.address=auto"),
     (["algorithm.loss.correction={weight: none, cap: 3}"], "algorithm.loss.correction.weight=token"),
     (["algorithm.critic.optim.lr=1e-3"], "algorithm.advantage=gae"),
     (["algorithm.critic.optim.lr=1e-3"], "algorithm.advantage=mine.py:values"),
@@ -48,7 +48,7 @@ def test_a_key_that_nobody_reads_is_told_until_another_one_makes_it_matter(
     lines = said(caplog, idle)
 
     assert lines and all(" has no effect while " in line for line in lines)
-    assert said(caplog, [*idle, read]) == []
+    assert not any(" has no effect while " in line for line in said(caplog, [*idle, read]))
 
 
 def test_who_wrote_a_key_that_nobody_reads_is_named_and_what_would_make_it_matter(caplog: pytest.LogCaptureFixture) -> None:

@@ -167,8 +167,9 @@ def test_going_back_to_an_older_segment_lets_it_grow_on() -> None:
 
 
 def test_another_agents_segment_is_neither_continued_nor_branched_from() -> None:
-    builder = TrajectoryBuilder(agent="solver")
-    builder.open([1, 2, 3], agent="critic")
+    builder = TrajectoryBuilder(agent="critic")
+    builder.open([1, 2, 3])
+    builder.agent = "solver"
     builder.rewrite([1, 2, 3, 4], turn=0)
     critic, solver = builder.build()
     assert critic.token_ids.tolist() == [1, 2, 3]

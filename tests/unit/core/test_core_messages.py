@@ -108,6 +108,8 @@ def test_a_message_without_a_role_and_a_call_without_a_name_are_refused() -> Non
         Message.from_openai({"content": "x"})
     with pytest.raises(DataError, match="a tool call needs a name"):
         Message.from_openai({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]})
+    (call,) = Message.from_openai({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}).tool_calls
+    assert call.error == "a tool call needs a name"  # what a model wrote and a scheduler repeats
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3), (2, 4)])

@@ -131,6 +131,8 @@ def test_routes_of_another_model_are_refused_in_a_sentence() -> None:
         SHAPE.read(np.zeros((4, 3, 2), np.uint8))
     with pytest.raises(AlignmentError, match="expert 8, and this model has 8"):
         SHAPE.read(np.full((4, 2, 2), 8, np.uint8))
+    with pytest.raises(AlignmentError, match="routes of type float64, and an expert is a whole number"):
+        SHAPE.read(np.full((4, 2, 2), 0.5))
     with pytest.raises(AlignmentError, match="uint8 or uint16"):
         Span(ids=[1], source=SpanSource.PROMPT, routed_experts=np.zeros((1, 2, 2)))
     with pytest.raises(AlignmentError, match="must be as many"):

@@ -18,6 +18,8 @@ SECRET = "5ecr3t-w0rd"
         f"the header was Bearer {SECRET}",
         f"{{'Cookie': 'sid={SECRET}'}}",
         f"Set-Cookie: a=b; sid={SECRET}",
+        f"Set-Cookie: a=b; token: {SECRET}{SECRET}",
+        f"Cookie: a=b; pw: '{SECRET}'",
         f"password={SECRET}",
         f'{{"api_key": "{SECRET}"}}',
         f"https://me:{SECRET}@host/x?token={SECRET}",

@@ -268,3 +268,40 @@ def test_a_reward_of_ours_passes(signature: str) -> None:
     made: dict[str, Any] = {}
     exec(f"def score({signature}): return 0.0", made)
     assert RewardFunction(made["score"], name="score").name == "score"
+
+
+@pytest.mark.parametrize(
+    ("kind", "members", "match"),
+    [
+        ("interaction", ["generate_response = 3"], "Mine defines no `generate_response`"),
+        ("tool", ["execute = 'x'"], "Mine defines no `execute`"),
+        ("interaction", [RIGHT["interaction"], "calc_score(self, instance_id, **kwargs)"], "`calculate_score`"),
+        ("tool", [RIGHT["tool"], "calculate_reward(self, instance_id, **kwargs)"], "`calc_reward`"),
+        ("tool", [RIGHT["tool"], "calculateReward(self, instance_id, **kwargs)"], "`calc_reward`"),
+    ],
+)
+def test_a_value_is_no_method_and_a_shortened_word_is_the_same_word(
+    tmp_path: Path, kind: str, members: list[str], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check(tmp_path, kind, *members)
+
+
+@pytest.mark.parametrize(
+    ("members", "match"),
+    [
+        ("async def excute(self, instance_id, parameters, **kwargs): ...", "defines `excute`, .*`execute`"),
+        ("async def execute(self, parameters): ...", r"Mine\.execute takes \(self, parameters\)"),
+        (
+            "async def execute(self, instance_id, parameters, **kwargs): ...\n    async def create(self): ...",
+            r"Mine\.create takes \(self\)",
+        ),
+    ],
+)
+def test_the_class_of_a_tool_that_is_given_as_an_object_is_checked(tmp_path: Path, members: str, match: str) -> None:
+    schema = {"type": "function", "function": SCHEMA}
+    name = f"mine{next(NUMBER)}"
+    code = f"import polyturn\n\n\nclass Mine(polyturn.BaseTool):\n    {members}\n\n\nmade = Mine({{}}, {schema!r})\n"
+    (tmp_path / f"{name}.py").write_text(code)
+    with pytest.raises(ConfigError, match=match):
+        checked(tmp_path, {"rollout": {"tools": {"functions": [f"{name}.py:made"]}}})

@@ -336,3 +336,4 @@ def test_an_endpoint_needs_a_name_and_takes_no_checkpoint(tmp_path: Path):
 
     called = call_command(main, "eval", write_tiny_run(tmp_path), "--endpoint", "http://x/v1")
     assert called.code == 2 and "--endpoint needs --model NAME" in called.err
+    assert "loading" not in called.err  # told before PyTorch is loaded

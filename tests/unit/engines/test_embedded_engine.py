@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.embedded import EmbeddedEngine
+from support.cases import each
 
 VOCAB = 96
 FAMILIES = {
@@ -312,7 +313,8 @@ async def test_any_schedule_of_turns_aborts_and_cancellations_keeps_every_logpro
 # -- deterministic mode ----------------------------------------------------------------------------------------------
 
 
-async def test_in_deterministic_mode_bits_do_not_depend_on_who_else_is_served():
+@pytest.mark.parametrize("crowds", each(2, [(((3, 0), (20, 5)),), (((7, 3), (50, 11)),)]))
+async def test_in_deterministic_mode_bits_do_not_depend_on_who_else_is_served(crowds: tuple[tuple[int, int], ...]):
     """I11's part of the engine: alone, in a crowd, and in a crowd that joins and leaves, the same bits."""
 
     async def run(crowd: int, *, delay: int) -> list[Completion]:
@@ -336,7 +338,7 @@ async def test_in_deterministic_mode_bits_do_not_depend_on_who_else_is_served():
         return out
 
     alone = await run(0, delay=0)
-    for crowd, delay in ((3, 0), (7, 3), (20, 5), (50, 11)):
+    for crowd, delay in crowds:
         for mine, other in zip(alone, await run(crowd, delay=delay), strict=True):
             assert other.token_ids.tolist() == mine.token_ids.tolist()
             assert other.logprobs.tobytes() == mine.logprobs.tobytes()

@@ -22,7 +22,7 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
-from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from support.vision import sharp_vision_model, tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -32,16 +32,6 @@ PROCESSOR = MediaProcessor(tiny_processor(TOKENIZER), CODEC)
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def sharp_model() -> torch.nn.Module:
-    """Return the tiny model with weights large enough that a wrong position or picture shows in its logprobs."""
-    model = tiny_vision_model(TOKENIZER)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6 if "language_model" in name else 3)
-    return model
 
 
 def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
@@ -96,7 +86,7 @@ def trainer_logprobs(
 @pytest.mark.parametrize("prefill_chunk", [256, 5])
 async def test_logprobs_equal_the_trainers(temperature: float, prefill_chunk: int) -> None:
     """I8: prompts with several images of several sizes and one without, together in one batch."""
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     engine = EmbeddedEngine(model, media=PROCESSOR, prefill_chunk=prefill_chunk)
     prompts = [
         shown(picture("red"), "Which?"),
@@ -111,7 +101,7 @@ async def test_logprobs_equal_the_trainers(temperature: float, prefill_chunk: in
 
 
 async def test_a_later_turn_that_shows_another_image_prefills_only_what_is_new() -> None:
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     engine = EmbeddedEngine(model, media=PROCESSOR)
     ids, media = shown(picture("red", 56, 56), "Which?")
     more = ids
@@ -125,7 +115,7 @@ async def test_a_later_turn_that_shows_another_image_prefills_only_what_is_new()
 
 
 async def test_prompts_with_equal_ids_and_other_pictures_share_nothing_behind_the_picture() -> None:
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     engine = EmbeddedEngine(model, media=PROCESSOR)
     before = "Here is a picture that I want to ask something about. "
     red, blue = (shown(before, picture(color), " Tell me everything that you can see in it.") for color in ("red", "blue"))
@@ -139,7 +129,7 @@ async def test_prompts_with_equal_ids_and_other_pictures_share_nothing_behind_th
 
 
 async def test_a_session_whose_picture_changed_does_not_reuse_its_cache() -> None:
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     engine = EmbeddedEngine(model, media=PROCESSOR, share_prefixes=False)
     red, blue = shown(picture("red"), "Which?"), shown(picture("blue"), "Which?")
     await engine.generate(ask(*red, session="s", seed=1))
@@ -148,7 +138,7 @@ async def test_a_session_whose_picture_changed_does_not_reuse_its_cache() -> Non
 
 
 async def test_a_weight_update_in_the_middle_computes_prompt_and_pictures_anew() -> None:
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     engine = EmbeddedEngine(model, media=PROCESSOR)
     engine.max_burst_s = 0.0
     ids, media = shown(picture("red", 56, 84), "Which?")
@@ -167,7 +157,7 @@ async def test_a_weight_update_in_the_middle_computes_prompt_and_pictures_anew()
 
 
 async def test_banned_tokens_are_not_sampled_and_leave_the_logprobs_as_they_are() -> None:
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     engine = EmbeddedEngine(model, media=PROCESSOR)
     ids, media = shown(picture("red"), "Which?")
     free = await engine.generate(ask(ids, media, seed=1, temperature=0.0, max_tokens=1, banned_token_ids=()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,9 +126,18 @@ async def test_an_engine_error_is_told_in_its_own_words():
         await contained(raising(EngineLostError("gone"))).generate(REQUEST)
 
 
-async def test_an_interrupt_and_a_cancellation_of_the_caller_pass():
+def test_an_interrupt_passes():
     with pytest.raises(KeyboardInterrupt):
+        contained(lambda: signal.raise_signal(signal.SIGINT)).read_metrics()
+
+
+def test_an_interrupt_that_the_engine_raises_itself_is_its_failure():
+    with pytest.raises(EngineError, match=r"read_metrics .* raised KeyboardInterrupt"):
         contained(raising(KeyboardInterrupt())).read_metrics()
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_a_cancellation_of_the_caller_passes_and_a_coroutine_that_is_dropped_just_ends(is_dropped: bool):
     asked = asyncio.Event()
 
     class Waits(Odd):
@@ -138,24 +148,9 @@ async def test_an_interrupt_and_a_cancellation_of_the_caller_pass():
 
     task = asyncio.create_task(of(Waits(completion)).generate(REQUEST))
     await asked.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_a_coroutine_that_is_dropped_just_ends():
-    asked = asyncio.Event()
-
-    class Waits(Odd):
-        async def generate(self, request: GenerateRequest) -> Completion:
-            asked.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-    task = asyncio.create_task(of(Waits(completion)).generate(REQUEST))
-    await asked.wait()
-    (asking,) = asyncio.all_tasks() - {task, asyncio.current_task()}
-    asking.get_coro().close()  # type: ignore[union-attr]
+    if is_dropped:
+        (asking,) = asyncio.all_tasks() - {task, asyncio.current_task()}
+        asking.get_coro().close()  # type: ignore[union-attr]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -70,7 +70,9 @@ def test_that_no_server_is_up_is_said_once_with_how_long_requests_wait(caplog: p
     with caplog.at_level(logging.WARNING):
         run_virtual(main())
     said = [record.message for record in caplog.records if "no server is up" in record.message]
-    assert said == ["no server is up; requests wait up to 20 s for one to come back (engine.patience_s)"]
+    wait = "; requests and weights wait up to 20 s for one to come back (engine.patience_s)"
+    each = "; ".join(f"replica {i}: EngineLostError: s{i} cannot be reached" for i in range(2))
+    assert said == [f"no server is up ({each}){wait}"]
 
 
 def test_a_hung_server_is_left_after_its_time_and_used_again_when_it_is_back() -> None:

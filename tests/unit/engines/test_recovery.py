@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
@@ -19,7 +20,7 @@ from polyturn.engines.recovery import PoolWeights, recover
 from polyturn.engines.replica import Replica
 from polyturn.engines.simulated import Speed
 from polyturn.engines.virtual_time import run_virtual
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from support.failing_engine import FailingEngine
 
 
@@ -73,7 +74,13 @@ def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None)
         await engine.update_weights(3)
         engine.fail()
         await recover(
-            replica, engine, served=served or (lambda: target), verify=lambda: verify, on_back=on_back, attempt_s=60.0
+            replica,
+            engine,
+            served=served or (lambda: target),
+            verify=lambda: verify,
+            on_back=on_back,
+            on_failure=lambda problem: None,
+            attempt_s=60.0,
         )
         return replica, seen
 
@@ -121,7 +128,9 @@ def test_weights_that_change_meanwhile_are_sent_instead() -> None:
 
 
 class Reading(Restartable):
-    """A server whose restart takes as long as a step or two, and which is sent tensors."""
+    """A server whose restart takes as long as a step or two, and which reads a folder."""
+
+    process = None
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
         super().__init__()
@@ -132,8 +141,15 @@ class Reading(Restartable):
         await super().revive()
         self._meanwhile()
 
+    async def load_folder(self, folder: Path) -> None:
+        try:
+            self.held += [float(tensor) for tensor in load_file(folder / "model.safetensors").values()]
+        except FileNotFoundError as problem:
+            raise EngineError(str(problem)) from problem
+
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        self.held += [float(tensor) for tensor in (weights or {}).values()]
+        if isinstance(weights, WrittenWeights):
+            await weights.load(self)
         await super().update_weights(version, weights=weights)
 
 
@@ -143,9 +159,7 @@ def test_weights_that_newer_ones_replaced_on_the_disk_are_not_looked_for(tmp_pat
     with WeightFolder(tmp_path, root=tmp_path) as files:
 
         def write(version: int) -> PoolWeights:
-            written = files.write({"w": torch.tensor(float(version))})
-            written.settle()
-            return PoolWeights(version, written)
+            return PoolWeights(version, files.write({"w": torch.tensor(float(version))}))
 
         versions = [write(3)]
         gone = versions[0]
@@ -268,3 +282,48 @@ def test_closing_ends_what_tries_to_bring_servers_back() -> None:
         assert pool.replicas[0].recovery is None or pool.replicas[0].recovery.cancelled()
 
     run_virtual(main())
+
+
+def test_why_no_server_comes_back_is_said_when_all_are_lost_and_when_it_changes_not_at_each_attempt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Refusing(Restartable):
+        num_tries = 0
+
+        async def revive(self) -> None:
+            self.num_tries += 1
+            raise EngineError(f"port {8000 + self.num_tries} is in use" if self.num_tries < 5 else "no memory is left")
+
+    async def main() -> int:
+        engines = [Refusing(), Refusing()]
+        pool = EnginePool(engines, patience_s=300.0)
+        await pool.update_weights(3, weights={})
+        for engine in engines:
+            engine.fail()
+        with pytest.raises(
+            EngineLostError, match=r"no server was up for 300 s \(replica 0 and 1 more: .*no memory is left\)"
+        ):
+            await pool.generate(ask("g/0"))
+        await pool.close()
+        return engines[0].num_tries
+
+    with caplog.at_level(logging.WARNING):
+        tried = run_virtual(main())
+    said = [record.message for record in caplog.records if "no server is up" in record.message]
+    assert tried > 6 and all("wait up to 300 s" in line for line in said), said
+    assert len(said) == 5, said
+    assert "replica 0: EngineLostError: server cannot be reached" in said[0] or "and 1 more" in said[0]
+    assert "port 8001 is in use" in said[1] and "no memory is left" in said[-1]
+
+
+def test_a_server_that_is_left_out_for_its_weights_is_told_too_where_it_was_the_last(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        pool = EnginePool([Restartable()], patience_s=20.0)
+        pool.exclude(pool.replicas[0], EngineError("it serves other weights"))
+        await pool.close()
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(main())
+    assert "no server is up (replica 0: EngineError: it serves other weights)" in caplog.text

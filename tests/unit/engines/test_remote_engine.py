@@ -77,8 +77,17 @@ class Echo(RemoteEngine):
     async def _pause(self) -> None:
         await self._post("/pause")
 
-    async def _load(self, folder: Path, version: int) -> None:
-        await self._post("/load", {"folder": str(folder), "tag": self.tag(version)})
+    async def load_folder(self, folder: Path) -> None:
+        await self._post("/load", {"folder": str(folder)})
+
+    async def _loaded(self) -> None:
+        await self._post("/loaded")
+
+    async def _rename(self, tag: str) -> None:
+        await self._post("/rename", {"tag": tag})
+
+    async def _named(self) -> str:
+        return str((await self._link.get("/named"))["tag"])
 
     async def _forget(self) -> None:
         await self._post("/forget")

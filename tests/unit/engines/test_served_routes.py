@@ -15,7 +15,7 @@ from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.routing import RouteShape
 from polyturn.engines import serve_commands
-from polyturn.engines.options import LaunchOptions
+from polyturn.engines.options import LaunchOptions, ServerOptions
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.served import _launches
 from polyturn.engines.served_routes import FLAG, ServedRoutes
@@ -106,6 +106,10 @@ def test_what_a_server_cannot_give_or_says_of_another_model_is_refused_in_a_sent
     with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
         ServedRoutes(SHAPE, is_needed=True).check_given(False, url="http://x")
     ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
+    with pytest.raises(
+        ValueError, match="Only base64"
+    ):  # the client says whose answer that is, as of all that it cannot read
+        ServedRoutes(SHAPE, is_needed=True).read_bytes(ask(0), 2, "@@@@")
     other = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
     with pytest.raises(AlignmentError, match="2 layers with experts"):
         other._read(ask(0), vllm_reply(npy(np.zeros((4, 5, 2), np.uint8))))
@@ -117,7 +121,10 @@ def test_a_server_on_a_cpu_is_not_asked_to_say_it(
     needs: bool, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    setup: Any = SimpleNamespace(routes=SHAPE, needs_routes=needs, places=None, max_context=64, media=None)
+    options = ServerOptions(kind="vllm")
+    setup: Any = SimpleNamespace(
+        options=options, routes=SHAPE, needs_routes=needs, places=None, max_context=64, media=None, adapter=None
+    )
 
     def started() -> Any:
         return _launches(

@@ -8,9 +8,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
-from polyturn.engines import batch_step
+from polyturn.engines import batch_step, speculation
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.engines.speculation import CONTEXTS, MAX_ENTRIES, MAX_WIDTH, Drafts, Follower
+from polyturn.engines.speculation import CONTEXTS, MAX_WIDTH, Drafts, Follower
 
 VOCAB = 96
 
@@ -181,11 +181,12 @@ def test_a_follower_drafts_what_followed_and_looks_again_where_it_went_another_w
     assert follower.drafted(0) == []
 
 
-def test_what_is_remembered_is_bounded():
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(speculation, "MAX_ENTRIES", 4096)
     drafts = Drafts()
-    for start in range(0, 5 * MAX_ENTRIES, 5000):
-        drafts.learn(list(range(start, start + 5000)), start=1)
-    assert len(drafts._young) + len(drafts._old) <= 2 * (MAX_ENTRIES + 2 * 5000)
+    for start in range(0, 5 * 4096, 300):
+        drafts.learn(list(range(start, start + 300)), start=1)
+    assert len(drafts._young) + len(drafts._old) <= 2 * (4096 + 2 * 300)
     newest = list(range(start, start + 100))
     assert drafts.after(newest) is not None
     assert drafts.after(list(range(max(CONTEXTS)))) is None

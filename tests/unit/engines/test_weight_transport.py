@@ -8,6 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from polyturn.config.schema import keys_of
 from polyturn.core.errors import ConfigError
 from polyturn.engines.options import ServerOptions
@@ -30,31 +32,38 @@ def test_others_are_too(url):
     assert not is_here(url)
 
 
-def test_auto_is_shared_memory_here_and_http_where_one_server_is_elsewhere():
-    assert choose_way("auto", []) == "shared_memory"
-    assert choose_way("auto", ["http://127.0.0.1:8000"]) == "shared_memory"
-    assert choose_way("auto", ["http://127.0.0.1:8000", "http://192.0.2.7:8000"]) == "http"
+def test_auto_is_the_folder_where_all_servers_see_it_and_else_a_broadcast():
+    near, far = "http://127.0.0.1:8000", "http://192.0.2.7:8000"
+    assert choose_way("auto", []) == "folder"
+    assert choose_way("auto", [near], has_gpu=True) == "folder"
+    assert choose_way("auto", [near, far]) == "gloo"
+    assert choose_way("auto", [near, far], has_gpu=True) == "nccl"
+    assert choose_way("auto", [near, far], is_shared=True) == "folder"
 
 
-def test_a_group_is_nccl_where_the_trainer_has_a_gpu_and_gloo_where_not():
-    assert choose_way("group", ["http://192.0.2.7:8000"], has_gpu=True) == "nccl"
-    assert choose_way("group", [], has_gpu=False) == "gloo"
-    assert choose_way("nccl", ["http://192.0.2.7:8000"], has_gpu=True) == "nccl"
+@pytest.mark.parametrize("way", ["nccl", "ipc"])
+def test_a_way_between_gpus_without_one_is_refused_with_a_sentence(way):
+    with pytest.raises(ConfigError, match=rf"engine\.weights is {way}, which needs a GPU here; use folder, or gloo"):
+        choose_way(way, [])
 
 
-def test_nccl_without_a_gpu_is_refused_with_a_sentence():
-    with pytest.raises(ConfigError, match=r"engine\.weights is nccl, which needs a GPU here; use group, gloo"):
-        choose_way("nccl", [])
+@pytest.mark.parametrize(
+    ("value", "successor"),
+    [("shared_memory", "folder"), ("disk", "folder, with"), ("http", "gloo"), ("group", "nccl between GPUs, or gloo")],
+)
+def test_a_way_that_is_gone_names_what_took_its_place(value, successor, tmp_path):
+    with pytest.raises(ConfigError, match=rf"{value} is no longer a way of weights; use {successor}"):
+        load_config(RunConfig, None, [f"out={tmp_path}", "engine.kind=vllm", f"engine.weights={value}"])
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "ipc"])
+@pytest.mark.parametrize("way", ["folder", "ipc"])
 def test_the_memory_of_another_machine_is_refused_with_a_sentence(way):
     with pytest.raises(ConfigError, match=rf"{way}, and .*192\.0\.2\.7:8000 is another machine.*engine\.weights_folder"):
         choose_way(way, ["http://127.0.0.1:8000", "http://192.0.2.7:8000"])
 
 
 def test_a_server_on_this_machine_reaches_us_at_loopback():
-    assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert address_towards(["http://127.0.0.1:8000"]) == "127.0.0.1"
 
 
 def test_buckets_hold_at_most_so_much_and_a_larger_tensor_goes_alone():
@@ -65,7 +74,7 @@ def test_buckets_hold_at_most_so_much_and_a_larger_tensor_goes_alone():
 
 def test_the_config_and_the_guide_know_every_way_and_no_other():
     chosen = set(get_args(keys_of(ServerOptions)["weights"].annotation))
-    assert chosen == {"auto", "group", *WAYS}
+    assert chosen == {"auto", *WAYS}
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
     table = guide.split("## The way of the weights")[1].split("\n\n")[1]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == chosen

@@ -45,11 +45,19 @@ def says(observation: str, *, done: bool = False) -> bytes:
     return json.dumps({"type": "observation", "data": data}).encode()
 
 
+STATE = frame(TEXT, b'{"type": "state", "data": {}}')
+
+
 class Socket:
     """The server's end of a connection, byte by byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
+
+    async def asked(self) -> None:
+        """Take a question and what is always asked behind it."""
+        await self.hear()
+        assert json.loads(await self.hear()) == {"type": "state"}
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -68,10 +76,33 @@ class Socket:
 
 
 async def as_agreed(socket: Socket) -> None:
-    await socket.hear()
-    await socket.send(frame(TEXT, says("begin")))
-    await socket.hear()
+    await socket.asked()
+    await socket.send(frame(TEXT, says("begin")) + STATE)
+    await socket.asked()
+    await socket.send(frame(TEXT, says("end", done=True)) + STATE)
+
+
+async def answers_late(socket: Socket) -> None:
+    """Answers the reset once more when a step has been asked for; what it says to that comes after the episode's end."""
+    await socket.asked()
+    await socket.send(frame(TEXT, says("begin")) + STATE)
+    await socket.asked()
     await socket.send(frame(TEXT, says("end", done=True)))
+    await asyncio.sleep(0.05)
+    await socket.send(frame(TEXT, says("go on")) + STATE)
+
+
+async def is_full(socket: Socket) -> None:
+    """Refuses the connection before anything is asked, as a server without room does."""
+    found = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "max_sessions": 1}
+    await socket.send(frame(TEXT, json.dumps({"type": "error", "data": found}).encode()) + frame(CLOSE, b""))
+
+
+async def hangs_up_at_the_end(socket: Socket) -> None:
+    await socket.asked()
+    await socket.send(frame(TEXT, says("begin")) + STATE)
+    await socket.asked()
+    await socket.send(frame(TEXT, says("end", done=True)) + frame(CLOSE, b""))
 
 
 async def answers_twice(socket: Socket) -> None:
@@ -83,8 +114,8 @@ async def answers_twice(socket: Socket) -> None:
 async def answers_unasked(socket: Socket) -> None:
     """Answers once more while the model takes its time."""
     GENERATES().clear()
-    await socket.hear()
-    await socket.send(frame(TEXT, says("begin")))
+    await socket.asked()
+    await socket.send(frame(TEXT, says("begin")) + STATE)
     await asyncio.sleep(0.05)
     await socket.send(frame(TEXT, says("begin")) + frame(PING, b"?"))
     await socket.hear(PONG)
@@ -111,11 +142,11 @@ async def floods(socket: Socket) -> None:
 async def in_pieces(socket: Socket) -> None:
     """Pieces of a message, and a ping between them, as the protocol has it."""
     whole = says("begin")
-    await socket.hear()
+    await socket.asked()
     await socket.send(frame(TEXT, whole[:9], is_last=False) + frame(PING, b"?") + frame(0, whole[9:20], is_last=False))
-    await socket.send(frame(0, whole[20:]))
-    await socket.hear()
-    await socket.send(frame(TEXT, says("end", done=True)))
+    await socket.send(frame(0, whole[20:]) + STATE)
+    await socket.asked()
+    await socket.send(frame(TEXT, says("end", done=True)) + STATE)
 
 
 async def drips(socket: Socket) -> None:
@@ -141,12 +172,12 @@ async def packs_unasked(socket: Socket) -> None:
 async def needs_pongs(socket: Socket) -> None:
     """Waits for the answer to its ping while the model takes its time; real servers hang up without one."""
     GENERATES().clear()
-    await socket.hear()
-    await socket.send(frame(TEXT, says("begin")) + frame(PING, b"?"))
+    await socket.asked()
+    await socket.send(frame(TEXT, says("begin")) + STATE + frame(PING, b"?"))
     assert await socket.hear(PONG) == b"?"
     GENERATES().set()
-    await socket.hear()
-    await socket.send(frame(TEXT, says("end", done=True)))
+    await socket.asked()
+    await socket.send(frame(TEXT, says("end", done=True)) + STATE)
 
 
 async def play(
@@ -213,8 +244,9 @@ async def play(
         (in_pieces, {}),
         (as_agreed, {"schema": gzip.compress(SCHEMA), "headers": "Content-Encoding: gzip\r\n"}),
         (needs_pongs, {}),
+        (hangs_up_at_the_end, {}),
     ],
-    ids=["as agreed", "in pieces", "packed", "pongs while the model generates"],
+    ids=["as agreed", "in pieces", "packed", "pongs while the model generates", "hangs up at the end"],
 )
 async def test_what_the_protocol_allows_is_played(serve: Serve, options: dict[str, Any]):
     async with asyncio.timeout(120):
@@ -227,6 +259,8 @@ async def test_what_the_protocol_allows_is_played(serve: Serve, options: dict[st
     ("serve", "said"),
     [
         (answers_twice, "answered more than it was asked, at a reset: "),
+        (answers_late, "answered more than it was asked, at a step: "),
+        (is_full, "has no room for another episode (Server at capacity: 1/1 sessions active); set env.kwargs.sessions"),
         (answers_unasked, "answered more than it was asked, before a step: "),
         (floods, "answered more than it was asked, at a reset: "),
         (speaks_without_end, "hung up at a reset"),

@@ -372,6 +372,8 @@ async def openenv_server(*answers: str, schema: str = "{}") -> AsyncIterator[str
         for answer in answers:
             await socket.receive()
             await socket.send_str(answer)
+            await socket.receive()
+            await socket.send_str('{"type": "state", "data": {}}')
         await socket.receive()
         return socket
 

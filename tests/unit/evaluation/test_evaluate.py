@@ -11,6 +11,7 @@ from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.evaluation.evaluate import EvalSet, evaluate
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.pool import RolloutPool
 from polyturn.testing.episodes import scripted_context, task
 
 TASKS = [task(id=f"t{i}", interaction="gsm8k") for i in range(20)]
@@ -30,7 +31,7 @@ async def test_every_task_runs_once_with_the_sets_own_sampling_and_turn_limit():
     context = scripted_context(
         says, interactions={"gsm8k": Gsm8kInteraction({})}, limits=Limits(max_turns=3, max_tokens_per_turn=50)
     )
-    found = await evaluate(context, eval_set(max_turns=2), seed=7)
+    found = await evaluate(RolloutPool(context), eval_set(max_turns=2), seed=7)
     assert [g.task.id for g in found.groups] == [t.id for t in TASKS]
     assert [t.id for t in found.groups[0].trajectories] == ["eval-greedy-0/0"]
     assert {(r.sampling.temperature, r.sampling.max_tokens) for r in asked} == {(0, 50)}
@@ -40,7 +41,7 @@ async def test_every_task_runs_once_with_the_sets_own_sampling_and_turn_limit():
 async def test_only_the_first_tasks_when_there_is_a_limit_and_progress_is_told():
     told: list[str] = []
     context = scripted_context(["#### 4"], interactions={"gsm8k": Gsm8kInteraction({})})
-    found = await evaluate(context, eval_set(), limit=3, on_group=lambda g: told.append(g.task.id))
+    found = await evaluate(RolloutPool(context), eval_set(), limit=3, on_group=lambda g: told.append(g.task.id))
     assert sorted(told) == ["t0", "t1", "t2"] and found.report.num_trajectories == 3 and found.report.success == 1
 
 
@@ -52,7 +53,7 @@ async def test_a_task_may_run_several_times_each_with_a_seed_of_its_own():
         return "#### 4"
 
     context = scripted_context(says, interactions={"gsm8k": Gsm8kInteraction({})})
-    found = await evaluate(context, eval_set(num_samples=4), limit=2)
+    found = await evaluate(RolloutPool(context), eval_set(num_samples=4), limit=2)
     assert [[t.id for t in g.trajectories] for g in found.groups] == [
         [f"eval-greedy-{i}/{member}" for member in range(4)] for i in range(2)
     ]
@@ -67,7 +68,8 @@ async def test_seeds_depend_on_the_seed_and_the_task_alone():
             found[request.session_id] = request.sampling.seed
             return "#### 4"
 
-        await evaluate(scripted_context(says, interactions={"gsm8k": Gsm8kInteraction({})}), eval_set(), seed=seed)
+        context = scripted_context(says, interactions={"gsm8k": Gsm8kInteraction({})})
+        await evaluate(RolloutPool(context), eval_set(), seed=seed)
         return found
 
     assert await seeds(1) == await seeds(1) != await seeds(2)
@@ -80,7 +82,7 @@ async def test_an_evaluation_in_which_too_many_fail_says_why_at_the_share_that_w
         )
 
     context = scripted_context(says, interactions={"gsm8k": Gsm8kInteraction({})})
-    found = await evaluate(context, eval_set(), max_failed_share=0.2)
+    found = await evaluate(RolloutPool(context, max_failed_share=0.2), eval_set())
     assert found.report.failed == 0.15
     with pytest.raises(RolloutError, match="3 times: EngineError"):
-        await evaluate(context, eval_set(), max_failed_share=0.1)
+        await evaluate(RolloutPool(context), eval_set())

@@ -320,3 +320,17 @@ async def test_waiting_for_a_thread_is_no_part_of_a_plain_functions_time() -> No
     bounded = CallWithDeadline(name="few", timeout_s=3.0)
     bounded._threads = DaemonThreads(name="few", max_threads=1)
     assert await asyncio.gather(*(bounded.run(partial(time.sleep, 0.8)) for _ in range(4))) == [None] * 4
+
+
+async def test_calls_with_deadlines_of_their_own_are_each_late_at_theirs() -> None:
+    one, late = bounded(timeout_s=60), list[float]()
+
+    async def is_late(limit_s: float) -> None:
+        with pytest.raises(DeadlineError):
+            await one.run(partial(asyncio.sleep, 60), timeout_s=limit_s)
+        late.append(limit_s)
+
+    quick = asyncio.create_task(one.run(partial(asyncio.sleep, 0.01, "done")))
+    await asyncio.gather(*map(is_late, (0.9, 0.1, 0.6, 0.35)))
+    assert await quick == "done"
+    assert late == [0.1, 0.35, 0.6, 0.9]

@@ -14,9 +14,11 @@ from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
 from polyturn.rollout.history import History
-from polyturn.rollout.history_state import Append, Continue, Given, Render
+from polyturn.rollout.history_edits import go_on, rewrite, shorten_to_fit
+from polyturn.rollout.journal import replay
 from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.next_prompt import Append, Continue, Given, Render
 from polyturn.rollout.open_turn import OpenTurn, Reply
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.testing.episodes import tiny_codec, turn_ids
@@ -55,18 +57,18 @@ def answers(found: History) -> None:
 
 def edits(found: History) -> None:
     turn = say(found, "<think>two</think>3")
-    found.rewrite([*PROMPT, turn.message])
+    rewrite(found, [*PROMPT, turn.message])
     found.record(turn, Reply(messages=(user("Again."),)))
 
 
 def goes_on(found: History) -> None:
     say(found, "It is 3")
-    found.go_on(" no,", keep="It is", is_trusted=False)
+    go_on(found, " no,", keep="It is", is_trusted=False)
 
 
 def prefills(found: History) -> None:
     say(found, "It is 3")
-    found.rewrite([*PROMPT, Message(role="assistant", content="It is not", origin=Origin.OWNER)], goes_on=True)
+    rewrite(found, [*PROMPT, Message(role="assistant", content="It is not", origin=Origin.OWNER)], goes_on=True)
 
 
 def gives_ids(found: History) -> None:
@@ -78,7 +80,7 @@ def shortens(found: History) -> None:
     for _ in range(3):
         found.record(say(found, "3"), Reply(messages=(user("No, it is not that, by far."),)))
     limits = Limits(max_context=found.next_prompt().length, context_policy=ContextPolicy.DROP_OLDEST)
-    assert found.shorten(limits)
+    assert shorten_to_fit(found, limits)
 
 
 def shortens_what_goes_on(found: History) -> None:
@@ -86,16 +88,16 @@ def shortens_what_goes_on(found: History) -> None:
         found.record(say(found, "3"), Reply(messages=(user("No, it is not that, by far."),)))
     goes_on(found)
     limits = Limits(max_context=found.next_prompt().length, context_policy=ContextPolicy.DROP_OLDEST)
-    assert found.shorten(limits)
+    assert shorten_to_fit(found, limits)
 
 
 def shortens_a_prefill(found: History) -> None:
     for _ in range(3):
         found.record(say(found, "3"), Reply(messages=(user("No, it is not that, by far."),)))
     say(found, "It is 3")
-    found.rewrite([*found.messages[:-1], Message(role="assistant", content="It is not", origin=Origin.OWNER)], goes_on=True)
+    rewrite(found, [*found.messages[:-1], Message(role="assistant", content="It is not", origin=Origin.OWNER)], goes_on=True)
     limits = Limits(max_context=found.next_prompt().length, context_policy=ContextPolicy.DROP_OLDEST)
-    assert found.shorten(limits)
+    assert shorten_to_fit(found, limits)
 
 
 def weighs(found: History) -> None:
@@ -149,7 +151,7 @@ def test_the_events_of_a_history_replayed_leave_it_where_it_stood(
     events = json.loads(json.dumps(writer.encode(first.events)))
     reader.read(json.loads(json.dumps(writer.take_new())))
     second = history(Refuses(), renders_history=renders_history)
-    second.replay(reader.decode(events))
+    replay(second, reader.decode(events))
     second._parser = HermesParser()
     for _ in range(2):
         assert second.messages == first.messages and np.array_equal(second.context, first.context)
@@ -185,9 +187,9 @@ def test_what_waits_to_be_shown_is_not_dropped_where_the_message_goes_on():
     found = history()
     answers(found)
     with pytest.raises(SchedulerError, match="cannot answer it with messages as well"):
-        found.go_on("so", keep=None, is_trusted=False)
+        go_on(found, "so", keep=None, is_trusted=False)
     with pytest.raises(SchedulerError, match="cannot answer it with messages as well"):
-        found.rewrite([*PROMPT, Message(role="assistant", content="It is")], goes_on=True)
+        rewrite(found, [*PROMPT, Message(role="assistant", content="It is")], goes_on=True)
 
 
 def test_ids_that_an_agent_wrote_itself_are_not_replaced_by_a_shorter_history():
@@ -196,4 +198,4 @@ def test_ids_that_an_agent_wrote_itself_are_not_replaced_by_a_shorter_history():
     answers(found)
     found.show_ids(found.context)
     limits = Limits(max_context=8, context_policy=ContextPolicy.DROP_OLDEST)
-    assert not found.shorten(limits) and isinstance(found.next, Given)
+    assert not shorten_to_fit(found, limits) and isinstance(found.next, Given)

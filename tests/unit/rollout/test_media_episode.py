@@ -42,7 +42,7 @@ from polyturn.tools.schema import ToolResponse
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
-from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from support.vision import sharp_vision_model, tiny_processor, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -93,16 +93,6 @@ class GoesOn(MultiTurnScheduler):
         return None
 
 
-def sharp_model() -> torch.nn.Module:
-    """Return the tiny model with weights large enough that a wrong position or picture shows in its logprobs."""
-    model = tiny_vision_model(TOKENIZER)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6 if "language_model" in name else 3)
-    return model
-
-
 def context(model: torch.nn.Module, **options: Any) -> RolloutContext:
     values: dict[str, Any] = {
         "media": MEDIA,
@@ -144,7 +134,7 @@ def num_features(segment: Segment) -> int:
 
 async def test_the_engines_logprobs_are_the_trainers_when_a_tool_and_an_interaction_show_images() -> None:
     """I8, over three turns: a picture in the prompt, two from a tool, one from an interaction."""
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     trajectory = await run(context(model))
     (segment,) = trajectory.segments
     assert [len(turn.observation) for turn in trajectory.turns] == [1, 1, 1]
@@ -153,6 +143,10 @@ async def test_the_engines_logprobs_are_the_trainers_when_a_tool_and_an_interact
     (scores,) = local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples)
     assert np.count_nonzero(samples[0].loss_weights) == 24
     np.testing.assert_allclose(scores, segment.logprobs, atol=1e-4)
+
+
+class Killed(BaseException):
+    """Stands for the end of a process."""
 
 
 class Dies:
@@ -164,19 +158,19 @@ class Dies:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if request.request_id.endswith(f"/{self.at}"):
-            raise KeyboardInterrupt
+            raise Killed
         return await self.engine.generate(request)
 
 
 async def test_a_conversation_that_shows_images_goes_on_in_another_process(tmp_path: Any) -> None:
-    whole = await run_episode(context(sharp_model()), task(), id="g0/0", seed=1)
+    whole = await run_episode(context(sharp_vision_model(TOKENIZER)), task(), id="g0/0", seed=1)
     for at in (1, 2, None):
         journal = JournalFile(tmp_path)
         journal.begin(0) if at == 1 else journal.resume(0, oldest=lambda ticket: 0)
-        made = context(sharp_model(), journal=journal)
+        made = context(sharp_vision_model(TOKENIZER), journal=journal)
         if at is not None:
             made.engine = Dies(made.engine, at=at)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(Killed):
                 await run_episode(made, task(), id="g0/0", seed=1)
         else:
             again = await run_episode(made, task(), id="g0/0", seed=1)
@@ -192,7 +186,7 @@ async def test_a_conversation_that_shows_images_goes_on_in_another_process(tmp_p
 
 
 async def test_images_belong_to_the_segment_and_spelled_placeholders_are_text() -> None:
-    trajectory = await run(context(sharp_model()))
+    trajectory = await run(context(sharp_vision_model(TOKENIZER)))
     (segment,) = trajectory.segments
     assert [medium.kind for medium in segment.media] == ["image"] * 4
     assert num_features(segment) == 4 + 2 + 1 + 3
@@ -202,14 +196,14 @@ async def test_images_belong_to_the_segment_and_spelled_placeholders_are_text() 
 
 
 async def test_only_what_is_new_is_prefilled_in_later_turns() -> None:
-    trajectory = await run(context(sharp_model()))
+    trajectory = await run(context(sharp_vision_model(TOKENIZER)))
     (segment,) = trajectory.segments
     assert trajectory.metrics["prefilled_tokens"] == len(segment) - trajectory.num_sampled_tokens + 2
 
 
 async def test_a_trajectory_with_media_survives_pickle_json_and_the_store(tmp_path: Any) -> None:
     """I13; what a record keeps of an image is its file, as a data URI."""
-    trajectory = await run(context(sharp_model()))
+    trajectory = await run(context(sharp_vision_model(TOKENIZER)))
     for again in (
         pickle.loads(pickle.dumps(trajectory)),
         from_json(Trajectory, json.loads(json.dumps(to_json(trajectory)))),
@@ -237,11 +231,11 @@ async def test_a_rewrite_that_swaps_an_image_opens_a_segment_although_the_ids_ar
             other = dataclasses.replace(task("blue").prompt[0])
             return episode.rewrite([other, *rest])
 
-    trajectory = await run(context(sharp_model(), scheduler=Swaps(), parser=ReadsText()))
+    trajectory = await run(context(sharp_vision_model(TOKENIZER), scheduler=Swaps(), parser=ReadsText()))
     first, second = trajectory.segments
     assert first.token_ids[: len(first) - 8].tolist() == second.token_ids[: len(first) - 8].tolist()
     assert (first.media, second.media) == (task("red").prompt[0].media, task("blue").prompt[0].media)
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
     for sample, scores in zip(samples, local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
@@ -257,7 +251,7 @@ async def test_every_segment_lists_the_media_that_its_tokens_show(renders_histor
                 await other.generate()
             return await super().step(episode, turn)
 
-    model = sharp_model()
+    model = sharp_vision_model(TOKENIZER)
     trajectory = await run(context(model, scheduler=Forks(), renders_history=renders_history))
     assert len(trajectory.segments) > 1
     for segment in trajectory.segments:
@@ -268,15 +262,15 @@ async def test_every_segment_lists_the_media_that_its_tokens_show(renders_histor
 
 
 async def test_a_policy_that_shortens_the_history_leaves_the_images_of_old_observations_out() -> None:
-    length = len((await run(context(sharp_model()))).segments[0])
+    length = len((await run(context(sharp_vision_model(TOKENIZER)))).segments[0])
     limits = Limits(max_turns=3, max_tokens_per_turn=8, max_context=length - 8, context_policy=ContextPolicy.COMPACT)
-    trajectory = await run(context(sharp_model(), limits=limits))
+    trajectory = await run(context(sharp_vision_model(TOKENIZER), limits=limits))
     assert len(trajectory.segments) == 2
     assert [len(segment.media) for segment in trajectory.segments] == [3, 2]
 
 
 async def test_an_image_that_a_run_without_processor_cannot_show_ends_the_run_by_name() -> None:
-    made = context(sharp_model(), media=None)
+    made = context(sharp_vision_model(TOKENIZER), media=None)
     with pytest.raises(ConfigError, match="a user message shows image and the run has no processor"):
         await run(made)
     text = dataclasses.replace(task(), prompt=(Message(role="user", content="Which color?"),))
@@ -290,8 +284,8 @@ async def test_an_engine_that_samples_a_token_that_stands_for_media_fails_the_tr
             done = await super().generate(request)
             return dataclasses.replace(done, token_ids=np.full_like(done.token_ids, MEDIA.token_ids[0]))
 
-    made = context(sharp_model())
-    made.engine = Careless(sharp_model(), media=MEDIA)
+    made = context(sharp_vision_model(TOKENIZER))
+    made.engine = Careless(sharp_vision_model(TOKENIZER), media=MEDIA)
     trajectory = await run_episode(made, task(), id="e0", seed=1)
     assert trajectory.stop_reason is StopReason.ERROR
     assert trajectory.error is not None and "sampled a token that it was told not to" in trajectory.error
@@ -310,7 +304,7 @@ async def test_an_interaction_answers_with_images_in_several_forms(make: Callabl
         async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
             return False, make(), 0.0, {}
 
-    made = context(sharp_model(), parser=ReadsText())
+    made = context(sharp_vision_model(TOKENIZER), parser=ReadsText())
     made.interactions = {"painter": Shows({"name": "painter"})}
     trajectory = await run(made)
     message = trajectory.turns[0].observation[0]
@@ -322,7 +316,7 @@ async def test_image_tools_shows_what_a_tool_returned_in_a_user_message_that_the
         pass
 
     limits = Limits(max_turns=2, max_tokens_per_turn=8, max_context=512)
-    trajectory = await run(context(sharp_model(), scheduler=Shows(), limits=limits))
+    trajectory = await run(context(sharp_vision_model(TOKENIZER), scheduler=Shows(), limits=limits))
     (segment,) = trajectory.segments
     (shown,) = trajectory.turns[0].observation
     assert shown.role == "user" and shown.text.startswith("<tool_response>") and len(shown.media) == 2

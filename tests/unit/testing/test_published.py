@@ -72,5 +72,5 @@ def test_a_config_alone_has_the_published_sizes(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_known_gets_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"no tiny 'Qwen/Qwen3-06B'.*Qwen/Qwen3-0\.6B"):
+    with pytest.raises(ConfigError, match=r"no model 'Qwen/Qwen3-06B'.*Qwen/Qwen3-0\.6B"):
         tiny("Qwen/Qwen3-06B")

@@ -188,7 +188,7 @@ def odd(reply: Any) -> Odd:
         (Leaks(), "'attempts' holds something of every episode that ended; free it in finalize_interaction"),
         (OneAtATime(), "an episode beside others went differently.*under its instance id"),
         (SameId(), r"start_interaction\(None\) returned 'same' twice"),
-        (Blocks(), r"an episode blocked the event loop for 0\.\d s"),
+        (Blocks(), r"an episode blocked the event loop for \d+\.\d s"),
         (odd("fine"), r"generate_response returned 'fine'; return \(should_terminate, content, score, metadata\)"),
         (odd(("yes", "x", 0.0, {})), "said should_terminate='yes'; say True or False"),
         (odd((True, 3, 0.0, {})), "answered 3; answer text"),

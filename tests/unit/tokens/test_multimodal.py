@@ -32,6 +32,7 @@ from polyturn.tokens.multimodal import (
     Expansion,
     MediaProcessor,
     _load_frames,
+    decode_image,
     load_image,
     load_processor,
     load_samples,
@@ -263,6 +264,16 @@ def large_png(width: int, height: int) -> str:
     chunks = ((b"IHDR", header), (b"IDAT", lines), (b"IEND", b""))
     framed = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in chunks]
     return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(framed)).decode()
+
+
+def test_a_jpeg_file_of_many_scans_is_refused_before_it_is_decoded() -> None:
+    written = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(written, "JPEG", progressive=True)
+    data = written.getvalue()
+    assert decode_image(data, what="a picture").size == (64, 64)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    with pytest.raises(DataError, match=r"a picture is a JPEG file of \d+ scans; at most 100 are decoded"):
+        decode_image(data[:-2] + last * 200 + data[-2:], what="a picture")
 
 
 @pytest.mark.parametrize("side", [6_000, 12_000, 15_000])

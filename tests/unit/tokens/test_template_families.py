@@ -8,6 +8,7 @@ from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.rollout.history import History
+from polyturn.rollout.history_edits import go_on
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.certificate import certify
 from polyturn.tokens.codec import Codec
@@ -66,8 +67,8 @@ def test_a_message_that_goes_on_reads_as_it_is_said(said: str, keep: str, added:
     line.sample(
         *line.read_completion(completion.token_ids, turn=0), Stopped(completion, None, 0), index=0, cut_by=StopReason.LENGTH
     )
-    line.go_on(added, keep=keep, is_trusted=False)
-    prompt = line.num_tokens
+    go_on(line, added, keep=keep, is_trusted=False)
+    prompt = line.builder.num_tokens
     line.show(line.next_prompt())
     shown = codec.decode(line.context)
     assert prompt and shown.endswith(keep + added)
@@ -127,6 +128,37 @@ def test_a_template_that_reads_contents_as_parts_alone_is_given_parts() -> None:
     assert (report.strategy, report.error) == ("append", None)
     for content in ("What?", ({"type": "text", "text": "What?"},)):
         assert "What?" in codec.decode(DeltaEncoder(codec).start([Message(role="user", content=content)]))
+
+
+def test_an_empty_content_is_one_part_as_templates_that_look_into_the_first_need_it() -> None:
+    first = PARTS.replace("{% for part", "{% if m.content[0].type == 'image' %}:{% endif %}{% for part", 1)
+    codec = codec_of(first)
+    assert certify(codec, num_random=20).strategy == "append"
+    assert DeltaEncoder(codec).extend([user("")], last_id=codec.stop_token_ids[0]).size
+
+
+OPENED = """\
+{% for m in messages %}{{ {'user': '<|user|>', 'tool': '<|observation|>', 'assistant': '<|assistant|>'}[m.role] }}\
+{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}</call>{% endfor %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def test_a_turn_with_calls_ends_with_what_opens_the_tools() -> None:
+    """Where the template writes no end, as GLM's, supervised training learns the opener of who answers."""
+    markers = ("<|user|>", "<|observation|>", "<|assistant|>", "<call>", "</call>")
+    codec = Codec(tokenizer_of("byte_level", markers=markers), chat_template=OPENED)
+    encoder, call = DeltaEncoder(codec), ToolCall(id="c", name="f", arguments={"a": 1})
+    calling = Message(role="assistant", content="", tool_calls=(call,))
+    result = Message(role="tool", content="4", tool_call_id="c", name="f")
+    said = encoder.assistant(calling)
+    assert codec.decode(said).endswith("</call><|observation|>")
+    assert codec.decode(encoder.assistant(Message(role="assistant", content="So."))) == "So.<|user|>"
+    whole = [
+        *encoder.start([user("q")]),
+        *said,
+        *encoder.extend([result], last_id=int(said[-1]), history=[user("q"), calling]),
+    ]
+    assert whole == encoder.start([user("q"), calling, result]).tolist()
 
 
 REOPENED = """\

@@ -54,16 +54,23 @@ def terminal(is_terminal: bool) -> Console:
     return Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
 
 
-def test_without_a_terminal_a_line_comes_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_terminal_lines_come_while_nothing_is_done(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     with (
         caplog.at_level(logging.INFO, logger="polyturn"),
-        Progress("rollout", 256, console=terminal(False), clock=clock) as bar,
+        Progress("rollout", 256, console=terminal(False), every_s=0.01, clock=clock) as bar,
     ):
-        for _ in range(128):
-            clock.now += 0.125
-            bar.advance()
-    assert caplog.messages == ["rollout: 80 of 256 (31 %), 8.0/s, eta 22s"]
+        clock.now = 10.0
+        bar.advance(80)
+        while caplog.messages.count("rollout: 80 of 256 (31 %), 8.0/s, eta 22s") < 2:
+            time.sleep(0.01)
+    said = len(caplog.messages)
+    time.sleep(0.05)
+    assert len(caplog.messages) == said, "nothing is said once it is over"
+
+
+def test_what_cannot_be_counted_says_how_long_it_takes() -> None:
+    assert Progress("loading", console=terminal(False), clock=Clock()).line() == "loading: 0s"
 
 
 def test_without_a_total_there_is_no_share() -> None:
@@ -76,7 +83,7 @@ def test_without_a_total_there_is_no_share() -> None:
 
 def test_in_a_terminal_a_bar_appears_once_it_takes_long() -> None:
     console = terminal(True)
-    with Progress("rollout", 10, console=console, delay_s=0.01) as bar:
+    with Progress("rollout", 10, console=console, every_s=0.01) as bar:
         bar.advance(3)
         while "rollout" not in console.file.getvalue():  # type: ignore[attr-defined]
             time.sleep(0.01)

@@ -54,7 +54,7 @@ def main(out):
     if number:
         follow(rank)
     else:
-        rank_group = ProcessRankGroup(rank, tensor_parallel=1)
+        rank_group = ProcessRankGroup(rank, row_width=1)
         backend = RankedBackend(rank_group, "policy", bucket_bytes=BUCKET)
         (out / "config").mkdir()
         (out / "config" / "config.json").write_text("{}")

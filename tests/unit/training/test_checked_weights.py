@@ -13,6 +13,7 @@ from polyturn.engines.server_side.polyturn_weights import checksums
 from polyturn.engines.weight_checksums import Checked, ServerChecksums
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_sync import WeightSync
 
 VOCAB = 64
@@ -57,7 +58,7 @@ async def test_a_step_of_one_bit_that_does_not_arrive_ends_the_run_and_is_named(
     policy = make_policy()
     server = Server(policy)
     assert isinstance(server, Checked)
-    sync = WeightSync(server, policy, **SMALL)
+    sync = WeightSync(server, policy, WeightProbe(**SMALL))
     await sync.start(0)
     server.keeps = NORM
     step(policy)
@@ -71,7 +72,7 @@ async def test_one_server_of_several_is_left_out_by_it_and_the_run_goes_on(caplo
     policy = make_policy()
     servers = [Server(policy), Server(policy)]
     pool = EnginePool(servers)
-    sync = WeightSync(pool, policy, **SMALL)
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
     servers[1].keeps = NORM
     step(policy)
@@ -84,7 +85,7 @@ async def test_one_server_of_several_is_left_out_by_it_and_the_run_goes_on(caplo
 async def test_a_server_that_comes_back_is_held_to_them_too():
     policy = make_policy()
     server = Server(policy)
-    sync = WeightSync(server, policy, **SMALL)
+    sync = WeightSync(server, policy, WeightProbe(**SMALL))
     await sync.start(5)
     with torch.no_grad():
         server.model.model.norm.weight.view(torch.int32)[3] ^= 1
@@ -95,8 +96,8 @@ async def test_a_server_that_comes_back_is_held_to_them_too():
 async def test_the_log_says_how_many_tensors_are_compared_or_that_none_are(caplog):
     caplog.set_level("INFO", logger="polyturn.training")
     policy = make_policy()
-    await WeightSync(Server(policy), policy, **SMALL).start(0)
+    await WeightSync(Server(policy), policy, WeightProbe(**SMALL)).start(0)
     assert "checksums of 11 of 11 tensors are compared after every sync, of the engine" in caplog.text
     silent = EmbeddedEngine(copy.deepcopy(policy.backend.model).eval(), num_slots=4)
-    await WeightSync(silent, policy, **SMALL).start(0)
+    await WeightSync(silent, policy, WeightProbe(**SMALL)).start(0)
     assert "no checksums are compared of the engine, which gives none" in caplog.text

@@ -55,6 +55,39 @@ def test_gradient_norm_and_scores_do_not_depend_on_the_ranks(found, case):
     assert found[f"{case}/scoreFalse"] < 1e-6 and found[f"{case}/scoreTrue"] < 1e-6  # scores are float32
 
 
+def judge_context(found):
+    assert len(found) > 12
+    for name, difference in found.items():
+        case, _, what = name.partition("/")
+        # Scores are float32, and so is the model with experts; AdamW divides a gradient by its own size.
+        is_low = "score" in what or case == "experts"
+        assert difference < (1e-4 if is_low and what == "state" else 1e-5 if is_low else EXACT), name
+
+
+def test_ranks_that_split_the_tokens_of_packed_rows_compute_what_one_does(results):
+    """Shared prefixes, replayed routes with a balance loss and a critic too; the loss is of ratios of whole sequences."""
+    judge_context(results["context"])
+
+
+@pytest.mark.slow
+def test_tokens_are_split_of_adapters_and_of_layers_that_are_computed_again(long_results):
+    judge_context(long_results["context"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_rows_that_split_tokens_stand_beside_others_and_split_layers(tmp_path, tensor_parallel):
+    found = results_of_ranks("support.sharded_ranks:measure_context", 4, tmp_path / "found.json", str(tensor_parallel))
+    judge_context(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs split the tokens")
+def test_two_gpus_train_on_a_conversation_of_128k_tokens(tmp_path):
+    found = results_of_ranks("support.sharded_ranks:measure_long", 2, tmp_path / "found.json", "cuda")
+    assert found["short"] < 1e-3 and np.isfinite(found["long"])
+
+
 def test_no_loss_depends_on_the_ranks_whatever_the_layout(results):
     assert len(results["losses"]) >= 12
     assert max(results["losses"].values()) < EXACT, results["losses"]
@@ -68,6 +101,10 @@ def test_a_leader_normalises_over_the_batch_of_all_its_ranks(results):
 def test_an_engine_is_proved_against_weights_that_only_ranks_have(results):
     """The canary changes each rank's shards, and what arrives comes as a stream."""
     assert max(results["leader"]["canary"], results["leader"]["noise"]) < 1e-4, results["leader"]
+
+
+def test_ranks_that_see_the_same_samples_drop_the_same_inputs_of_an_adapter(results):
+    assert max(results["dropout"].values()) < EXACT, results["dropout"]
 
 
 @pytest.mark.slow
@@ -167,6 +204,13 @@ def judge_experts(name, found):
 def test_what_a_row_cannot_split_is_refused_in_a_sentence(kind, degrees, sentence):
     with pytest.raises(ConfigError, match=sentence):
         Sharded.check(tiny_model(32, kind=kind, hidden=16), degrees)
+
+
+def test_tokens_of_a_model_that_cannot_be_packed_are_not_split():
+    model = tiny_model(32, hidden=16)
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ConfigError, match=r"context_parallel is 2.* because it has layers of sliding_attention"):
+        Sharded.check(model, Degrees(context_parallel=2))
 
 
 def test_a_model_whose_layers_cannot_be_split_is_refused_in_a_sentence(results):

@@ -129,6 +129,7 @@ class Rig:
         fingerprint: str = "f",
         checkpoints: Checkpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleeps: bool = False,
         **settings: Any,
     ) -> None:
         self.events: list[Event] = []
@@ -164,7 +165,9 @@ class Rig:
         self.trainer = Trainer(
             LoopSettings(train=train, evaluation=evaluation),
             update=Update(self.policy, estimator=partial(grpo), settings=steps),  # type: ignore[arg-type]
-            engine=EngineLink(channel=SharedWeights(context.engine), busy_s=lambda: 0.0),
+            engine=EngineLink(
+                channel=SharedWeights(context.engine), busy_s=lambda: 0.0, sleep=self.sleep if sleeps else None
+            ),
             pool=RolloutPool(context, max_failed_share=max_failed_share),
             data=Data(
                 [task(f"What is 2+2 ({i})?", id=f"t{i}") for i in range(num_tasks)],
@@ -182,6 +185,9 @@ class Rig:
             observer=self.observer,
             clock=clock,
         )
+
+    async def sleep(self) -> None:
+        self.events.append(("sleep", self.version))
 
     def run(self) -> Rig:
         asyncio.run(self.trainer.run())
@@ -206,6 +212,20 @@ def test_with_staleness_0_every_step_is_generate_train_publish(tmp_path: Path):
         assert all(s.old_logprobs is None for s in batch), "the policy is still the one that sampled: nothing to score"
     assert rig.of("score") == []
     assert [rig.observer.metrics[s]["buffer/staleness"] for s in (1, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_engine_on_the_trainers_gpus_sleeps_through_every_update_until_it_is_given_weights(
+    tmp_path: Path, max_staleness: int
+):
+    rig = Rig(tmp_path, sleeps=True, max_staleness=max_staleness, eval_sets=("greedy",), eval_every=1).run()
+    order = [e[0] for e in rig.of("sleep", "score", "train", "optim_step", "weights")]
+    step = ["sleep", *(["score"] if max_staleness else []), "train", "optim_step", "weights"]
+    assert order == ["weights", *step * 3]
+    for number in range(3):
+        began = rig.events.index(("sleep", number))
+        ended = rig.events.index(("weights", number + 1))
+        assert "eval" not in {e[0] for e in rig.events[began:ended]}, "and a validation finds it awake"
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

@@ -46,6 +46,17 @@ def adapted(seed: int = 0, **settings: object) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.parametrize("excluded", [None, ["o_proj"], r".*\.o_proj"])
+def test_all_linear_layers_are_neither_experts_nor_their_routers(excluded: str | list[str] | None) -> None:
+    model = tiny_model(VOCAB, kind="qwen3_moe", hidden=16)
+    lora.add_lora(model, lora.LoraSettings(rank=4, alpha=8, exclude_modules=excluded))
+    found = {name.rpartition(".")[2] for name in lora.adapted_layers(model)}
+    assert found == {"q_proj", "k_proj", "v_proj"} | ({"o_proj"} if excluded is None else set())
+    named = tiny_model(VOCAB, kind="qwen3_moe", hidden=16)
+    lora.add_lora(named, lora.LoraSettings(rank=4, alpha=8, target_modules=["gate"]))  # who names them means them
+    assert {name.rpartition(".")[2] for name in lora.adapted_layers(named)} == {"gate"}
+
+
 def policy(model: PreTrainedModel, *, kl: float = 0.0) -> ModelPolicy:
     loss = LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(coef=kl)))
     return local_policy(model, optim=OptimSettings(lr=0.05), loss=loss, reference=kl > 0)

@@ -1,5 +1,7 @@
 """The formulas of memory, on a published model's config."""
 
+import dataclasses
+import importlib.util
 import json
 
 import pytest
@@ -7,12 +9,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from polyturn.engines.weight_transport import BUCKET_BYTES
 from polyturn.training.backend import Degrees
-from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, sync_seconds
+from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, shared_bytes, sync_seconds
 from support.models import tiny_model
 from support.ranks import results_of_ranks
 
 GB = 10**9
+needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
 def qwen3_8b():
@@ -41,6 +45,19 @@ def test_a_published_model_takes_what_the_formulas_say():
         "KV cache": 1000 * 36 * 2 * 1024,
     }
     assert sync_seconds(size, link=50 * GB) == pytest.approx(0.3276, abs=1e-4)
+    small = dataclasses.replace(size, trained=size.parameters // 200)
+    assert sync_seconds(small, link=50 * GB, adapter_only=True) == pytest.approx(0.3276 / 200, abs=1e-6)
+
+
+def test_a_gpu_that_a_server_shares_holds_the_rank_at_rest_and_then_the_rank_alone():
+    size, load = qwen3_8b(), RankLoad(ranks=8, num_frozen=1, tokens=1000)
+    phases = shared_bytes(size, load, tensor_parallel=2, tokens=1000)
+    in_all = {phase: sum(held.values()) for phase, held in phases.items()}
+    bf16, state = 2 * size.parameters, (2 + 4 + 8 + 2) * size.parameters // 8
+    assert in_all["in rollout"] == bf16 // 2 + state + 1000 * 36 * 2 * 1024
+    gathered = 2 * (2 * size.outside + 3 * size.layer)
+    assert in_all["as weights arrive"] == bf16 // 2 + state + gathered + bf16 // 8 + 2 * BUCKET_BYTES
+    assert phases["in an update"] == rank_bytes(size, load)
 
 
 def test_ranks_that_share_experts_hold_the_rest_as_often():
@@ -49,10 +66,24 @@ def test_ranks_that_share_experts_hold_the_rest_as_often():
     loads = [RankLoad(ranks=ranks, expert_parallel=min(ranks, 2), num_frozen=1) for ranks in (1, 2, 4)]
     alone, row, rows = (rank_bytes(size, load) for load in loads)
     of_one = size.parameters * size.element
-    assert row["parameters"] == of_one - size.experts * size.element // 2 and row["frozen models"] == of_one
-    assert rows["moments of AdamW"] == row["moments of AdamW"] // 2 and rows["frozen models"] == of_one // 2
+    assert row["parameters"] == row["frozen models"] == of_one - size.experts * size.element // 2
+    assert rows["moments of AdamW"] == row["moments of AdamW"] // 2 and rows["frozen models"] == rows["parameters"]
     layer = size.layer - size.layer_experts // 2
     assert alone["gathered blocks"] == 0 and row["gathered blocks"] == (2 * size.outside + 3 * layer) * size.element
+
+
+def test_ranks_that_split_tokens_share_activations_and_keep_all_keys_and_values():
+    size = ModelSize.of(tiny_model(64))
+    alone, row = (rank_bytes(size, RankLoad(ranks=4, tokens=100, context_parallel=parts)) for parts in (1, 2))
+    named, keys_and_values = "activations of a micro-batch of 100 tokens", 2 * size.kv_width * size.element * size.num_layers
+    assert row[named] == alone[named] // 2 + 50 * keys_and_values and row["logits"] == alone["logits"] // 2
+    assert {name for name in alone if alone[name] != row[name]} == {named, "logits"}
+    splits = [Degrees(tensor_parallel=2, context_parallel=parts) for parts in (1, 2)]
+    loads = [RankLoad(ranks=4, tokens=100, context_parallel=one.context_parallel, megatron=one) for one in splits]
+    alone, row = (
+        rank_bytes(size, load) for load in loads
+    )  # of a row of Megatron each has the heads of its share of a layer
+    assert row[named] == alone[named] // 2 + 25 * keys_and_values and row["parameters"] == alone["parameters"]
 
 
 def test_a_row_of_megatron_splits_one_copy_and_gathers_nothing():
@@ -66,11 +97,12 @@ def test_a_row_of_megatron_splits_one_copy_and_gathers_nothing():
     assert stages["parameters"] == (layers // 2 + embedding + size.experts // 2) * size.element
     named = "activations of a micro-batch of 10 tokens"
     assert (
-        alone[named] == 2 * row[named] == 2 * stages[named] == 10 * 2 * (size.kept * 6 // 5)
+        alone[named] == 2 * row[named] == 2 * stages[named] == 10 * 2 * (size.kept * 5 // 4)
         and alone["logits"] == 2 * row["logits"]
     )
     assert alone["gathered blocks"] == row["gathered blocks"] == stages["gathered blocks"] == 0
-    assert rank_bytes(size, RankLoad(ranks=2, megatron=splits[1])) == rank_bytes(size, RankLoad(ranks=8, megatron=splits[1]))
+    one, four = (rank_bytes(size, RankLoad(ranks=ranks, megatron=splits[1])) for ranks in (2, 8))
+    assert four == one | {"moments of AdamW": one["moments of AdamW"] // 4}, "which rows share"
 
 
 def test_one_rank_gathers_nothing_and_float32_has_no_masters():
@@ -121,10 +153,21 @@ def test_a_layer_that_is_computed_again_is_kept_once_and_a_gpu_has_no_heap():
 
 
 @pytest.mark.slow  # it trains a model of a quarter of a GB
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_process_takes_as_much_memory_as_is_planned(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "megatron"),
+    [
+        (1, []),
+        (2, []),
+        pytest.param(1, ["1"], marks=needs_megatron),
+        pytest.param(2, ["1"], marks=needs_megatron),
+        pytest.param(2, ["2"], marks=needs_megatron),
+    ],
+)
+def test_a_process_takes_as_much_memory_as_is_planned(ranks, megatron, tmp_path):
+    """Under `megatron` with so many ranks to a row: alone, two that share masters and moments, and two that split all."""
     tiny_model(512, hidden=512, layers=20, heads=8, kv_heads=8).save_pretrained(tmp_path / "model")
-    planned = results_of_ranks("support.planned_ranks:measure", ranks, tmp_path / "plan.json", str(tmp_path / "model"))
+    given = (str(tmp_path / "model"), *megatron)
+    planned = results_of_ranks("support.planned_ranks:measure", ranks, tmp_path / "plan.json", *given)
     most = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert planned["parameters"] * ranks > 200e6
     assert most == pytest.approx([sum(planned.values())] * ranks, rel=0.15), planned

@@ -14,7 +14,7 @@ class ToldGroup:
     """Two ranks that note what they are told."""
 
     num_ranks = 2
-    tensor_parallel = 1
+    row_width = 1
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []

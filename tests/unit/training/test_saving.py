@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from polyturn.core.errors import CheckpointError
+from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
-from polyturn.training.shards import read_shards, write_shards
+from polyturn.training.shards import Boxes, read_shards, stored_tensors, write_shards
 from support.forked import Forked, run_program
 from support.models import tiny_model
 from support.states import stored
@@ -185,3 +186,15 @@ def test_a_shard_behind_the_start_of_its_storage_is_written(tmp_path: Path):
         assert torch.equal(read.to_local(), torch.arange(4.0, 8.0))
     finally:
         dist.destroy_process_group()
+
+
+def test_boxes_of_a_tensor_are_written_and_read_where_they_lie(tmp_path: Path):
+    """As a rank of Megatron's has them in a weight that several tensors are made one in; others read the whole, or cut it
+    otherwise."""
+    whole, kind = torch.arange(24.0).view(6, 4), TensorKind((6, 4), torch.float32)
+    held = {(0, 0): whole[:2].clone(), (2, 0): whole.clone()[2:4, :2], (2, 2): whole.clone()[2:4, 2:], (4, 0): whole[4:]}
+    write_shards({"w": Boxes(kind, held)}, tmp_path / "state").result()
+    assert torch.equal(stored_tensors(tmp_path / "state", prefix="")["w"], whole)
+    into = torch.zeros(6, 4)
+    read_shards({"w": Boxes(kind, {(1, 0): into[1:4], (5, 3): into[5:, 3:]})}, tmp_path / "state")
+    assert torch.equal(into[1:4], whole[1:4]) and into[5, 3] == 23 and into[0].sum() == into[4].sum() == 0

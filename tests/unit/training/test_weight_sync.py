@@ -4,14 +4,17 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.weight_files import WeightFolder
+from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
 
@@ -61,7 +64,7 @@ class Leaky:
 async def test_an_engine_that_takes_everything_passes_and_ends_with_the_true_weights(tied):
     policy = make_policy(tied=tied)
     before = {name: value.clone() for name, value in policy.weights().items()}
-    sync = WeightSync(Leaky(policy), policy, **SMALL)
+    sync = WeightSync(Leaky(policy), policy, WeightProbe(**SMALL))
     report = await sync.start(3)
     assert report.noise < 1e-4
     assert report.smallest_effect > 20 * report.noise
@@ -74,27 +77,68 @@ async def test_each_group_that_does_not_arrive_is_named(tied):
     policy = make_policy(tied=tied)
     for name in policy.backend.weight_groups() if tied else ("model.embed_tokens.weight", "lm_head.weight"):
         with pytest.raises(EngineError, match=name.replace(".", r"\.").replace("*", r"\*")):
-            await WeightSync(Leaky(policy, keeps=name), policy, **SMALL).start(0)
+            await WeightSync(Leaky(policy, keeps=name), policy, WeightProbe(**SMALL)).start(0)
+
+
+class WithAdapter:
+    """An engine that is sent an adapter alone, in peft's names, and keeps some of the old one."""
+
+    def __init__(self, model: LlamaForCausalLM, *, keeps: str = "") -> None:
+        self._model = copy.deepcopy(model).eval()
+        self._engine = EmbeddedEngine(self._model, num_slots=4)
+        self._keeps = keeps
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def update_weights(self, version, *, weights=None):
+        own = lora.as_peft(lora.adapter_tensors(self._model))
+        assert weights.keys() == own.keys()
+        for name, value in weights.items():
+            if not self._keeps or self._keeps not in name:
+                own[name].copy_(value)
+        await self._engine.update_weights(version)
+
+
+async def test_an_adapter_alone_is_proved_to_arrive_part_by_part():
+    """Its second matrices are zero at the start, so that no change of a first one would show by itself."""
+    model = make_policy(tied=False).backend.model
+    lora.add_lora(model, lora.LoraSettings(rank=4))
+    policy = local_policy(model, optim=OptimSettings(lr=1e-3))
+    before = {name: value.clone() for name, value in lora.adapter_tensors(model).items()}
+    options = {"to_checkpoint": lora.as_peft, "adapter_only": True}
+    sync = WeightSync(WithAdapter(model), policy, WeightProbe(**SMALL), **options)
+    report = await sync.start(0)
+    assert report.num_groups == 14 and report.canary < report.smallest_effect / 4
+    assert all(torch.equal(value, before[name]) for name, value in lora.adapter_tensors(model).items())
+    for tensor in lora.adapter_tensors(model).values():
+        tensor.add_(0.1)
+    assert await sync.publish(1) <= 3 * report.noise
+    for part in ("q_proj.lora_A", "down_proj.lora_B"):
+        with pytest.raises(EngineError, match=rf"and model\.layers\.\*\..*{part}\.default\.weight is still the old one"):
+            await WeightSync(WithAdapter(model, keeps=part), policy, WeightProbe(**SMALL), **options).start(0)
 
 
 async def test_where_no_group_alone_explains_it_none_is_blamed():
     policy = make_policy(tied=False)
     with pytest.raises(EngineError, match="several groups of parameters did not arrive"):
-        await WeightSync(Leaky(policy, keeps="model.embed_tokens.weight lm_head.weight"), policy, **SMALL).start(0)
+        await WeightSync(
+            Leaky(policy, keeps="model.embed_tokens.weight lm_head.weight"), policy, WeightProbe(**SMALL)
+        ).start(0)
 
 
 async def test_the_trainers_weights_are_put_back_when_the_canary_fails():
     policy = make_policy(tied=True)
     before = {name: value.clone() for name, value in policy.weights().items()}
     with pytest.raises(EngineError):
-        await WeightSync(Leaky(policy, keeps="model.norm.weight"), policy, **SMALL).start(0)
+        await WeightSync(Leaky(policy, keeps="model.norm.weight"), policy, WeightProbe(**SMALL)).start(0)
     assert all(torch.equal(value, before[name]) for name, value in policy.weights().items())
 
 
 async def test_a_later_sync_that_does_not_arrive_ends_the_run():
     policy = make_policy(tied=True)
     engine = Leaky(policy)
-    sync = WeightSync(engine, policy, **SMALL)
+    sync = WeightSync(engine, policy, WeightProbe(**SMALL))
     await sync.start(0)
     engine._keeps = ["model.embed_tokens.weight"]
     with torch.no_grad():
@@ -106,7 +150,7 @@ async def test_a_later_sync_that_does_not_arrive_ends_the_run():
 async def test_an_engine_that_goes_on_under_its_old_version_is_found_by_its_tags():
     policy = make_policy(tied=True)
     engine = Leaky(policy)
-    sync = WeightSync(engine, policy, **SMALL)
+    sync = WeightSync(engine, policy, WeightProbe(**SMALL))
     await sync.start(0)
     engine.update_weights = lambda version, *, weights=None: engine._engine.update_weights(0, weights=weights)
     with pytest.raises(EngineError, match="version 1 was sent, and the engine answers as version"):
@@ -117,14 +161,14 @@ async def test_every_server_of_a_pool_is_held_to_the_weights_by_itself():
     policy = make_policy(tied=True)
     pool = EnginePool([Leaky(policy), Leaky(policy, keeps="model.norm.weight")])
     with pytest.raises(EngineError, match=r"replica 1 says that it took the new weights, and model\.norm\.weight"):
-        await WeightSync(pool, policy, **SMALL).start(0)
+        await WeightSync(pool, policy, WeightProbe(**SMALL)).start(0)
 
 
 async def test_one_server_that_goes_wrong_later_is_left_out_and_the_run_goes_on(caplog):
     policy = make_policy(tied=True)
     engines = [Leaky(policy), Leaky(policy)]
     pool = EnginePool(engines)
-    sync = WeightSync(pool, policy, **SMALL)
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
     engines[1]._keeps = ["model.embed_tokens.weight"]
     with torch.no_grad():
@@ -144,7 +188,7 @@ async def test_one_server_that_is_lost_during_a_sync_is_left_out_and_the_run_goe
 
     policy = make_policy(tied=True)
     pool = EnginePool([Lost(policy), Leaky(policy)])
-    sync = WeightSync(pool, policy, **SMALL)
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
     await sync.publish(1)
     assert [replica.is_live for replica in pool.replicas] == [False, True]
@@ -156,7 +200,7 @@ async def test_one_server_that_is_lost_during_a_sync_is_left_out_and_the_run_goe
 async def test_a_server_that_comes_back_is_held_to_what_the_others_said():
     policy = make_policy(tied=True)
     pool = EnginePool([Leaky(policy)])
-    sync = WeightSync(pool, policy, **SMALL)
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
     await sync.publish(1)
     back = Leaky(policy)
@@ -180,12 +224,12 @@ async def test_the_only_server_may_die_during_a_sync_if_it_comes_back(tmp_path):
         async def update_weights(self, version, *, weights=None):
             if version == 1 and not self.num_restarts:
                 raise EngineLostError("it was killed")
-            await super().update_weights(version, weights=weights)
+            await super().update_weights(version, weights=load_file(weights.folder / "model.safetensors"))
 
     (tmp_path / "config.json").write_text("{}")
     policy = make_policy(tied=False)
     pool = EnginePool([Mortal(policy)], files=WeightFolder(tmp_path, root=tmp_path), patience_s=20.0)
-    sync = WeightSync(pool, policy, **SMALL)
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
     with torch.no_grad():
         policy.weights()["model.norm.weight"].mul_(1.2)

@@ -20,7 +20,7 @@ from support.viewer_runs import write_run
 
 WAYS = (
     "metrics", "curves?name=reward/mean&name=eval/greedy/success&axis=time", "overview", "distributions?split=train",
-    "telling", "config", "trajectories", "trajectories?text=2", "groups", "timeline", "timeline?step=1", "export",
+    "highlights", "config", "trajectories", "trajectories?text=2", "groups", "timeline", "timeline?step=1", "export",
 )  # fmt: skip
 REPORTED = ("flipped", "one id", "extremes", "config's keys", "alarms", "lock", "many names")
 

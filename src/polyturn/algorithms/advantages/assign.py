@@ -54,7 +54,14 @@ def assign_advantages(
     traits = traits_of(estimator)
     batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
     _check_batch(batch, estimator, has_scored=has_scored)
-    found = _estimated(estimator, batch) if batch else BatchAdvantages([])
+    found = BatchAdvantages([])
+    if batch:
+        with told_in_a_sentence("the advantage estimator", TrainingError):
+            if traits.scope == "group":
+                given = [estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch]
+            else:
+                given = estimator(batch)
+        found = given if isinstance(given, BatchAdvantages) else BatchAdvantages(given)
     _check_estimate(found, batch)
     out = list(samples)
     for index in alone:
@@ -68,14 +75,6 @@ def assign_advantages(
     if (bad := first_not_finite(out)) is not None:
         raise TrainingError(f"the advantage estimator returned {bad}; return a finite number for each token")
     return out
-
-
-def _estimated(estimator: Estimator, batch: Sequence[GroupView]) -> BatchAdvantages:
-    with told_in_a_sentence("the advantage estimator", TrainingError):
-        if traits_of(estimator).scope == "group":
-            return BatchAdvantages([estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch])
-        found = estimator(batch)
-    return found if isinstance(found, BatchAdvantages) else BatchAdvantages(found)
 
 
 def first_not_finite(samples: Sequence[TrainSample]) -> str | None:

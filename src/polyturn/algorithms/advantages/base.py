@@ -243,6 +243,12 @@ def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray
     return summed[until] - summed[turns]
 
 
+def centred(values_G: Rewards) -> Rewards:
+    """[G] values less their mean: exactly 0 where all are equal, and exact to their differences however large they are."""
+    differences = values_G - values_G[:1]
+    return differences - differences.mean()
+
+
 def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> BatchAdvantages:
     """Return each member's number on all its trained tokens."""
     return BatchAdvantages(

@@ -15,6 +15,7 @@ from polyturn.algorithms.advantages.base import (
     BatchAdvantages,
     GroupView,
     Outcome,
+    centred,
     declare,
     rewards_at_ends,
     spread,
@@ -56,8 +57,7 @@ def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-
     A = (r - mean of the group - mean) / sqrt(var + eps), the outer statistics over tokens. Source: Hu et al. 2025
     (REINFORCE++), the form with a group baseline.
     """
-    centred = [g.totals - g.totals.mean() for g in batch]
-    return whiten(batch, spread(batch, [c.tolist() for c in centred]), eps=eps)
+    return whiten(batch, spread(batch, [centred(g.totals).tolist() for g in batch]), eps=eps)
 
 
 @declare(scope="batch", min_group=2)
@@ -73,7 +73,7 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
     num_live = sum(len(t) for t in totals if np.ptp(t) > 0)
     # With this factor a mean over the batch is a mean over the groups that teach something.
     alpha = num_all / num_live if num_live else 1.0
-    return spread(batch, [(alpha * (t - t.mean()) / f_norm).tolist() for t in totals])
+    return spread(batch, [(alpha * centred(t) / f_norm).tolist() for t in totals])
 
 
 @declare(scope="batch", needs_greedy=True)
@@ -89,7 +89,7 @@ def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
         if group.greedy_reward is not None:
             scalars.append((totals_G - group.greedy_reward).tolist())
         else:
-            scalars.append(((totals_G - totals_G.mean()) * n / max(n - 1, 1)).tolist())  # leave-one-out, as in rloo
+            scalars.append((centred(totals_G) * n / max(n - 1, 1)).tolist())  # leave-one-out, as in rloo
     return spread(batch, scalars)
 
 
@@ -131,9 +131,9 @@ def gdpo(
         sum_G = np.zeros(len(group.members))
         for name, weight in weights.items():
             values = np.array([m.components.get(name, 0.0) for m in group.members], dtype=np.float64)
-            if len(values) > 1 and np.ptp(values) > 0:  # eps alone would blow rounding of equal values up
-                centred = values - values.mean()
-                sum_G += weight * (centred / (values.std(ddof=1) + eps) if norm_by_std else centred)
+            if len(values) > 1:
+                scalars = centred(values)
+                sum_G += weight * (scalars / (scalars.std(ddof=1) + eps) if norm_by_std else scalars)
         sums.append(sum_G)
     flat = np.concatenate([*sums, np.empty(0)])
     if whiten_batch and len(flat) > 1:

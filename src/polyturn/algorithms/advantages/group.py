@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polyturn.algorithms.advantages.base import Rewards, declare, on_weighted
+from polyturn.algorithms.advantages.base import Rewards, centred, declare, on_weighted
 from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
 
@@ -26,8 +26,8 @@ def grpo(rewards_G: Rewards, samples_G: Samples, *, norm_by_std: bool = True, ep
     2025 (Dr. GRPO), which removes the bias towards groups of low variance.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
-    centred = values - values.mean()
-    return _on_all(samples_G, centred / (values.std(ddof=1) + eps) if norm_by_std and len(values) > 1 else centred)
+    scalars = centred(values)
+    return _on_all(samples_G, scalars / (scalars.std(ddof=1) + eps) if norm_by_std and len(values) > 1 else scalars)
 
 
 @declare(min_group=2, only_compares=True)
@@ -49,7 +49,7 @@ def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
     # The same as with the mean of the others, for (n - 1) (r_i - mean of the others) = n (r_i - mean).
-    return _on_all(samples_G, (values - values.mean()) * n / max(n - 1, 1))
+    return _on_all(samples_G, centred(values) * n / max(n - 1, 1))
 
 
 @declare(min_group=2, only_compares=True)
@@ -59,10 +59,10 @@ def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     Of all baselines that are one number it has about the least variance, where a gradient's squared norm grows like the
     length. Source: Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline).
     """
-    values = np.asarray(rewards_G, dtype=np.float64)
+    values = centred(np.asarray(rewards_G, dtype=np.float64))
     lengths = np.array([sum(s.num_weighted for s in samples) for samples in samples_G], dtype=np.float64)
     # A group without a trained token has no lengths to weigh by, and no use for a baseline either.
-    baseline = (lengths * values).sum() / lengths.sum() if lengths.sum() else values.mean()
+    baseline = (lengths * values).sum() / lengths.sum() if lengths.sum() else 0.0
     return _on_all(samples_G, values - baseline)
 
 
@@ -85,6 +85,7 @@ def grpo_passk(
     n = len(values)
     if n < 2:
         return _on_all(samples_G, np.zeros(n))
+    values = values - values.max()  # so that the best of most sets is exactly 0, however large rewards are
     order = np.argsort(values, kind="stable")
     if k is None:
         scalars = np.zeros(n)
@@ -97,8 +98,7 @@ def grpo_passk(
     # Of the sets whose best is the one of rank j, there are as many as ways to choose the other k - 1 below it.
     share = np.array([math.comb(j, k - 1) for j in range(n)]) / math.comb(n, k)
     mean = float(share @ sorted_G)
-    # At least 0: of equal rewards the difference of the two squares may be negative by rounding.
-    std = math.sqrt(max(float(share @ sorted_G**2) - mean**2, 0.0))
+    std = math.sqrt(float(share @ (sorted_G - mean) ** 2))
     holding = np.empty(n)
     for rank in range(n):
         # The k - 1 others come from the n - 1 members without this one; only those above it change the maximum.

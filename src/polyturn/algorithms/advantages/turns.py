@@ -18,6 +18,7 @@ from polyturn.algorithms.advantages.base import (
     GroupView,
     MemberView,
     Outcome,
+    centred,
     declare,
     on_turns,
     turn_penalties,
@@ -147,8 +148,8 @@ def _standing(values: NDArray[np.float64], norm_by_std: bool, eps: float) -> NDA
     """Return how each value stands among all of them; 0 where there is nothing to compare with."""
     if len(values) < 2:
         return np.zeros(len(values))
-    centred = values - values.mean()
-    return centred / (values.std(ddof=1) + eps) if norm_by_std else centred
+    scalars = centred(values)
+    return scalars / (scalars.std(ddof=1) + eps) if norm_by_std else scalars
 
 
 def _on_members(member: MemberView, credits_K: NDArray[np.float64]) -> list[NDArray[np.float32]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from polyturn.cli.arguments import Overrides, new_file
+from polyturn.cli.arguments import Command, Overrides, new_file
 
 
 class DefaultGroup(TyperGroup):
@@ -29,7 +29,7 @@ class DefaultGroup(TyperGroup):
 config_app = typer.Typer(cls=DefaultGroup, help="Print a config, or all keys, or migrate another library's.")
 
 
-@config_app.command("print")
+@config_app.command("print", cls=Command)
 def config_print(
     path: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it, every key is listed.")
@@ -54,7 +54,7 @@ def config_print(
     Output().table(table)
 
 
-@config_app.command("migrate")
+@config_app.command("migrate", cls=Command)
 def config_migrate(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file in the keys of another library.")],
     overrides: Overrides = None,

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import EmbedModelOption, EmbedOption, new_folder
+from polyturn.cli.arguments import Command, EmbedModelOption, EmbedOption, new_folder
 from polyturn.core.errors import ConfigError
 
 data_app = typer.Typer(help="Prepare datasets.", no_args_is_help=True)
@@ -40,7 +40,7 @@ def _print(paths: Iterable[Path]) -> None:
         print(path)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def gsm8k(
     out: Annotated[
         Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
@@ -67,7 +67,7 @@ def gsm8k(
     _print(written)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def geo3k(
     out: Annotated[
         Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
@@ -85,7 +85,7 @@ def geo3k(
     _print(written)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def search(
     out: Annotated[
         Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
@@ -125,7 +125,7 @@ def search(
     _print(written)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def index(
     passages: Annotated[
         list[Path],

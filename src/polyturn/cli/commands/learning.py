@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from polyturn.cli.arguments import CheckpointOption, ConfigArgument, Overrides, refuse_unused
+from polyturn.cli.arguments import CheckpointOption, Command, ConfigArgument, Overrides, refuse_unused
 from polyturn.cli.dialects import described, spelled_out
 from polyturn.core.errors import ConfigError
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from polyturn.config.models import RunConfig
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(Command):
     """The command `train`, which has a flag for each dialect that is installed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -59,7 +58,7 @@ def train(
         typer.Option(metavar="NAME", help="CONFIG and the overrides are written in the keys of another library."),
     ] = None,
 ) -> None:
-    """Train: warm start if configured, evaluate, reinforce, evaluate."""
+    """Train: warm start if configured, evaluation, RL, evaluation."""
     names = sorted(set(dialect or ()))
     if ids and (names or not dry_run):
         raise ConfigError("--ids belongs to --dry-run of a native config; leave it out, or add --dry-run")
@@ -91,7 +90,7 @@ def plan(
         float, typer.Option("--link", min=0.01, max=100_000, help="GB a second from the ranks to a server.")
     ] = 50.0,
 ) -> None:
-    """Say what each process of a run holds, and what would fit. How long a weight sync takes on a given link, too."""
+    """Estimate the memory of each process of a run. Names a layout that fits, and the time of a weight sync over a link."""
     _check_config(config, overrides or [])
     from polyturn.cli import plan as command
 
@@ -127,15 +126,15 @@ def evaluate(
     """Evaluate a checkpoint, a model, or what an endpoint serves. The config's `evaluation` part says on what."""
     if endpoint is None:
         refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
+    elif model is None or checkpoint is not None:
+        raise ConfigError("--endpoint needs --model NAME, the model's name at the endpoint, and takes no --checkpoint")
     if not model:
         _begin(config, overrides or [])
     from polyturn.cli import evaluate as command
 
-    if endpoint is None:
+    if endpoint is None or model is None:
         command.run(config, overrides or [], checkpoint=checkpoint, model=model, as_json=as_json)
         return
-    if model is None or checkpoint is not None:
-        raise ConfigError("--endpoint needs --model NAME, the model's name at the endpoint, and takes no --checkpoint")
     from polyturn.engines.chat_completions import Endpoint
 
     served = Endpoint(
@@ -172,7 +171,7 @@ def rollout(
 
 
 def _check_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Refuse a config that cannot be read at once: what it is read for imports PyTorch first, which takes seconds."""
+    """Refuse a config that cannot be read before anything else is imported."""
     from polyturn.cli.dialects import load_native
 
     return load_native(path, overrides, tells=False).config

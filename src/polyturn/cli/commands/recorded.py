@@ -95,7 +95,7 @@ def report(
     out: Annotated[Path, typer.Option("-o", "--out", callback=new_file, help="The page to write.")] = Path("report.html"),
     trajectories: Annotated[int, typer.Option("-n", min=0, help="How many trajectories of each run are shown.")] = 10,
 ) -> None:
-    """Write one self-contained page about runs. Curves, tables, telling trajectories token by token."""
+    """Write one self-contained page about runs. Curves, tables, highlights token by token."""
     from polyturn.cli.console import Output
     from polyturn.viewer.report import write_report
 

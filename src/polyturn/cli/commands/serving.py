@@ -122,7 +122,7 @@ def serve(
     if mcp is not None:
         return serve_services.serve_mcp(options, mcp, stdio=stdio, idle_s=idle)
     if config is None and model is None and not any(o.startswith("model.") for o in overrides or ()):
-        raise ConfigError("nothing says which model is served; name it with --model FOLDER, or a run with --config run.yaml")
+        raise ConfigError("no model to serve is named; give --model FOLDER, or the config of a run: --config run.yaml")
     flags = command.overrides_of(
         config=config, model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine
     )

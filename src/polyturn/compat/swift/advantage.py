@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from polyturn.algorithms.advantages import BatchAdvantages, GroupView, declare
-from polyturn.algorithms.advantages.base import Rewards, spread
+from polyturn.algorithms.advantages.base import Rewards, centred, spread
 from polyturn.core.errors import ConfigError, did_you_mean
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus")
@@ -36,8 +36,8 @@ def estimate(
     """Return one advantage for each trajectory: A = b (r - mean of the group) / (std + 1e-4).
 
     b is K / (K - 1) for rloo, else 1. `std` is that of the group or of the batch; of A for reinforce_plus_plus, of r else.
-    gdpo normalises each reward function in its group and the weighted sum over the batch, whatever the estimator; a function
-    that scored nothing of a trajectory adds nothing to it.
+    gdpo normalises each reward function in its group and the weighted sum over the batch, for grpo and rloo alike, and is
+    none for reinforce_plus_plus; a function that scored nothing of a trajectory adds nothing to it.
 
     Args:
         batch: The groups of a step.
@@ -66,11 +66,11 @@ def estimate(
 
 def _centred(rewards_G: Rewards, *, is_rloo: bool) -> Rewards:
     num = len(rewards_G)
-    return (rewards_G - rewards_G.mean()) * (num / (num - 1) if is_rloo and num > 1 else 1.0)
+    return centred(rewards_G) * (num / (num - 1) if is_rloo and num > 1 else 1.0)
 
 
 def _std(values: Rewards) -> float:
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return float(centred(values).std(ddof=1)) if len(values) > 1 else 0.0
 
 
 def _gdpo(batch: Sequence[GroupView], weights: Mapping[str, float]) -> list[Rewards]:
@@ -81,8 +81,8 @@ def _gdpo(batch: Sequence[GroupView], weights: Mapping[str, float]) -> list[Rewa
             values_G = np.array([m.components.get(name, np.nan) for m in group.members])
             is_known = ~np.isnan(values_G)
             if is_known.any():
-                known = values_G[is_known]
-                sum_G[is_known] += weight * (known - known.mean()) / (_std(known) + _GDPO_EPS)
+                known = centred(values_G[is_known])
+                sum_G[is_known] += weight * known / (_std(known) + _GDPO_EPS)
         sums.append(sum_G)
     flat = np.concatenate([*sums, np.empty(0)])
     return [(s - flat.mean()) / (_std(flat) + _GDPO_EPS) for s in sums]

@@ -5,6 +5,7 @@ Nothing heavy is imported before all arguments are known to be right, plug-ins i
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -65,6 +66,9 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
         return [*program(), "run-as", "swift", "--", "megatron" if megatron else "swift", "rlhf", *rest, "--resume"]
 
     is_file = len(rest) == 1 and not rest[0].startswith("-")
+    for flag, value in itertools.pairwise([] if is_file else arguments):
+        if flag in own and not value.startswith("--"):
+            raise ConfigError(f"{flag} takes no value, and {value!r} stands behind it; leave that out, or write its flag")
     defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
     tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
     translation = _of_processes(tree, megatron=megatron)
@@ -150,12 +154,18 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
         ConfigError: an argument is unknown, or asks for what there is not.
     """
     translation = rollout_to_native(arguments)
+    _tell_unread_variables()
     for notice in translation.notices():
         logger.info("%s", notice)
     native = absolute(translation, folder=None)
     server = {"serve": native.pop("serve")} if "serve" in native else {}
     loaded = load_values(RunConfig, native, origin=translation.origin)
     return loaded, load_values(_OfServer, server, origin=translation.origin).config.serve
+
+
+def _tell_unread_variables() -> None:
+    for name in (n for n in _OF_IMAGES if os.environ.get(n)):
+        logger.info("%s is %s, and nothing reads it here: %s", name, os.environ[name], _OF_IMAGES[name])
 
 
 def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
@@ -173,9 +183,16 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
         told = " and ".join(f"{name} is {value}" for name, value in given.items())
         batch = "" if megatron else " a batch is counted as that of as many processes, and"
         logger.info("%s:%s polyturn.train.distributed.ranks says how many train here", told, batch)
+    _tell_unread_variables()
     return megatron_to_native(tree) if megatron else to_native(tree, num_processes=processes)
 
 
+_SIZE = "the size of images is the processor's; set it in the model's preprocessor_config.json"
+_OF_IMAGES = {
+    **dict.fromkeys(("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS_MAX_FRAMES"), _SIZE),
+    "ROOT_IMAGE_DIR": "images are looked for beside the file that names them",
+}
+"""Variables that decide in ms-swift what a model is shown, with the reason why they do not here."""
 _HELP = ("-h", "--help")
 COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
 MEGATRON_COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"rlhf": partial(rlhf, megatron=True)}

@@ -115,7 +115,7 @@ class _SampledTurns:
                 continue
             turn = self._texts.get(id(content))
             if turn is None:
-                turn = next((i for i in reversed(range(before)) if self._says(i, content)), None)
+                turn = self._said(content, before)
             while turn is not None:  # with those that the same message went on from
                 found.append((at, turn))
                 before = min(before, turn)
@@ -127,25 +127,30 @@ class _SampledTurns:
         lists = [[self.place(token) for token in ids] for ids in output.response_token_ids]
         flat = [token for ids in output.response_token_ids for token in ids]
         places = [place for one in lists for place in one]
+        # Those that the messages name come first: another turn may be the same, or the end of one.
+        named = sorted({*spoken, last}, reverse=True)
         end = len(flat)
-        for i in reversed(range(last + 1)):
+        for i in (*named, *(i for i in reversed(range(last)) if i not in named)):
             own = [at for at, place in enumerate(places) if place is not None and place.turn == i]
             if own:
-                end = own[0]
+                end = min(end, own[0]) if i in named else end
                 continue
             ids = [int(token) for token in self.asked[i].ids[: self.asked[i].turn.num_tokens]]
-            at, length = _found(flat[:end], ids, places)
-            if length < len(ids) and i != last and i not in spoken:
+            at, length = _found(flat[:end] if i in named else flat, ids, places)
+            if length < len(ids) and i not in named:
                 continue  # another turn that begins alike
             for k in range(length):
                 places[at + k] = _TurnPlace(i, k)
-            end = at if length else end
+            end = at if length and i in named else end
         rest = iter(places)
         return [[next(rest) for _ in one] for one in lists]
 
-    def _says(self, i: int, content: str) -> bool:
-        one = self.asked[i]
-        return bool(one.text) and (content == one.turn.said_before + one.text or one.text in content)
+    def _said(self, content: str, before: int) -> int | None:
+        """Return the latest turn before `before` that said a text; if none did, the latest whose words are in it."""
+        texts = [(i, self.asked[i].turn.said_before, self.asked[i].text) for i in reversed(range(before))]
+        whole = (i for i, said_before, text in texts if content == said_before + text)
+        parts = (i for i, _, text in texts if text and text in content)
+        return next(whole, next(parts, None))
 
 
 def _held(

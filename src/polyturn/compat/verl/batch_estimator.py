@@ -16,7 +16,7 @@ from torch import Tensor
 from polyturn.algorithms.advantages import BatchAdvantages, Estimator, GroupView, MemberView, declare
 from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
-from polyturn.core.signature import has_parameter, takes_any_keyword
+from polyturn.core.signature import constants_read, has_parameter, takes_any_keyword
 
 AdvFn = Callable[..., tuple[Tensor, Tensor]]
 """(token_level_rewards [B, R], response_mask [B, R], …) -> (advantages [B, R], returns [B, R])."""
@@ -41,7 +41,7 @@ def as_estimator(fn: AdvFn) -> Estimator:
 
     @declare(
         scope="batch",
-        compares=has_parameter(fn, "index"),
+        compares=has_parameter(fn, "index") or "index" in constants_read(fn),
         needs_values=has_parameter(fn, "values"),
         needs_greedy=has_parameter(fn, "reward_baselines"),
     )

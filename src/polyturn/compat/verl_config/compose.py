@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.compat.verl_config.overrides import BOOLEAN_SECTIONS, Override, leaves, refuse_backend
 from polyturn.compat.verl_config.table import is_of_verl, table
+from polyturn.config.load import tell_repeated
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.yaml_file import read_yaml
 
@@ -133,6 +134,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
     is_base = path.parent == base
     own: dict[str, Any] = {} if is_base else _spelled_out(read_yaml(path))
     refuse_backend(str(own.get("defaults", "")), what=f"{path}: defaults names {own.get('defaults')!r:.200}")
+    tell_repeated(overrides)
     changes = [Override.parse(text) for text in overrides]
     folders = [path.parent, *more, *_search_path(own, changes), base]
     for change in changes:

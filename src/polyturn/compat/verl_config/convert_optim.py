@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 ACTOR = "actor_rollout_ref.actor"
 STRATEGY = f"{ACTOR}.strategy"
+ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 
 
 def backend(s: Source) -> None:
@@ -20,8 +21,8 @@ def backend(s: Source) -> None:
     if is_megatron:
         s.put("train.backend", "megatron", by=STRATEGY)
     ranks = 1
-    for what in ("tensor", "pipeline", "expert"):
-        key = f"{ACTOR}.megatron.{what}_model_parallel_size"
+    for what in ("tensor", "pipeline", "expert", "context"):
+        key = f"{ACTOR}.megatron.{what}{'' if what == 'context' else '_model'}_parallel_size"
         size = s.whole(key, 1, least=1)
         if size != 1 and not is_megatron:
             s.refuse(key, "it is read where actor_rollout_ref.actor.strategy is megatron, and it is not")
@@ -29,6 +30,15 @@ def backend(s: Source) -> None:
             s.put(f"train.distributed.{what}_parallel", size, by=key)
             ranks *= 1 if what == "expert" else size
             s.put("train.distributed.ranks", ranks, by=key)
+    if (size := s.whole(ULYSSES, 1, least=1)) == 1:
+        return
+    if is_megatron:
+        s.notes[ULYSSES] = (
+            "it is of FSDP; actor.megatron.context_parallel_size splits the tokens of a sequence under Megatron"
+        )
+    else:
+        s.put("train.distributed.context_parallel", size, by=ULYSSES)
+        s.put("train.distributed.ranks", size, by=ULYSSES)
 
 
 def megatron_schedule(s: Source) -> None:

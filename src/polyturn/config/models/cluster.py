@@ -2,7 +2,7 @@
 
     cluster: {address: auto, engines: {count: 4, resources: {GPU: 1}}}
 
-Without an address every process is on this machine.
+Without an address every process is on this machine, where `workers: {count: 4}` runs episodes in four of them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class ClusterConfig(Section):
     """Replicas of the engine: embedded ones, or servers that are started, each with all of these resources. Not for
     `engine.urls`."""
     workers: ActorsConfig = ActorsConfig()
-    """Processes that run episodes: tools, interactions, rewards."""
+    """Processes that run episodes: tools, interactions, rewards. Without an address they are on this machine, and 1 leaves
+    episodes in the trainer's own process."""
     restarts: int = Field(0, ge=0)
-    """Restarts of a run from its latest checkpoint when a rank, or the last worker or engine replica, died."""
+    """Restarts of a run from its latest checkpoint when a rank, or the last rollout worker or engine, died. Not of ranks
+    that `--nproc` or torchrun started."""
     patience_s: float = Field(300.0, gt=0)
     """Seconds to wait until the cluster has room."""

@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     """Sample each turn from the whole history as the chat template renders it, without the reasoning of earlier turns if the
     template leaves it out; a history that this changes becomes several segments. False keeps all the model wrote."""
     max_concurrent: int = Field(256, ge=1)
-    """Live episodes at any moment."""
+    """Live episodes at any moment; rollout workers run equal shares of them."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """The run ends with the reasons when more than this share of the latest 1,024 trajectories failed."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable", "off"] = "strict"

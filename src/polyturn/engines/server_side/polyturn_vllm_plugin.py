@@ -1,23 +1,70 @@
-"""Loaded by every process of a vLLM server at its start, on a CPU: leave the processor to others while it waits, and note
-the checksum of a matrix before it is packed for the processor, because the matrix itself is then thrown away.
+"""Loaded by every process of a vLLM server at its start: know the weight transfer over gloo, and answer `/weight_checker`
+with checksums that add up. On a CPU also: leave the processor to others while it waits, note the checksum of a matrix before
+it is packed for the processor, because the matrix itself is then thrown away, and let a tied head follow new weights.
 
 vLLM's processes wait for each other by calling `sched_yield` in a loop. There are kernels (6.18 is one) on which two such
 loops on two cores keep everything else from running for seconds: the server's own HTTP process, so that an abort is read
-after the completion that it was to end, and the trainer. A sleep of no length waits as well and does not. On a GPU machine
-nothing changes.
+after the completion that it was to end, and the trainer. A sleep of no length waits as well and does not.
+
+A tied head keeps a packed copy of the embedding there, and vLLM loads new weights into the embedding alone and answers that
+all went well. On a GPU both are one tensor.
 
 The server finds this through the entry point in the folder beside it, which is on its PYTHONPATH.
 """
 
 
 def register():
-    """Let waiting processes sleep, and packed matrices have a checksum."""
-    from vllm.distributed import utils
+    """Let the server know our backend and our checksums, waiting processes sleep, and tied heads follow."""
     from vllm.platforms import current_platform
 
+    _register_gloo()
+    _check_by_sums()
+    _look_for_the_folder()
     if current_platform.is_cpu():
+        from vllm.distributed import utils
+
         utils.USE_SCHED_YIELD = False
         _note_before_packing()
+        _tie_heads_after_loading()
+
+
+def _register_gloo():
+    try:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    except ImportError:
+        return  # a version without weight transfer takes weights from a folder
+    if "gloo" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("gloo", "polyturn_vllm_gloo", "GlooWeightTransferEngine")
+
+
+def _check_by_sums():
+    from polyturn_weights import checksums
+    from vllm.v1.worker import gpu_worker
+
+    def sums(model):
+        packed = {
+            f"{name}.weight (packed)": module.polyturn_checksum
+            for name, module in model.named_modules()
+            if "polyturn_checksum" in vars(module)
+        }
+        return {**checksums([*model.named_parameters(), *model.named_buffers()]), **packed}
+
+    gpu_worker.compute_tensor_digests = sums  # vLLM's are hashes, which say nothing of the parts of a fused tensor
+
+
+def _look_for_the_folder():
+    import os
+
+    from vllm.v1.worker import gpu_worker
+
+    reload = gpu_worker.Worker.reload_weights
+
+    def reloads(self, *arguments, weights_path=None, **options):
+        if weights_path is not None and not os.path.isdir(weights_path):
+            return "no folder"  # vLLM finds out with its parameters already taken away, and dies
+        return reload(self, *arguments, weights_path=weights_path, **options)
+
+    gpu_worker.Worker.reload_weights = reloads
 
 
 def _note_before_packing():
@@ -34,3 +81,25 @@ def _note_before_packing():
         return pack(layer, *arguments, **options)
 
     utils.dispatch_cpu_unquantized_gemm = packs  # its callers look it up when they call it
+
+
+def _tie_heads_after_loading():
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    finalize = layerwise.finalize_layerwise_processing
+
+    def finalizes(model, model_config):
+        finalize(model, model_config)
+        if model_config.hf_text_config.tie_word_embeddings:
+            _tie_heads(model)
+
+    layerwise.finalize_layerwise_processing = finalizes  # every way of new weights ends there
+
+
+def _tie_heads(model):
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
+    for head in (m for m in model.modules() if isinstance(m, ParallelLMHead)):
+        head.tie_weights(embeddings[0])
+        head.quant_method.process_weights_after_loading(head)

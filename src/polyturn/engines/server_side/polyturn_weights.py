@@ -1,4 +1,4 @@
-"""Shared by both ends of a weight sync: fold tensors into checksums, and open memory that another process holds.
+"""Shared by both ends of a weight sync: fold tensors into checksums.
 
     fold([0.5, -1.0, 0.0])  =  mix(0x3f000000) + mix(0xbf800000) + 0      modulo 2**32, with two different mixes
 
@@ -14,9 +14,8 @@ The trainer imports this file as part of polyturn; servers find it on their PYTH
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -75,41 +74,3 @@ def written(tensor: torch.Tensor) -> str:
 def checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Return name -> checksum of each floating-point tensor that is there."""
     return {name: written(tensor) for name, tensor in named if tensor.is_floating_point() and tensor.numel()}
-
-
-def open_shared(handle: Mapping[str, Any]) -> torch.Tensor:
-    """Return [bytes] the memory of another process behind `handle`, as `polyturn.engines.weight_handles` makes it."""
-    from torch.multiprocessing import reductions
-
-    if handle["kind"] == "file":
-        storage = reductions.rebuild_storage_filename(
-            torch.UntypedStorage, _data(handle["manager"]), _data(handle["name"]), handle["size"]
-        )
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
-    shape, offset = (handle["size"],), handle["offset"]
-    block = (_device(handle["gpu"]), _data(handle["memory"]), handle["block_size"], handle["block_offset"], False)
-    counter = (_data(handle["counter"]), handle["counter_offset"], _data(handle["event"]), handle["waits"])
-    return reductions.rebuild_cuda_tensor(
-        torch.Tensor, shape, (1,), offset, torch.storage.TypedStorage, torch.uint8, *block, *counter
-    )
-
-
-def cut(memory: torch.Tensor, places: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
-    """Return name -> tensor over `memory`; a place is (name, dtype, shape, first byte)."""
-    found = {}
-    for name, dtype, shape, start in places:
-        kind = getattr(torch, dtype)
-        length = torch.Size(shape).numel() * kind.itemsize
-        found[name] = memory[start : start + length].view(kind).view(shape)
-    return found
-
-
-def _device(uuid: str) -> int:
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return index
-    raise ValueError(f"the trainer's GPU {uuid} is not one that this server sees")
-
-
-def _data(text: str) -> bytes:
-    return base64.b64decode(text)

@@ -27,10 +27,10 @@ from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.rewards.judge import ConversationJudge, Verdict
+from polyturn.rollout.aside import Aside
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.episode_state import Aside
-from polyturn.rollout.history_state import Mark
+from polyturn.rollout.history import Mark
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.rollout.schedulers.registry import schedulers
@@ -150,7 +150,7 @@ class Lookahead(MultiTurnScheduler):
         seed = derive_seed(episode.seed, LABEL, place.turn.index, number)
         aside = None if self._train_forks else Aside(label=LABEL, seed=seed)
         fork = episode.fork(at=place.mark, aside=aside, is_unanswered=True)
-        last = place.mark.num_turns + self._window
+        last = len(place.mark.history.turns) + self._window
         most = fork.limits.max_turns
         fork.limits = dataclasses.replace(fork.limits, max_turns=last if most is None else min(last, most))
         return fork

@@ -30,7 +30,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.history_state import Mark
+from polyturn.rollout.history import Mark
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse, key_of

@@ -20,11 +20,11 @@ function tools(runs, found) {
 }
 
 // Highlights are looked for when they are asked for: some are read whole.
-function telling(runs) {
+function highlights(runs) {
   const body = el("div");
   const box = el("details", { ontoggle: async () => {
     body.replaceChildren();
-    const found = await Promise.all(runs.map((run) => get(`runs/${run}/telling`).catch((problem) => { body.append(el("p", { class: "problem" }, problem.message)); return []; })));
+    const found = await Promise.all(runs.map((run) => get(`runs/${run}/highlights`).catch((problem) => { body.append(el("p", { class: "problem" }, problem.message)); return []; })));
     state.list = found.flatMap((of) => of.map(({ id, step, split }) => ({ id, step, split })));
     const link = (run, page, { id, step, split }, text) => el("a", { href: address(page, { id, step, split }, run) }, text);
     const rows = found.flatMap((of, i) => of.map((one) => el("tr", {}, cell(one.title), cell(one.why), cell(link(runs[i], "one", one, one.id)), cell(one.step, true), cell(one.split), cell(state.runs[runs[i]].name), cell(one.split.startsWith("train") ? link(runs[i], "why", one, "why?") : ""))));
@@ -42,5 +42,5 @@ export async function about(run, values, info) {
     : el("section", {}, el("h3", {}, "config.yaml"), el("pre", { tabindex: 0 }, (await get(`runs/${run}/config`).catch((problem) => problem.message)) || "The run kept no configuration."));
   return { element: el("div", {}, el("h2", {}, runs.map((one) => state.runs[one].name).join(" and ")), kept ? null : el("p", { class: "muted" }, info.folder), besidePicker(run, "about", runs),
     ...found.filter((of) => of.config_problem).map((of) => el("p", { class: "muted" }, `Of its settings: ${of.config_problem}.`)),
-    ...TABLES.map(([name, title]) => words(title, runs, found.map((of) => of[name]))), tools(runs, found), telling(runs), config), follows: true };
+    ...TABLES.map(([name, title]) => words(title, runs, found.map((of) => of[name]))), tools(runs, found), highlights(runs), config), follows: true };
 }

@@ -154,6 +154,14 @@ def test_a_generation_prompt_that_opens_reasoning_is_seen() -> None:
     assert parser.parse("cut") == ("", (), "cut")
 
 
+@pytest.mark.parametrize("refused", ["m.role == 'tool'", "not add_generation_prompt and m.role == 'tool'"])
+def test_it_is_seen_behind_a_user_alone_where_results_of_tools_are_refused(refused: str) -> None:
+    source = template("hermes").replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    refusal = "{% if " + refused + " %}{{ raise_exception('no tools') }}{% endif %}"
+    parser = build_parser(codec_of(source.replace("{% for m in messages %}", "{% for m in messages %}" + refusal, 1)))
+    assert parser.parse("cut") == ("", (), "cut")
+
+
 def test_reasoning_can_be_named() -> None:
     parser = build_parser(codec_of(template("hermes")), ParserOptions(reasoning="kimi", calls_in_reasoning=True))
     turn = parser.parse('◁think▷<tool_call>{"name": "now"}</tool_call>◁/think▷')

@@ -18,7 +18,9 @@ from polyturn.compat.swift.args.convert import CONVERTERS
 from polyturn.compat.verl_config.compose import Composed
 from polyturn.compat.verl_config.table import Table, read_table
 from polyturn.compat.verl_config.translate import Translation, translate
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.config.load import tell_repeated
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.yaml_file import read_yaml
 
 KEYS = Path(__file__).parent / "keys.yaml"
 MEGATRON_KEYS = Path(__file__).parent / "megatron_keys.yaml"
@@ -70,6 +72,12 @@ MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "loss_scale": "last_round",
 }
 """The same of `megatron rlhf`."""
+_TEXTS = frozenset({
+    "model", "model_revision", "ref_model", "teacher_model", "system", "output_dir", "save", "api_key", "host", "adapters",
+    "dataset", "val_dataset", "external_plugins", "custom_register_path", "reward_funcs", "multi_turn_scheduler", "gym_env",
+    "context_manager", "stop_words", "loss_scale",
+})  # fmt: skip
+"""Arguments that are texts and lists of texts, whatever they look like: a token 0123, the stop word [/INST]."""
 
 
 @functools.cache
@@ -88,7 +96,7 @@ def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> C
     """Read flags, over `defaults`; one without a value is true, one with several is a list.
 
     Raises:
-        ConfigError: something stands before the first flag, or a flag comes twice.
+        ConfigError: something stands before the first flag, a flag comes twice, or one for a text has none.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -104,7 +112,9 @@ def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> C
             raw.append(rest.pop(0))
         if name in values:
             raise ConfigError(f"the argument --{name} is given twice; keep one of them")
-        found = [read_value(one) for one in raw]
+        if name in _TEXTS and not raw:
+            raise ConfigError(f"the argument --{name} has no value; write --{name} VALUE, or leave it out")
+        found = [_given(name, one) for one in raw]
         values[name] = True if not found else found[0] if len(found) == 1 else found
         origin[name] = f"from the argument '--{name}'"
     return over_defaults(values, origin, defaults)
@@ -119,25 +129,21 @@ def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] 
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"the file {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ''}")
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path} is not YAML: {one_line(problem):.500}") from problem
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold arguments, such as `model: …`, and it holds a {type(found).__name__}")
-    values = {str(k): read_value(v) if isinstance(v, str) else v for k, v in found.items()}
-    origin = dict.fromkeys(values, f"in {path}")
+    written = {name: _given(name, v) if isinstance(v, str) else v for name, v in read_yaml(path).items()}
+    values = _as_tree(written)
+    origin = dict.fromkeys(written, f"in {path}")
+    tell_repeated(overrides)
     for text in overrides:
         name, equals, raw = text.partition("=")
         if not equals or not name or name.startswith("-"):
             raise ConfigError(f"the override {text!r} cannot be read; write name=value")
         key, _, below = name.lstrip("+").partition(".")
-        value = read_value(raw)
+        value = _given(key, raw)
         if below:
-            at = values[key] = dict(values.get(key) or {})
+            at = values[key] = _section(values.get(key), key, text)
             *above, last = below.split(".")
             for part in above:
-                at = at.setdefault(part, {})
+                at[part] = at = _section(at.get(part), part, text)
             at[last] = value
         else:
             values[key] = value
@@ -161,22 +167,51 @@ def read_value(text: str) -> Any:
     return text
 
 
+def _given(name: str, text: str) -> Any:
+    """Return what the text of an argument means: itself where it is one, or a list of them, of free texts only as JSON."""
+    if name not in _TEXTS or text in ("None", "null"):
+        return read_value(text)
+    found = read_value(text) if text.startswith('["' if name in {"stop_words", "system", "api_key"} else "[") else text
+    return found if isinstance(found, list) else text
+
+
+def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with native keys that are written with dots as a tree."""
+    found = {k: v for k, v in values.items() if not k.startswith("polyturn.")}
+    for key in (k for k in values if k.startswith("polyturn.")):
+        tree: Any = values[key]
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        found["polyturn"] = _joined(found.get("polyturn"), tree["polyturn"], "polyturn")
+    return found
+
+
+def _joined(one: Any, other: Any, key: str) -> Any:
+    """Return two values of a key as one.
+
+    Raises:
+        ConfigError: both say something, and one of them is no section.
+    """
+    if one is None:
+        return other
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        raise ConfigError(f"{key} is given twice, as {one!r:.80} and as {other!r:.80}; keep one of them")
+    return {k: _joined(one.get(k), other[k], f"{key}.{k}") if k in other else one[k] for k in {**one, **other}}
+
+
+def _section(value: Any, name: str, override: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"the override {override!r}: {name} is {value!r:.80}, which has no keys to set")
+    return dict(value or {})
+
+
 def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
     """Return arguments with ms-swift's defaults below them; native keys that are written with dots become a tree.
 
     Raises:
-        ConfigError: a native key is a value and a section at once.
+        ConfigError: a native key is a value and a section at once, or is given twice.
     """
-    found = {**defaults, **{k: v for k, v in values.items() if not k.startswith("polyturn.")}}
-    for key in (k for k in values if k.startswith("polyturn.")):
-        *above, last = key.split(".")
-        at = found
-        for part in above:
-            at[part] = dict(at.get(part) or {}) if isinstance(at.get(part), Mapping | None) else at[part]
-            at = at[part]
-            if not isinstance(at, dict):
-                raise ConfigError(f"{key} is set, and {part!r} above it is {at!r:.80}; write a section there")
-        at[last] = values[key]
+    found = {**defaults, **_as_tree(values)}
     return Composed(values=found, origin=dict(origin))
 
 

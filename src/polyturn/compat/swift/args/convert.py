@@ -180,6 +180,13 @@ def engine_size(s: Source) -> None:
         s.put("engine.launch.args", ["--tensor-parallel-size", str(tensor)], by="vllm_tensor_parallel_size")
 
 
+def sequence_parallel(s: Source) -> None:
+    """Set how many ranks split the tokens of the same samples."""
+    if (size := s.whole("sequence_parallel_size", 1, least=1)) > 1:
+        s.put("train.distributed.context_parallel", size, by="sequence_parallel_size")
+        s.put("train.distributed.ranks", size, by="sequence_parallel_size")
+
+
 def lengths(s: Source) -> None:
     """Set how long a turn, or all of them, may be."""
     length = s.whole("max_completion_length", 512, least=1)
@@ -326,6 +333,6 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     for f in (
         model, plugins, async_engine, engine_size, system, columns, dataset, val_dataset, rewards, scheduler, lengths,
         batches, steps, every, folder, betas, warmup, clip, advantage, kl_in_reward, resample, loss_type, correction, lora,
-        ref_model, teacher, megatron, iterations, decay,
+        ref_model, teacher, sequence_parallel, megatron, iterations, decay,
     )
 }  # fmt: skip

@@ -12,8 +12,9 @@ def megatron(s: Source) -> None:
     """Set the backend, and over how many ranks it splits what: at least as many as that takes."""
     s.put("train.backend", "megatron", by="tensor_model_parallel_size")
     ranks = 1
-    for what in ("tensor", "pipeline", "expert"):
-        size = s.whole(key := f"{what}_model_parallel_size", 1, least=1)
+    for what in ("tensor", "pipeline", "expert", "context"):
+        key = f"{what}{'' if what == 'context' else '_model'}_parallel_size"
+        size = s.whole(key, 1, least=1)
         if size != 1:
             s.put(f"train.distributed.{what}_parallel", size, by=key)
             ranks *= 1 if what == "expert" else size

@@ -1,0 +1,175 @@
+"""WorkerPool: groups run by workers in other processes, used like the pool of one process.
+
+    WorkerPool.run_one(spec)  ->  the worker with least to do  ->  a group
+                                  died?  ->  another one, behind the last complete turn of each episode
+
+How a worker is reached is its own business (`RemoteWorker`): an actor of Ray's, or a process of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import cloudpickle
+
+from polyturn.cluster.journal import JournalEntry, ResumeState, carry
+from polyturn.core.errors import ConfigError, RankLostError, one_line
+from polyturn.core.live import LiveObject
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.journal import JournaledEpisode
+from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
+from polyturn.training.journal_file import JournalFile
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLostError(RankLostError):
+    """A rollout worker is gone; the message has the last lines of its log."""
+
+
+class RemoteWorker(ABC):
+    """A `RolloutWorker` in another process. All calls raise WorkerLostError once that is gone."""
+
+    def __init__(self, name: str) -> None:
+        """Give it a name for people."""
+        self.name = name
+
+    @abstractmethod
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return what a method returns there; a caller that is cancelled cancels it."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """End it."""
+
+    async def run(self, spec: GroupSpec, resume_state: ResumeState | None) -> TrajectoryGroup:
+        """Run one group there."""
+        group: TrajectoryGroup = await self.call("run", spec, resume_state)
+        return group
+
+    async def abort(self, group: str) -> list[int]:
+        """End the completions of a group there, and return the lengths of its episodes."""
+        lengths: list[int] = await self.call("abort", group)
+        return lengths
+
+    async def posts(self, received: int) -> list[JournalEntry]:
+        """Return what its episodes have to say to the journal."""
+        found: list[JournalEntry] = await self.call("posts", received)
+        return found
+
+
+def travelling(held: Any) -> bytes:
+    """Return an object as it is sent to another process of this machine, which does not run the program's own module."""
+    data: bytes = cloudpickle.dumps(held)
+    return data
+
+
+def check_travels(live: Sequence[LiveObject]) -> None:
+    """Refuse objects of the program that cannot be sent to other processes.
+
+    Raises:
+        ConfigError: one cannot be pickled.
+    """
+    for held in live:
+        try:
+            travelling(held.target)
+        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
+            raise ConfigError(
+                f"{held.label} cannot be sent to the run's other processes ({one_line(problem)}); give its class, which "
+                "each of them makes objects of, or drop ray= and cluster.workers"
+            ) from problem
+
+
+class WorkerPool(RolloutPool):
+    """Runs groups on the workers."""
+
+    def __init__(
+        self, workers: Sequence[RemoteWorker], context: RolloutContext, *, max_concurrent: int, max_failed_share: float
+    ) -> None:
+        super().__init__(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share)
+        self._loads = {worker.name: 0 for worker in workers}
+        self._workers = {worker.name: worker for worker in workers}
+        self._last_words = ""
+        """Of the worker that died last."""
+        self._journal: JournalFile | None = None
+        self._carriers: dict[str, asyncio.Task[None]] = {}
+
+    def keep_in(self, journal: JournalFile) -> None:
+        """Let the episodes of training on all workers be kept in a journal, turn by turn; call it before the first group."""
+        self._journal = journal
+
+    async def _run(self, spec: GroupSpec, live: LiveGroup | None) -> TrajectoryGroup:
+        """Run one group on a worker; if that dies, go on with it on another, behind the last complete turn of each episode.
+
+        Raises:
+            RankLostError: the last worker died.
+        """
+        self._carry()
+        resume_state = self._recall(spec, JournalFile.recall)
+        while True:
+            if not self._workers:
+                raise RankLostError(f"no rollout worker is left. {self._last_words}")
+            name = min(self._workers, key=lambda n: self._loads[n])
+            self._loads[name] += spec.size
+            worker = self._workers[name]
+            if live is not None:
+                live.abort_elsewhere = partial(_abort, worker, spec.id)
+            try:
+                return await worker.run(spec, resume_state)
+            except WorkerLostError as problem:
+                await self._lose(name, problem)
+                resume_state = self._recall(spec, JournalFile.recall_lost)
+            finally:
+                self._loads[name] -= spec.size
+
+    async def close(self) -> None:
+        """End all workers, and close what the leader's episodes share."""
+        for worker in self._workers.values():
+            await worker.end()
+        await super().close()
+
+    def _carry(self) -> None:
+        """Let what the workers' episodes say be carried to the journal, from the first group on."""
+        if self._journal is not None and not self._carriers:
+            for name, worker in self._workers.items():
+                carrying = _carry_until_dead(self._journal, worker)
+                self._carriers[name] = asyncio.create_task(carrying, name=f"journal of {name}")
+
+    def _recall(self, spec: GroupSpec, recall: Callable[[JournalFile, str], JournaledEpisode | None]) -> ResumeState | None:
+        """Return what the journal holds of a group's episodes; None where no journal is kept."""
+        journal = self._journal
+        if journal is None:
+            return None
+        found = {episode: recall(journal, episode) for episode in spec.episodes}
+        return ResumeState({episode: held for episode, held in found.items() if held is not None}, journal.why_not)
+
+    async def _lose(self, name: str, problem: WorkerLostError) -> None:
+        if self._workers.pop(name, None) is not None:
+            self._last_words = str(problem)
+            logger.error("%s\nRollout workers left, where its groups go on: %d", problem, len(self._workers))
+        if name in self._carriers:
+            await asyncio.wait({self._carriers[name]})  # what it said before it died is read by whoever goes on
+
+
+async def _abort(worker: RemoteWorker, group: str) -> list[int]:
+    try:
+        return await worker.abort(group)
+    except WorkerLostError:  # what it had is lost with it
+        return []
+
+
+async def _carry_until_dead(journal: JournalFile, worker: RemoteWorker) -> None:
+    try:
+        await carry(journal, worker.posts)
+    except WorkerLostError:
+        return
+    except Exception:  # its conversations would wait for ever
+        logger.exception("%s is ended, because what it says of its conversations cannot be taken up", worker.name)
+        await worker.end()

@@ -1,0 +1,133 @@
+"""The trainer's end of SGLang's own weight updates, to any number of servers at once.
+
+    gloo, nccl   /init_weights_update_group once, then /update_weights_from_distributed names tensors, and they are broadcast
+    ipc          /update_weights_from_tensor with handles of the trainer's memory, on the same GPU
+
+Handles go pickled, because that is what the route takes; the server reads them with an unpickler that knows tensors only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import pickle
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import EngineError
+from polyturn.engines.weight_group import WeightGroup
+from polyturn.engines.weight_transfer import TransferServer, on_all
+from polyturn.engines.weight_transport import Way, buckets, untied
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GPU_FIELD = 6
+"""The place of the GPU's number in torch's handle of a tensor; another process may count GPUs in another order."""
+
+
+class SglangLink:
+    """The trainer's end of one transfer; implements `TransferLink`."""
+
+    def __init__(self, servers: Sequence[TransferServer], group: WeightGroup | None) -> None:
+        self._servers = servers
+        self._group = group
+
+    @classmethod
+    async def open(cls, way: Way, servers: Sequence[TransferServer]) -> SglangLink:
+        """Make the group with the servers' workers, if the way has one.
+
+        Raises:
+            EngineLostError: it did not come about.
+            EngineError: a server refused.
+        """
+        if way == "ipc":
+            return cls(servers, None)
+        workers, offset = {}, 1
+        for server in servers:
+            workers[server] = offset
+            offset += server.num_workers
+        name = f"polyturn-{uuid.uuid4().hex[:8]}"
+        group = WeightGroup([server.url for server in servers], name=name, backend=way, size=offset)
+        where = {"master_address": group.host, "master_port": group.port, "world_size": group.size}
+        body = {**where, "group_name": name, "backend": way}
+        path = "/init_weights_update_group"
+        await group.join(on_all(servers, lambda server: server.tell(path, {**body, "rank_offset": workers[server]})))
+        return cls(servers, group)
+
+    async def send(self, weights: Mapping[str, Tensor]) -> None:
+        """Send a bucket at a time, in a session of each server.
+
+        Raises:
+            EngineLostError: a server did not answer, or the group broke.
+            EngineError: one refused.
+        """
+        await self._all("/begin_weight_update", {"selector": "target"})
+        try:
+            pieces = iter(buckets(untied(weights)))
+            while (bucket := await asyncio.to_thread(next, pieces, None)) is not None:
+                await (self._hand_over(bucket) if self._group is None else self._broadcast(bucket, self._group))
+        except BaseException:
+            with contextlib.suppress(EngineError):  # a session that stays open refuses the next weights
+                await self._all("/end_weight_update", {})
+            raise
+        await self._all("/end_weight_update", {})
+
+    async def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            await self._all("/destroy_weights_update_group", {"group_name": self._group.name})
+
+    async def _all(self, path: str, body: Mapping[str, Any]) -> None:
+        await on_all(self._servers, lambda server: server.tell(path, body))
+
+    async def _broadcast(self, bucket: Mapping[str, Tensor], group: WeightGroup) -> None:
+        body = {
+            "names": list(bucket),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+            "shapes": [list(tensor.shape) for tensor in bucket.values()],
+            "group_name": group.name,
+            "flush_cache": False,
+        }
+        await group.broadcast(list(bucket.values()), self._all("/update_weights_from_distributed", body))
+
+    async def _hand_over(self, bucket: Mapping[str, Tensor]) -> None:
+        import torch
+
+        held = {name: tensor.cuda() for name, tensor in bucket.items()}
+        torch.cuda.synchronize()  # the other process reads them on a stream of its own
+
+        async def give(server: TransferServer) -> None:
+            # A handle is opened once, so every process of the server gets its own.
+            handles = [_pickled(held) for _ in range(server.num_workers)]
+            await server.tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
+
+        await on_all(self._servers, give)
+        held.clear()
+        torch.cuda.ipc_collect()
+
+
+def _pickled(tensors: Mapping[str, Tensor]) -> str:
+    """Return [(name, tensor)] with handles of the tensors' memory, in base64."""
+    into = io.BytesIO()
+    _HandlePickler(into, protocol=4).dump(list(tensors.items()))
+    return base64.b64encode(into.getvalue()).decode("ascii")
+
+
+class _HandlePickler(pickle.Pickler):
+    """Writes tensors of a GPU as handles that name it by its UUID."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Say how a tensor is opened."""
+        import torch
+        from torch.multiprocessing import reductions
+
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        function, said = reductions.reduce_tensor(obj)
+        gpu = str(torch.cuda.get_device_properties(obj.device).uuid)
+        return function, (*said[:_GPU_FIELD], gpu, *said[_GPU_FIELD + 1 :])

@@ -1,0 +1,198 @@
+"""The trainer's end of vLLM's own weight transfer (its package `vllm` has it), to any number of servers at once.
+
+    init_weight_transfer_engine                    once: the workers of all servers and the trainer make one group
+    start -> update_weights -> finish              each time: the call names tensors, and they are broadcast
+
+vLLM's trainer engine drives these phases; here is what it sends, and how its calls reach every server. The backend is the
+one that the servers were started with: nccl, ipc, or gloo (`server_side/polyturn_vllm_gloo.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.aio import OneThread
+from polyturn.core.errors import EngineError, EngineLostError, one_line
+from polyturn.engines.weight_transfer import TransferServer, on_all
+from polyturn.engines.weight_transport import BUCKET_BYTES, Way, address_towards, kinds_of, untied
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class VllmLink:
+    """The trainer's end of one transfer; implements `TransferLink`."""
+
+    def __init__(self, way: Way, servers: Sequence[TransferServer]) -> None:
+        self._way = way
+        self._source = _Source(on_gpu=way != "gloo")
+        self._phases = _Phases(servers)
+        self._thread = OneThread("polyturn-weight-transfer")
+        """Holds nobody up at the end, if it still waits for a server that has died."""
+        self._engine: Any = None
+
+    @classmethod
+    async def open(cls, way: Way, servers: Sequence[TransferServer]) -> VllmLink:
+        """Make the group with the servers' workers.
+
+        Raises:
+            EngineLostError: it did not come about.
+            EngineError: a server refused, for it was started with another backend.
+        """
+        link = cls(way, servers)
+        link._engine = await link._run(link._join)
+        return link
+
+    async def send(self, weights: Mapping[str, Tensor]) -> None:
+        """Go through the phases.
+
+        Raises:
+            EngineLostError: a server did not answer, or the group broke.
+            EngineError: one refused.
+        """
+        self._source.weights = untied(weights)
+        try:
+            await self._run(self._engine.send_weights)
+        except EngineError:
+            with contextlib.suppress(EngineError):  # a server in the middle of an update would die of its next request
+                await self._phases.tell_all("/finish_weight_update")
+            raise
+        finally:
+            self._source.weights = {}
+
+    async def close(self) -> None:
+        """Leave the group."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            await self._phases.tell_all("/shutdown_weight_transfer_engine")
+
+    def _join(self) -> Any:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        servers = self._phases.servers
+        host = address_towards([server.url for server in servers])
+        size = 1 + sum(server.num_workers for server in servers)
+        info = _init_info(self._way, host, size)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self._phases, source=self._source)
+
+    async def _run(self, work: Callable[[], Any]) -> Any:
+        """Run the trainer's side in a thread; where a server fails, it is left to its time limit."""
+        failed = self._phases.begin()
+        own = self._thread.submit(work)
+        await asyncio.wait({own, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done() and (problem := failed.exception()) is not None:
+            own.cancel()
+            raise problem
+        failed.cancel()
+        try:
+            return await own
+        except EngineError:
+            raise
+        except (RuntimeError, ValueError) as broke:
+            raise EngineLostError(f"the {self._way} transfer to the servers broke ({one_line(broke)})") from broke
+
+
+class _Source:
+    """The weights, as vLLM's `WeightSource` has them."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.weights: Mapping[str, Tensor] = {}
+        self._on_gpu = on_gpu
+
+    def metadata(self) -> list[Any]:
+        """Return name, type and shape of each, without bringing it."""
+        from vllm.distributed.weight_transfer import ParamMeta
+
+        return [ParamMeta(name, kind.dtype, kind.shape) for name, kind in kinds_of(self.weights).items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights.items():
+            yield name, tensor.cuda() if self._on_gpu else tensor
+
+
+class _Phases:
+    """The calls of vLLM's trainer engine, each to all servers; implements its `VLLMWeightSyncClient`.
+
+    They come from threads, and are answered on the event loop that the servers' clients live on.
+    """
+
+    def __init__(self, servers: Sequence[TransferServer]) -> None:
+        self.servers = servers
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+
+    def begin(self) -> asyncio.Future[None]:
+        """Return what fails as soon as a call fails."""
+        self._failed = self._loop.create_future()
+        return self._failed
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let every worker join, those of a server behind those of the one before it."""
+        bodies, offset = [], init_info.get("rank_offset", 0)
+        for server in self.servers:
+            bodies.append({"init_info": {**init_info, "rank_offset": offset} if "rank_offset" in init_info else init_info})
+            offset += server.num_workers
+        self._call("/init_weight_transfer_engine", bodies)
+
+    def start_weight_update(self) -> None:
+        """Let all begin, also one whose last update was broken off."""
+        try:
+            self._call("/start_weight_update", is_final=False)
+        except EngineError:
+            self._call("/finish_weight_update", is_final=False)
+            self._call("/start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Let all receive what the call names."""
+        from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
+
+        self._call("/update_weights", [{"update_info": _json_safe_update_payload(update_info)}] * len(self.servers))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Let all end."""
+        self._call("/finish_weight_update")
+
+    async def tell_all(self, path: str, bodies: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Post to all servers at once."""
+        of = dict(zip(self.servers, bodies or [{}] * len(self.servers), strict=True))
+        await on_all(self.servers, lambda server: server.tell(path, of[server]))
+
+    def _call(self, path: str, bodies: Sequence[Mapping[str, Any]] | None = None, *, is_final: bool = True) -> None:
+        try:
+            asyncio.run_coroutine_threadsafe(self.tell_all(path, bodies), self._loop).result()
+        except EngineError as problem:
+            if is_final:
+                self._loop.call_soon_threadsafe(self._fail, problem)
+            raise
+
+    def _fail(self, problem: EngineError) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(problem)
+
+
+def _init_info(way: Way, host: str, size: int) -> Any:
+    """Return what vLLM's trainer engine of a backend is made from."""
+    shared: dict[str, Any] = {"rank": 0, "packed_buffer_size_bytes": BUCKET_BYTES}
+    if way == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(packed=True, **shared)
+    where = {"master_address": host, "master_port": _free_port(host), "world_size": size}
+    if way == "gloo":
+        from polyturn.engines.server_side.polyturn_vllm_gloo import GlooTrainerInitInfo, register_trainer
+
+        register_trainer()
+        return GlooTrainerInitInfo(**where, **shared)
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    return NCCLTrainerInitInfo(**where, **shared)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,155 @@
+"""Messages between two processes of one run: pickled objects with their length before them, over a connected socket.
+
+    [ length, 4 bytes, little endian ][ pickle ]    again and again, in both directions
+
+    Peer    (3, "generate", arguments)  ->    <-  (3, None, answer)      both ends call, and both answer
+
+What a peer's calls carry is pickled by itself, and with classes of the program's own file, which the other end lacks; what
+cannot be read there is the failure of one call. Separate because both ends speak it. It is for a socket that nobody else can
+connect to: whoever writes to it is trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import socket
+import struct
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from polyturn.core.errors import EngineError, PolyturnError
+
+_LENGTH = struct.Struct("<I")
+MAX_BYTES = 2**32 - 1
+
+
+class MessageSocket(asyncio.Protocol):
+    """One end: `send` writes an object, `on_message` is called with each that arrives, `on_end` when no more can come."""
+
+    def __init__(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self._on_message = on_message
+        self._on_end = on_end
+        self._transport: asyncio.Transport | None = None
+        self._data = bytearray()
+
+    def send(self, message: object) -> None:
+        """Write an object; it leaves when the other end reads. Nothing happens once the connection is gone.
+
+        Raises:
+            EngineError: it has more than 4 GiB.
+        """
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        if len(data) > MAX_BYTES:
+            raise EngineError(f"a message of {len(data)} bytes is too long for another process; at most {MAX_BYTES}")
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        """Close the connection once everything is written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio.Protocol.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        held = self._data
+        held += data
+        start = 0
+        while len(held) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(held, start)
+            end = start + _LENGTH.size + length
+            if len(held) < end:
+                break
+            self._on_message(pickle.loads(memoryview(held)[start + _LENGTH.size : end].toreadonly()))
+            start = end
+        del held[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_end()
+
+
+class Peer:
+    """One end of a socket over which two processes call each other's methods; what an end is asked runs side by side."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]], *, on_end: Callable[[], BaseException]) -> None:
+        """Offer `methods` to the other end; `on_end` returns what calls raise that wait when it is gone."""
+        self._methods = methods
+        self._on_end = on_end
+        self._socket = MessageSocket(self._on_message, self._end)
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self._problem: BaseException | None = None
+
+    async def connect(self, connection: socket.socket) -> None:
+        """Speak over a connected socket, on the running event loop, from now on."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._socket, sock=connection)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return what a method of the other end returns; where the caller is cancelled, it is cancelled there.
+
+        Raises:
+            PolyturnError: what it raised; of any other exception a RuntimeError with its trace.
+        """
+        if self._problem is not None:
+            raise self._problem
+        packed = cloudpickle.dumps(arguments)
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._socket.send((number, method, packed))
+            value, problem = pickle.loads(await answer)
+        except asyncio.CancelledError:
+            self._socket.send((number, None, None))
+            raise
+        finally:
+            del self._asked[number]
+        if problem is not None:
+            raise problem
+        return value
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _on_message(self, message: tuple[int, str | None, bytes | None]) -> None:
+        number, method, packed = message
+        if packed is None:
+            if (task := self._answering.get(number)) is not None:
+                task.cancel()
+        elif method is not None:
+            self._answering[number] = asyncio.ensure_future(self._answer(number, method, packed))
+        elif (asked := self._asked.get(number)) is not None and not asked.done():
+            asked.set_result(packed)
+
+    async def _answer(self, number: int, method: str, packed: bytes) -> None:
+        try:
+            try:
+                answer = cloudpickle.dumps((await self._methods[method](*pickle.loads(packed)), None))
+            except PolyturnError as error:
+                answer = cloudpickle.dumps((None, error))
+                pickle.loads(answer)  # one of a class with arguments of its own cannot be made again from its message
+            self._socket.send((number, None, answer))
+        except Exception:
+            problem = RuntimeError(f"in another process of the run:\n{traceback.format_exc()}")
+            self._socket.send((number, None, cloudpickle.dumps((None, problem))))
+        finally:
+            del self._answering[number]
+
+    def _end(self) -> None:
+        self._problem = self._on_end()
+        for task in self._answering.values():
+            task.cancel()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(self._problem)

@@ -1,0 +1,49 @@
+"""Asides: what the run's model says for somebody else, and what an interaction that may ask for one is told.
+
+    segments    assistant  [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          the model's own
+                user       [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          an aside, which weighs 0
+
+The tokens of an aside are in the record, in segments of another agent, but it is no turn of the conversation, so that no
+reward function takes it for what the model said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from polyturn.core.generation import SamplingParams
+from polyturn.core.messages import Message
+from polyturn.interactions.context import SpeakOptions
+
+
+class Aside(NamedTuple):
+    """Options of a fork outside the conversation: another speaker's turn, or a look-ahead."""
+
+    label: str
+    """Whose tokens they are in the record, in segments of their own."""
+    seed: int
+    is_trained: bool = False
+    """Whether its tokens are trained; they weigh 0 otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeView:
+    """The facts that an interaction is told beyond the messages; a `ConversationView`."""
+
+    id: str
+    seed: int
+    num_user_turns: int
+    speak: Callable[[Sequence[Mapping[str, Any]], SpeakOptions], Coroutine[Any, Any, Message]]
+
+
+def sampled_for(options: SpeakOptions, sampling: SamplingParams) -> SamplingParams:
+    """Return how a voice is sampled in a run that samples like `sampling`."""
+    return dataclasses.replace(
+        sampling,
+        max_tokens=options.max_tokens,
+        temperature=sampling.temperature if options.temperature is None else options.temperature,
+        top_p=sampling.top_p if options.top_p is None else options.top_p,
+    )

@@ -1,0 +1,113 @@
+"""The edits of a history: what schedulers and limits change between two turns. Pure, and none of them encodes a message.
+
+    rewrite          other messages: the next prompt is a full render
+    go_on            the same assistant message goes on behind a text or ids
+    shorten_to_fit   fewer messages, where the context is full
+
+Each comes to one change of the history (`edit`, `continue_turn`), which is an event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.errors import SchedulerError
+from polyturn.core.messages import Message, Origin
+from polyturn.rollout.edits import kept_of, shorten
+from polyturn.rollout.history import BOTH, History
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.next_prompt import NO_IDS, Given, Render
+
+
+def rewrite(history: History, messages: Sequence[Message], *, goes_on: bool = False) -> None:
+    """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
+
+    Args:
+        messages: The new history.
+        goes_on: The next turn continues the last message, which must be an assistant's.
+
+    Raises:
+        SchedulerError: there is no message, or the last one cannot be continued.
+    """
+    if not messages:
+        raise SchedulerError("a history needs at least one message; keep the task's prompt, `episode.task.prompt`")
+    if goes_on:
+        if messages[-1].role != "assistant" or messages[-1].tool_calls or len(messages) == 1:
+            raise SchedulerError(
+                f"only an assistant message without calls, behind other messages, can go on; the last one is "
+                f"{messages[-1].to_openai()!r:.120}"
+            )
+        if history.waiting:
+            raise SchedulerError(BOTH)
+        history.edit(messages, (), messages[-1].text, _continuation(history, messages[-1]))
+    elif history.builder.is_open:
+        history.edit(messages, history.waiting, None, NO_IDS)
+    else:
+        history.set_prompt(messages)
+
+
+def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | int | None, is_trusted: bool) -> int:
+    """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`.
+
+    Returns:
+        How many sampled tokens were dropped.
+
+    Raises:
+        SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was
+            edited, which decides by itself what goes on.
+    """
+    if not history.turns:
+        raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")
+    if isinstance(history.next, Render):
+        raise SchedulerError("the history was rewritten before `go_on`; pass `goes_on=True` to `rewrite` instead")
+    if history.waiting:
+        raise SchedulerError(BOTH)
+    turn, codec = history.turns[-1], history.encoder.codec
+    kept = kept_of(codec, turn.completion, keep)
+    last_id = int(turn.completion.token_ids[kept.num_tokens - 1]) if kept.num_tokens else None
+    rest = (kept.rest, Origin.MODEL)
+    if isinstance(addition, str):
+        origin = Origin.OWNER if is_trusted else Origin.ENVIRONMENT
+        ids, text = history.encoder.continuation(rest, (addition, origin), last_id=last_id), kept.rest + addition
+    else:
+        added = np.asarray(addition, np.int32)
+        ids = ids_array(np.concatenate([history.encoder.continuation(rest, last_id=last_id), added]))
+        text = kept.rest + codec.decode(added)
+    said = turn.said_before + kept.text
+    own, whole = history.read(said, turn=turn.index), history.read(said + text, turn=turn.index)
+    if not own.tool_calls:  # a scheduler may have read them, in a form that the parser does not know
+        calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text)
+        own = dataclasses.replace(own, tool_calls=calls)
+    return history.continue_turn(kept.num_tokens, kept.text, text, ids, own, whole)
+
+
+def shorten_to_fit(history: History, limits: Limits) -> bool:
+    """Apply the context policy; return whether the history was shortened so that the next turn fits.
+
+    A history that was shortened is shown at once. Ids that an agent wrote itself are never shortened.
+    """
+    if isinstance(history.next, Given):
+        return False
+    room = (limits.max_context or 0) - limits.reserve
+    shorter = shorten(
+        [*history.messages, *history.waiting],
+        policy=limits.context_policy,
+        num_prompt=history.num_prompt,
+        fits=lambda messages: history.length_of(messages) <= room,
+    )
+    if shorter is None:
+        return False
+    # Counted before the edit: what the environment added is as many tokens, however little of it is shown again.
+    num_new, said = history.next_prompt().num_new, history.said
+    history.edit(shorter, (), said, NO_IDS if said is None else _continuation(history, shorter[-1]))
+    history.show(history.next_prompt()._replace(num_new=num_new))
+    return True
+
+
+def _continuation(history: History, message: Message) -> Ids:
+    """Return the ids of an assistant message behind the generation prompt, for the next turn to go on with."""
+    return history.encoder.continuation((message.text, message.origin or Origin.ENVIRONMENT))

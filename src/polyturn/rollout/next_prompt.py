@@ -1,0 +1,65 @@
+"""Next: what the model is shown next, as one value; Prompt: the ids that came of it.
+
+Append(messages)    held ids + the encoded new messages     the default: the model keeps all it wrote, reasoning included
+Continue(said, …)   held ids + a text or ids                the same assistant message goes on behind it
+Render(messages)    the template writes the whole history   after an edit; with `renders_history` before every turn
+Given(ids)          the caller's own ids                    for agents that write their prompts themselves
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.media import Media
+from polyturn.core.messages import Message
+
+NO_IDS = ids_array([])
+
+
+class Append(NamedTuple):
+    """New messages behind the ids that are held."""
+
+    messages: tuple[Message, ...] = ()
+
+
+class Continue(NamedTuple):
+    """The same assistant message goes on."""
+
+    said: str
+    """The text so far."""
+    addition: Ids = NO_IDS
+    """Ids behind those that are held."""
+
+
+class Render(NamedTuple):
+    """A full render of the history, which was edited, and of messages behind it."""
+
+    messages: tuple[Message, ...] = ()
+    last: Continue | None = None
+    """The last message of the history, where it goes on."""
+
+
+class Given(NamedTuple):
+    """Ids that an agent wrote itself: the whole prompt, whatever the messages say."""
+
+    ids: Ids
+    messages: tuple[Message, ...] = ()
+    """Kept in the history, not encoded."""
+
+
+Next = Append | Continue | Render | Given
+
+
+class Prompt(NamedTuple):
+    """The next prompt of the model."""
+
+    ids: Ids
+    """The ids to append; the whole prompt if `is_whole`."""
+    is_whole: bool
+    num_new: int
+    """Tokens that the environment adds, each counted once however often the history is rendered."""
+    length: int
+    """Tokens of the whole prompt."""
+    media: tuple[Media, ...] = ()
+    """The images and other media that `ids` show."""

@@ -1,0 +1,145 @@
+"""Context parallelism: a row of ranks splits the flat axis of a packed micro-batch, for conversations too long for one.
+
+    flat axis of N tokens, padded to M     0 1 2 3 4 5 6 .        in 2n chunks for n ranks
+    rank r has the chunks r and 2n-1-r     rank 0: 0 1 6 .        a token attends to those before it, so an early and
+                                           rank 1: 2 3 4 5        a late chunk together are the same work for every rank
+
+A rank computes each layer for its own tokens. For attention alone it gathers the keys and values of the whole axis, by the
+all-gather of torch's context parallelism (`flex_cp_allgather`, whose backward pass is a reduce-scatter), so that packed rows
+and shared prefixes see what they see on one rank. Source: Llama Team 2024 (The Llama 3 Herd of Models, section 3.3.2).
+
+The results at all targets are put together on every rank of the row, so that each computes the same loss, whatever it
+compares within a sequence, and its backward pass runs through its own tokens. So gradients add up to that of one rank (I7).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
+
+from polyturn.batching.layout import MicroBatch
+from polyturn.batching.packing import Packing
+from polyturn.core.errors import ConfigError
+
+
+class ContextRow:
+    """The ranks that split the tokens of the same micro-batches."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = group.size()
+        self.rank = group.rank()
+
+    @classmethod
+    def of(cls, device: torch.device, *, size: int, inner: int = 1) -> ContextRow:
+        """Return this rank's row of `size` ranks, each of which is `inner` ranks that split the layers of the same tokens.
+
+        Raises:
+            ConfigError: the ranks do not divide into such rows.
+        """
+        ranks = dist.get_world_size()
+        if ranks % (size * inner):
+            each = f", each of {inner} ranks that split layers" if inner > 1 else ""
+            raise ConfigError(
+                f"train.distributed.context_parallel is {size}{each}, and there are {ranks} ranks; it must divide them"
+            )
+        return _row(dist.group.WORLD, device.type, size, inner)
+
+    def cut(self, batch: MicroBatch) -> tuple[MicroBatch, ContextShare]:
+        """Return the tokens and targets of a packed `batch` that are this rank's, and how it came to them."""
+        assert batch.packing is not None
+        share = ContextShare(self, batch.packing, batch.input_ids_BT.device)
+        local_S = share.local_M[batch.flat_S]
+        share.mine_S = mine_S = local_S >= 0
+        return dataclasses.replace(
+            batch,
+            input_ids_BT=share.take(batch.input_ids_BT[0])[None],
+            position_ids=share.take(batch.position_ids[0])[None],
+            flat_S=local_S[mine_S],
+            targets_S=batch.targets_S[mine_S],
+            temperature_S=None if batch.temperature_S is None else batch.temperature_S[mine_S],
+            routes_NLK=None if batch.routes_NLK is None else share.take(batch.routes_NLK, fill=-1),
+            sample_S=batch.sample_S[mine_S.numpy(force=True)],
+        ), share
+
+
+@functools.cache
+def _row(world: Any, device_type: str, size: int, inner: int) -> ContextRow:
+    # One for each way of splitting, because its groups of ranks have threads, and policy, critic and reference share it.
+    shape = (world.size() // (size * inner), size, inner)
+    return ContextRow(init_device_mesh(device_type, shape, mesh_dim_names=("rows", "cp", "inner"))["cp"].get_group())
+
+
+class ContextShare:
+    """One rank's share of a flat axis."""
+
+    def __init__(self, row: ContextRow, packing: Packing, device: torch.device) -> None:
+        """Divide the axis of `packing` over `row`."""
+        self._row = row
+        self._num_tokens = packing.num_tokens
+        chunks = np.arange(2 * row.size * -(-packing.num_tokens // (2 * row.size))).reshape(2 * row.size, -1)
+        order_M = np.concatenate([chunks[[rank, -1 - rank]].reshape(-1) for rank in range(row.size)])
+        own_L = order_M.reshape(row.size, -1)[row.rank]
+        local_M = np.full(len(order_M), -1)
+        local_M[own_L] = np.arange(len(own_L))
+        # Padding sees itself, for attention to nothing at all would be NaN; nothing else sees it, because it stands behind.
+        until_M = np.concatenate([packing.until_N, np.full(len(order_M) - packing.num_tokens, len(order_M))])
+        self.own_L = torch.from_numpy(own_L).to(device)
+        """[L] where on the axis this rank's tokens stand; from N on, padding."""
+        self.local_M = torch.from_numpy(local_M).to(device)
+        """[M] which of this rank's tokens each is; -1 for those of other ranks."""
+        self.until_M = torch.from_numpy(until_M).to(device)
+        """[M] token q sees token k where k <= q < until[k]."""
+        self.mine_S: Tensor = torch.empty(0, dtype=torch.bool)
+        """[S] which targets are read off this rank's tokens."""
+        self._back_M = torch.from_numpy(np.argsort(order_M)).to(device)
+
+    def take(self, along_N: Tensor, *, fill: int = 0) -> Tensor:
+        """Return [L, …] what [N, …] says of this rank's tokens, and `fill` of padding."""
+        is_real = self.own_L < self._num_tokens
+        taken = along_N[self.own_L.clamp(max=self._num_tokens - 1)]
+        return torch.where(is_real.reshape(-1, *(1,) * (taken.dim() - 1)), taken, fill)
+
+    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [1, KV, M, D] the keys and values of the whole axis, of [1, KV, L, D]; the call is collective."""
+        key, value = flex_cp_allgather(key, value, 2, self._row.group.group_name)
+        return key.index_select(2, self._back_M), value.index_select(2, self._back_M)
+
+    def sees(self, own: slice) -> Tensor:
+        """Return [Q, M] whether some of this rank's tokens see each token of the axis."""
+        at_Q1, every_M = self.own_L[own, None], torch.arange(len(self.until_M), device=self.own_L.device)
+        return (every_M <= at_Q1) & (at_Q1 < self.until_M)
+
+    def of_targets(self, found: Tensor) -> Tensor:
+        """Return [S] the results at all targets, of those at this rank's; the call is collective."""
+        return self._summed(found, self.mine_S.nonzero()[:, 0], len(self.mine_S))
+
+    def of_tokens(self, found: Tensor) -> Tensor:
+        """Return [N, …] what is found of all tokens, of [L, …]; the call is collective."""
+        return self._summed(found, self.own_L, len(self.until_M))[: self._num_tokens]
+
+    def _summed(self, found: Tensor, at: Tensor, count: int) -> Tensor:
+        among = found.new_zeros(count, *found.shape[1:]).index_copy(0, at, found)
+        return _Summed.apply(among, self._row.group)  # type: ignore[no-any-return]
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over a row, of which each rank computes the same loss: the gradient of its own part is what it finds."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, group: dist.ProcessGroup) -> Tensor:
+        found = found.contiguous().clone()
+        dist.all_reduce(found, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

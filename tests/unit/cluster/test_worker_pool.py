@@ -1,0 +1,45 @@
+"""What rollout workers need of a program, before any of them is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from polyturn.cluster.worker_pool import check_travels
+from polyturn.core.errors import ConfigError
+from polyturn.core.live import hold
+
+
+def test_an_object_that_cannot_travel_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"<live mine:lock> cannot be sent to the run's other processes .* give its class"):
+        check_travels([hold(threading.Lock(), name="mine:lock")])
+
+
+PROGRAM = """
+import sys
+from polyturn.cluster.worker_pool import travelling
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.schedulers.react import React
+
+class Says(MultiTurnScheduler):
+    stateless = True
+    def check_task(self, task): ...
+
+class SaysAgain(React):
+    stateless = True
+
+class SaysNothing(React):
+    def check_task(self, task): ...
+
+sys.stdout.buffer.write(travelling([Says, SaysAgain, SaysNothing]))
+"""
+
+
+def test_what_a_programs_scheduler_says_of_its_state_travels() -> None:
+    sent = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True).stdout
+    read = "import pickle, sys; print([held.stateless for held in pickle.load(sys.stdin.buffer)])"
+    arrived = subprocess.run([sys.executable, "-c", read], input=sent, check=True, capture_output=True).stdout
+    assert arrived.decode().strip() == "[True, True, False]"

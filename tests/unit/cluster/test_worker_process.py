@@ -1,0 +1,64 @@
+"""A worker's process ends with whoever leads it, also where that is killed while a tool of the worker never returns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from polyturn.infra.process import session_of
+
+LEADER = """
+import asyncio, os, subprocess, sys, time
+from types import SimpleNamespace
+from polyturn.cluster.worker_pool import travelling
+from polyturn.cluster.worker_process import ProcessWorker
+
+def holds_a_thread():
+    return asyncio.to_thread(time.sleep, 1000)
+
+async def holds_the_loop():
+    time.sleep(1000)
+
+hold, said = {"thread": holds_a_thread, "loop": holds_the_loop}[sys.argv[1]], sys.argv[2]
+
+class Pool:
+    async def run_one(self, spec, *, live):
+        subprocess.Popen(["sleep", "1000"])
+        with open(said + ".part", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(said + ".part", said)
+        await hold()
+
+async def main():
+    engine = SimpleNamespace(generate=None, abort=None, end_session=None, capabilities=None)
+    await ProcessWorker("one", travelling(lambda journal, engine: Pool()), engine).run(SimpleNamespace(id="group"), None)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+@pytest.mark.parametrize("held", ["thread", "loop"])
+def test_a_worker_whose_tool_never_returns_ends_behind_a_leader_that_is_killed(held: str, tmp_path: Path) -> None:
+    said = tmp_path / "worker"
+    leader = subprocess.Popen([sys.executable, "-c", LEADER, held, str(said)])
+    try:
+        while not said.exists():
+            assert leader.poll() is None
+            time.sleep(0.05)
+    finally:
+        leader.kill()
+        leader.wait()
+    worker = int(said.read_text())
+    deadline = time.monotonic() + 30
+    while (left := session_of(worker)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "neither the worker nor what its tool started"

@@ -1,0 +1,105 @@
+"""Two processes call each other over one socket: answers, errors in their own words, cancellation, and the other's end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import EngineError
+from polyturn.infra.ipc import Peer
+
+
+async def pair(methods: dict[str, Callable[..., Any]]) -> tuple[Peer, Peer]:
+    """Return a peer that calls, and the one that offers `methods`."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    peers = [Peer(offered, on_end=lambda: EngineError("the other is gone")) for offered in ({}, methods)]
+    for peer, end in zip(peers, ends, strict=True):
+        await peer.connect(end)
+    return peers[0], peers[1]
+
+
+async def test_calls_run_side_by_side_and_their_errors_are_in_their_own_words() -> None:
+    may_go_on = asyncio.Event()
+
+    async def wait(value: int) -> int:
+        await may_go_on.wait()
+        return value
+
+    async def refuse(what: str) -> None:
+        may_go_on.set()
+        raise EngineError(f"no {what}")
+
+    async def fail() -> None:
+        raise KeyError("a bug")
+
+    ours, theirs = await pair({"wait": wait, "refuse": refuse, "fail": fail})
+    waiting = [asyncio.create_task(ours.call("wait", number)) for number in range(3)]
+    with pytest.raises(EngineError, match="no room"):
+        await ours.call("refuse", "room")
+    assert await asyncio.gather(*waiting) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match=r"(?s)another process of the run.*KeyError: 'a bug'"):
+        await ours.call("fail")
+    ours.close()
+    theirs.close()
+
+
+async def test_a_call_that_is_cancelled_is_cancelled_there_and_one_that_waits_learns_that_the_other_is_gone() -> None:
+    cancelled, begun = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    ours, theirs = await pair({"wait": wait})
+    running = asyncio.create_task(ours.call("wait"))
+    await begun.wait()
+    running.cancel()
+    await cancelled.wait()
+    cancelled.clear()
+    running = asyncio.create_task(ours.call("wait"))
+    await asyncio.sleep(0.01)
+    theirs.close()
+    with pytest.raises(EngineError, match="the other is gone"):
+        await running
+    with pytest.raises(EngineError, match="the other is gone"):
+        await ours.call("wait")
+    await cancelled.wait()
+
+
+async def test_what_only_one_end_can_read_fails_one_call_and_no_other() -> None:
+    class Own:
+        """Of no module: as the classes of a program's own file are."""
+
+    class TwoWordsError(EngineError):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(f"{first} {second}")
+
+    async def same(value: Any) -> Any:
+        return value
+
+    async def unreadable() -> Any:
+        return threading.Lock()
+
+    async def two_words() -> None:
+        raise TwoWordsError("no", "room")
+
+    ours, theirs = await pair({"same": same, "unreadable": unreadable, "two_words": two_words})
+    assert type(await ours.call("same", Own())) is Own
+    with pytest.raises(TypeError, match=r"cannot pickle .*lock"):
+        await ours.call("same", threading.Lock())
+    with pytest.raises(RuntimeError, match=r"(?s)another process of the run.*cannot pickle .*lock"):
+        await ours.call("unreadable")
+    with pytest.raises(RuntimeError, match=r"(?s)another process of the run.*TwoWordsError: no room"):
+        await ours.call("two_words")
+    assert await ours.call("same", 3) == 3
+    ours.close()
+    theirs.close()
