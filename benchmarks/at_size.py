@@ -198,7 +198,7 @@ async def of_server(kind: str, folder: Path, policy: ModelPolicy, repeats: int) 
     running = await Server.start(spec)
     try:
         vocab: Any = QWEN["vocab_size"]
-        engine = CLIENTS[kind](running.url, ServedModel(vocab_size=vocab, folder=folder), way="shared_memory")
+        engine = CLIENTS[kind](running.url, ServedModel(vocab_size=vocab, folder=folder))
         with WeightFolder(folder) as files:
             for repeat in range(repeats + 1):
                 for part in (written, loaded):

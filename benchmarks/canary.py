@@ -1,6 +1,9 @@
 """The canary: of weight syncs in which one group of parameters is kept back, how many are found? Prints one JSON line.
 
-    python benchmarks/canary.py [--trials 100] [--true-trials 20] [--engines vllm,sglang] [--ways shared_memory]
+    python benchmarks/canary.py [--trials 100] [--true-trials 20] [--engines vllm,sglang] [--ways folder,gloo]
+
+vLLM's gloo takes the trainer's side of its package: run it with the interpreter of its environment, PYTHONPATH=src:tests,
+and the packages of polyturn's that it lacks.
 
 Each trial trains nothing: it takes a server of `make engines` that holds the true weights of a small tied Qwen3, lets the
 start-up proof run with one group of parameters left at its old values on the way, and notes whether the proof failed and
@@ -26,9 +29,11 @@ from transformers import AutoModelForCausalLM
 from polyturn.core.errors import EngineError
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
+from polyturn.engines.weight_transfer import WeightTransfer
 from polyturn.engines.weight_transport import Way
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
 
@@ -60,8 +65,10 @@ async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[st
         groups = groups_of(live)
         found = named = passed = 0
         missed: list[str] = []
-        async with server(kind) as url:
-            engine = CLIENTS[kind](url, ServedModel(vocab_size=VOCAB, folder=Path(folder)), way=way)
+        args = ("--weight-transfer-config.backend", way) if (kind, way) == ("vllm", "gloo") else ()
+        transfer = None if way == "folder" else WeightTransfer(way, CLIENTS[kind].open_link)
+        async with server(kind, args=args) as url:
+            engine = CLIENTS[kind](url, ServedModel(vocab_size=VOCAB, folder=Path(folder)), transfer=transfer)
             leaky = Leaky(engine, true)
             engine.update_weights = leaky  # type: ignore[method-assign]
             began = time.perf_counter()
@@ -93,7 +100,7 @@ async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[st
 
 def sync(engine: RemoteEngine, policy: ModelPolicy, seed: int) -> WeightSync:
     """Return a proof with prompts of its own."""
-    return WeightSync(engine, policy, vocab_size=VOCAB, num_prompts=2, num_tokens=16, seed=seed)
+    return WeightSync(engine, policy, WeightProbe(vocab_size=VOCAB, num_prompts=2, num_tokens=16, seed=seed))
 
 
 def main() -> None:
@@ -102,7 +109,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--true-trials", type=int, default=20)
     parser.add_argument("--engines", default="vllm,sglang")
-    parser.add_argument("--ways", default="shared_memory")
+    parser.add_argument("--ways", default="folder")
     options = parser.parse_args()
     results = {
         f"{kind} {way}": asyncio.run(measure(kind, way, options.trials, options.true_trials))

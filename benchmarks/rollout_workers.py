@@ -1,0 +1,110 @@
+"""Turns a second with episodes in this process, in one worker and in two (`cluster.workers.count`). Prints one JSON line.
+
+    python benchmarks/rollout_workers.py [--repeats 3] [--tool-ms 2]
+
+The scripted engine of `rollout_loop.py` stays here, as a run's engine does; tools, encoding, parsing and rewards go to the
+workers. Each turn calls a tool that computes in Python for `--tool-ms`. The three ways run in turns; what counts is their
+ratio, and the CPU seconds that a turn costs this process, whose inverse is what any number of workers can reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import cloudpickle
+from rollout_loop import CALL, GROUP_SIZE, GROUPS, HISTORY, TURNS, context_of, prompt_of
+
+from polyturn.cluster.journal import WorkerJournal
+from polyturn.cluster.worker_pool import WorkerPool
+from polyturn.cluster.worker_process import ProcessWorker
+from polyturn.core.protocols import Engine
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.testing.episodes import task
+from polyturn.tools.gsm8k import Gsm8kTool
+
+CONCURRENT = 64
+
+
+class SlowTool(Gsm8kTool):
+    """Computes before it answers."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Compute for a while, as a parser or a simulator does."""
+        until = time.thread_time() + self.config["ms"] / 1000
+        while time.thread_time() < until:
+            sum(range(100))
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
+def context(tool_ms: float) -> RolloutContext:
+    """Return what episodes share, with the tool."""
+    return context_of(CALL, tools=[SlowTool({"ms": tool_ms})])
+
+
+def build(tool_ms: float, journal: WorkerJournal, engine: Engine) -> RolloutPool:
+    """Build a worker's pool, in its process."""
+    made = context(tool_ms)
+    made.engine = engine
+    return RolloutPool(made, max_concurrent=CONCURRENT)
+
+
+async def turns(pool: RolloutPool) -> int:
+    """Run all groups once, and return how many turns they took."""
+    specs = [
+        GroupSpec(id=f"g{i}", task=task(prompt_of(HISTORY, seed=i), id=f"t{i}"), size=GROUP_SIZE) for i in range(GROUPS)
+    ]
+    found = [t for group in await pool.run(specs) for t in group.trajectories]
+    assert all(len(t.turns) == TURNS and t.error is None for t in found)
+    return sum(len(t.turns) for t in found)
+
+
+async def measure(repeats: int, tool_ms: float) -> dict[str, tuple[float, float]]:
+    """Return for each way the turns a second and this process's CPU milliseconds a turn, the medians."""
+    # The functions of this file travel by value, because a worker does not have it.
+    here, made = context(tool_ms), cloudpickle.dumps(partial(build, tool_ms))
+    pools: dict[str, RolloutPool] = {"here": RolloutPool(here, max_concurrent=CONCURRENT)}
+    for count in (1, 2):
+        workers = [ProcessWorker(f"worker {n} of {count}", made, here.engine) for n in range(count)]
+        pools[f"workers: {count}"] = WorkerPool(workers, here, max_concurrent=CONCURRENT, max_failed_share=1)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in pools}
+    for repeat in range(repeats + 1):  # the first starts the workers
+        for name, pool in pools.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            count = await turns(pool)
+            if repeat:
+                found[name].append((count / (time.perf_counter() - wall), 1000 * (time.process_time() - cpu) / count))
+    for pool in pools.values():
+        if isinstance(pool, WorkerPool):
+            await pool.close()
+    middle: Callable[[list[tuple[float, float]], int], float] = lambda values, i: median(v[i] for v in values)  # noqa: E731
+    return {name: (middle(values, 0), middle(values, 1)) for name, values in found.items()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tool-ms", type=float, default=2.0)
+    args = parser.parse_args()
+    found = asyncio.run(measure(args.repeats, args.tool_ms))
+    here = found["here"][0]
+    result = {
+        "benchmark": "rollout_workers",
+        "tool_ms": args.tool_ms,
+        "turns_per_s": {name: round(rate) for name, (rate, _) in found.items()},
+        "times_one_process": {name: round(rate / here, 2) for name, (rate, _) in found.items()},
+        "leader_cpu_ms_per_turn": {name: round(cpu, 3) for name, (_, cpu) in found.items()},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
