@@ -1,23 +1,25 @@
 # Everything a contributor runs. `make test` is what CI runs (.ci/run); `make verify` is the long form.
 #   make install   .venv with exactly the versions of constraints.txt
 #   make check     ruff, formatting, mypy
-#   make test      install, check, and every test except the slow ones, in a process for each core (four at most)
+#   make test      install, check, and the tests of the first tier: no second program, no network, no short limit
 #   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once);
-#                  `make test` uses those that are there, and .ci/run builds them where it can
+#                  their tests are skipped without them; .ci/run builds them where it can
 #   make environments   an interpreter with verifiers and OpenEnv, under the user's cache, for their tests
 #   make browser   Chromium and playwright, for the tests of the viewer (Debian's packages, as root)
 #   make system    bubblewrap, for the Python sandbox and its tests (Debian's package, as root)
 #   make docs      the documentation as a site, in site/; a link that leads nowhere is an error
 #   make demo      train the quickstart from scratch
-#   make bench     every benchmark; results in benchmarks/results/DATE.json
-#   make verify    the slow tests, properties with more examples, the demo for ten seeds with its controls (hours), then the
-#                  benchmarks
+#   make bench     every benchmark, and the demo for ten seeds with its controls (hours); results in benchmarks/results/
+#   make verify    the tests of the second tier, one mark after the other, then properties with other and more examples;
+#                  `make verify MARKS="engines kill"` runs those two
 #   make clean     remove whatever can be made again, .venv included; runs/ stays
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PROCESSES ?= 4
+MARKS ?= engines cluster browser kill clock learns chance slow
 
 .PHONY: install check test engines environments browser system docs demo bench verify clean
 
@@ -34,8 +36,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m compileall -q src # once: where Python writes no bytecode, each process of a test would do it
-	$(BIN)/pytest -n 4 --no-loadscope-reorder # more than cores, for many tests wait for other processes
+	$(BIN)/python -m compileall -q src # once, not in every process that a test starts
+	$(BIN)/pytest -n $(PROCESSES)
 
 engines:
 	@failed=0; for engine in vllm sglang; do $(PYTHON) scripts/engines/build.py $$engine || failed=1; done; exit $$failed
@@ -62,12 +64,17 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks/engine_order.py --only live --rounds 15
+	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs docs/demo.md
 
 verify: $(STAMP)
-	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile=long
-	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs docs/demo.md
-	$(BIN)/python benchmarks/run_all.py
-	$(BIN)/python benchmarks/engine_order.py --only live --rounds 15
+	@failed=; for mark in $(MARKS); do \
+		echo "== $$mark"; less="and not slow"; [ $$mark = slow ] && less=; \
+		$(BIN)/pytest -rs -W error::pytest.PytestUnraisableExceptionWarning -m "$$mark $$less" || failed="$$failed $$mark"; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+	[ "$(MARKS)" != "engines cluster browser kill clock learns chance slow" ] || \
+		$(BIN)/pytest -m hypothesis --hypothesis-profile=long
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,7 @@
-"""What holds for all tests: none fails because the machine is busy, and how they are shared out among processes.
+"""Settings of all tests: time limits, hypothesis, and how xdist shares the files out.
 
-`make test` has one process for each core.
-A file's tests stay together, for they share fixtures; all that use the servers of one real engine are one share, so that
-each server starts once and the two engines are tested side by side. What takes longest begins first. The million objects of
-all tests and their imports are kept from the garbage collector, which takes half a second to walk them.
+A file's tests run in one process, because they share fixtures. All tests that use one real engine's servers run in one
+process too, so that each server starts once and the two engines run side by side. The longest files start first.
 """
 
 from __future__ import annotations
@@ -19,28 +17,37 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-FOLDERS = ("contract", "e2e", "golden", "property", "unit")
-"""By how long a file takes, the longest first."""
+TIME_LIMITS = {"contract": 600, "e2e": 300, "golden": 60, "property": 60, "unit": 60}
+"""Seconds after which a hanging test fails, by folder, in the order in which the folders start: the longest first."""
 
-LONGEST = ("e2e/test_demo.py", "e2e/test_ray_cluster.py", "unit/training/test_megatron.py", "unit/training/test_fsdp.py")
-"""Files that begin before all others, so that no core waits for one of them at the end."""
+LONGEST = ("unit/training/test_megatron.py", "unit/training/test_fsdp.py")
+"""Files that start before all others, so that no core waits for one of them at the end."""
 
-ENGINES = ("vllm", "sglang")
+SERVERS = ("vllm", "sglang")
 
-for profile, examples in (("short", 25), ("long", 200)):  # `make test`, where each run draws others, and `make verify`
-    settings.register_profile(profile, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# `make test` draws the same examples each time, so that a failure belongs to the tested change; `make verify` draws others.
+for profile, examples, random in (("short", 25, False), ("long", 200, True)):
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        deadline=None,
+        derandomize=not random,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 settings.load_profile("short")
 
+# Under `nohup`, SIGHUP is ignored, and every process under test would inherit that.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-    if signal.getsignal(number) is signal.SIG_IGN:  # as under `nohup`; what is tested would ignore it, too
+    if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many threads as cores in each of as many processes would wait for one another
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread per process: the processes already use all cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def share_of(nodeid: str) -> str:
-    """Return what a test is run together with.
+    """Return the key of the tests that run in one process.
 
     ```
     tests/contract/test_engine_contract.py::test_abort[vllm]  ->  tests/contract vllm
@@ -48,12 +55,13 @@ def share_of(nodeid: str) -> str:
     ```
     """
     path, _, test = nodeid.partition("::")
-    engine = next((engine for engine in ENGINES if path.startswith("tests/contract/") and engine in test), None)
-    return path if engine is None else f"tests/contract {engine}"
+    server = next((server for server in SERVERS if path.startswith("tests/contract/") and server in test), None)
+    return path if server is None else f"tests/contract {server}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
+    """Keep the million objects of imports and collected tests from the garbage collector, which takes 0.5 s to walk them."""
     gc.disable()
     try:
         return (yield)
@@ -63,11 +71,23 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> tuple[bool, int]:
-        path = item.path.relative_to(item.config.rootpath / "tests")
-        return path.as_posix() not in LONGEST, FOLDERS.index(path.parts[0])
+    folders = list(TIME_LIMITS)
 
-    items.sort(key=place)
+    def order(item: pytest.Item) -> tuple[bool, int]:
+        path = item.path.relative_to(item.config.rootpath / "tests")
+        return path.as_posix() not in LONGEST, folders.index(path.parts[0])
+
+    items.sort(key=order)
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIME_LIMITS[folders[order(item)[1]]]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collect_garbage() -> Iterator[None]:
+    """Run finalizers at the end of the file that left them, so that a warning from one names the right file."""
+    yield
+    gc.collect()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine_servers import READY_S, launch_spec, why_not
+from engine_servers import launch_spec, why_not
 from transformers import PreTrainedModel
 
 from polyturn.core.errors import EngineError
@@ -19,13 +19,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
     for engine in ("vllm", "sglang"):
         if (reason := why_not(engine)) is not None:
             terminalreporter.write_line(f"NOT TESTED on a real {engine} server: {reason}", yellow=True, bold=True)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test here the time of three starts of a server: whichever comes first also starts that of the session."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.timeout(3 * READY_S))
 
 
 def small_model() -> PreTrainedModel:

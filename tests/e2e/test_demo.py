@@ -35,7 +35,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path: Path):
 SHOWN = ("before", "after", "repaired", "curve.png", "checkpoints/step-", "polyturn show")
 
 
-@pytest.mark.demo
+@pytest.mark.learns
 @pytest.mark.timeout(3300)
 def test_the_quick_start_learns_to_use_its_turns(tmp_path: Path):
     command = [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train"]
