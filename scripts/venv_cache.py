@@ -2,8 +2,9 @@
 
     interpreter = built(folder, fill)     folder/bin/python; `fill(python)` installs into it where it is not there yet
 
-An environment is built in a folder of its own, stamped, and moved into place with one rename, so that nobody takes half of
-one for the whole. Who builds the same one meanwhile waits for the first, and a build that was interrupted is made again.
+An environment is built in a folder of its own, stamped, and moved into place with one rename, so that half of one is never
+taken for the whole. A second build of the same one waits for the first, and a build that was interrupted is made again.
+Environments are named NAME-HASH. A build removes those of the same name that were not used for two weeks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 STAMP = ".complete"
+"""Its time of modification is the last use."""
+UNUSED_S = 14 * 24 * 3600
 
 
 def interpreter(folder: Path) -> Path | None:
@@ -35,6 +39,7 @@ def built(folder: Path, fill: Callable[[Path], object]) -> Path:
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released however its holder ends
         if found := interpreter(folder):
+            (folder / STAMP).touch()
             return found
         building = folder.with_name(f"{folder.name}.building")
         for interrupted in (building, folder):
@@ -44,7 +49,16 @@ def built(folder: Path, fill: Callable[[Path], object]) -> Path:
         _write_other_folder(building, folder)
         (building / STAMP).touch()
         building.rename(folder)
+        _remove_unused(folder)
     return folder / "bin" / "python"
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove environments of the same name and another hash that were not used for `UNUSED_S`."""
+    name = folder.name.rpartition("-")[0]
+    for stamp in folder.parent.glob(f"{name}-*/{STAMP}"):
+        if stamp.parent != folder and stamp.stat().st_mtime < time.time() - UNUSED_S:
+            shutil.rmtree(stamp.parent, ignore_errors=True)
 
 
 def _write_other_folder(here: Path, there: Path) -> None:
