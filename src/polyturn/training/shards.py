@@ -33,14 +33,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from polyturn.core.errors import CheckpointError, one_line
 from polyturn.engines.weight_transport import StreamedTensors, TensorKind
+from polyturn.training import shard_reader
+from polyturn.training.shard_reader import METADATA, ShardReader
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
 
 _T = TypeVar("_T")
 Place = tuple[int, ...]
 """The beginning of a part of a tensor in the whole, along each of its dimensions."""
-METADATA = ".metadata"
-"""The file that is written last; a folder with it is whole."""
 
 
 def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
@@ -76,7 +76,7 @@ def read_shards(state: dict[str, Any], folder: Path, *, whose: str = "checkpoint
     """
     group = None if is_alone else _group(folder)
     try:
-        dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+        shard_reader.load(state, folder, group=group)
     except (CheckpointException, Exception) as problem:  # whatever damaged bytes come to, on whichever rank
         raise _unreadable(problem, folder, whose) from problem
 
@@ -108,7 +108,7 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
             f"resumed, but a new run can start from its weights (model.path={folder.parent / 'model'})"
         )
     try:
-        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        found = ShardReader(folder).read_metadata().state_dict_metadata
     except Exception as problem:  # whatever unpickling damaged bytes comes to
         raise _unreadable(problem, folder, whose) from problem
     return {
