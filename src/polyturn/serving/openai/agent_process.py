@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,7 +48,6 @@ async def run_command(
     env: Mapping[str, Any],
     cwd: Path | None,
     id: str,
-    posts_reward: bool = False,
 ) -> None:
     """Run an agent's process to its end; it is ended if the call is cancelled.
 
@@ -62,7 +62,7 @@ async def run_command(
         "POLYTURN_EPISODE": id,
     }
     inherited: tuple[int, ...] = ()
-    if posts_reward:
+    if address.reward_key is not None:
         inherited = (_readable_once(address.reward_key.encode()),)
         variables["POLYTURN_REWARD_FD"] = str(inherited[0])
     environ = {**passed_on(), **{k: str(v) for k, v in env.items()}, **variables}
@@ -70,7 +70,7 @@ async def run_command(
     async with _tail(said) as (writes, is_read):
         try:
             process = await asyncio.create_subprocess_exec(
-                *dies_with_parent(command, env=environ, cwd=cwd),
+                *dies_with_parent(command, env=environ, cwd=cwd, number=signal.SIGKILL),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=writes,

@@ -88,8 +88,8 @@ class Address:
     """For clients of Anthropic's API, which add /v1 themselves."""
     api_key: str = field(repr=False)
     """Asks the model, and nothing else."""
-    reward_key: str = field(repr=False)
-    """Says what the episode is worth; for whoever judges the agent, never for the agent."""
+    reward_key: str | None = field(default=None, repr=False)
+    """Lets the judge of the agent post the episode's reward; None where no reward is posted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +99,8 @@ class _Tenant:
     answerer: Answerer
     keys: tuple[bytes, ...]
     """Any of these is taken; none lets everyone ask."""
-    reward_keys: tuple[bytes, ...] = ()
-    """Any of these gives a reward."""
+    reward_keys: tuple[bytes, ...] | None = None
+    """Any of these posts a reward; None refuses every posted reward."""
     kept: responses.ResponseCache = field(default_factory=responses.ResponseCache)
 
 
@@ -138,7 +138,7 @@ class ModelEndpoint:
             allowed_hosts=rules.allowed_hosts.union(names),
             max_connections=max(rules.max_connections, rules.max_requests),
         )
-        self._plain = None if plain is None else _Tenant(plain, self._token())
+        self._plain = None if plain is None else _Tenant(plain, self._token(), ())
         self._tenants: dict[str, _Tenant] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._num_holders = 0
@@ -184,11 +184,18 @@ class ModelEndpoint:
         await self._server.enter_async_context(guard.serving(self._app(more), self._rules, bound, **options))
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def admit(self, answerer: Answerer, *, origin: str) -> tuple[str, Address]:
-        """Give a session its address; returns the secret part of it, which `dismiss` takes."""
-        name, key, reward_key = secrets.token_urlsafe(18), secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        token = self._token()
-        self._tenants[name] = _Tenant(answerer, (key.encode(), *token), (reward_key.encode(), *token))
+    def admit(self, answerer: Answerer, *, origin: str, posts_reward: bool) -> tuple[str, Address]:
+        """Give a session its address; returns the secret part of it, which `dismiss` takes.
+
+        Args:
+            answerer: The session.
+            origin: Of the server, http://HOST:PORT.
+            posts_reward: Whether a reward may be posted there. Without, no reward key exists and every post is refused.
+        """
+        name, key, token = secrets.token_urlsafe(18), secrets.token_urlsafe(24), self._token()
+        reward_key = secrets.token_urlsafe(24) if posts_reward else None
+        reward_keys = None if reward_key is None else (reward_key.encode(), *token)
+        self._tenants[name] = _Tenant(answerer, (key.encode(), *token), reward_keys)
         base = f"{origin}/episodes/{name}"
         return name, Address(base_url=f"{base}/v1", anthropic_base_url=base, api_key=key, reward_key=reward_key)
 
@@ -313,6 +320,9 @@ class ModelEndpoint:
                 raise BadRequest(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
             raise BadRequest("there is no such episode; use the base_url that it was given", status=404, code="not_found")
         if gives_reward:
+            if tenant.reward_keys is None:
+                why = "this episode takes no posted reward; set reward: posted in rollout.scheduler_kwargs"
+                raise BadRequest(why, status=403, code="no_reward")
             check_key(request, tenant.reward_keys, wants=REWARD_KEY)
         else:
             check_key(request, tenant.keys, wants=SERVER_TOKEN if name is None else EPISODE_KEY)

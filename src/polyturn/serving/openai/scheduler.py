@@ -173,7 +173,7 @@ class BlackBox(SessionScheduler):
             SchedulerError: the agent raised, or returned no reward.
         """
         async with self._endpoint.serving() as origin:
-            name, address = self._endpoint.admit(session, origin=origin)
+            name, address = self._endpoint.admit(session, origin=origin, posts_reward=self.reward == "posted")
             try:
                 returned = await self._call(episode, address)
             finally:
@@ -198,7 +198,6 @@ class BlackBox(SessionScheduler):
                 env=self._kwargs,
                 cwd=self.base,
                 id=episode.id,
-                posts_reward=self.reward == "posted",
             )
             return None
         told = {

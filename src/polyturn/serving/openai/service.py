@@ -222,7 +222,8 @@ class OpenAIService:
         if not live.opened.done():
             raise BadRequest(f"the episode did not start: {live.task.result().error}", status=500, code="server_error")
         live.session = live.opened.result()
-        live.name, live.address = self.endpoint.admit(live.session, origin=self._origin)
+        live.name, live.address = self.endpoint.admit(live.session, origin=self._origin, posts_reward=True)
+        assert live.address.reward_key is not None
         self._live[live.name] = live
         self._keys[live.name] = live.address.reward_key
         live.task.add_done_callback(lambda done: self._end(live, id, done))
