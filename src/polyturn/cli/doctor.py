@@ -158,7 +158,7 @@ def _version(package: str) -> str:
 def _torch() -> dict[str, str]:
     if _version("torch") == _MISSING:
         return {"torch": "not installed: pip install 'polyturn[train]'"}
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {"torch": f"{_version('torch')}, and it cannot be imported: {reason}"}

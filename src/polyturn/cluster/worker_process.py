@@ -89,7 +89,7 @@ class ProcessWorker(RemoteWorker):
         if self._process is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
-                command = [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid())]
+                command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(os.getpid())]
                 self._process = ManagedProcess(command, pass_fds=(theirs.fileno(),))
             await self._peer.connect(ours)
         await self._peer.call("boot", sys.path, self._build, self._engine.capabilities)

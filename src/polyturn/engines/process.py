@@ -191,7 +191,7 @@ class ProcessEngine:
         memory.write(0, tensors_of(self._model))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            command = [sys.executable, "-c", _MAIN, str(theirs.fileno())]
+            command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())]
             self._process = ManagedProcess(command, pass_fds=(theirs.fileno(), memory.fd))
         loop = asyncio.get_running_loop()
         _, wire = await loop.create_unix_connection(lambda: MessageSocket(self._on_message, self._on_end), sock=ours)

@@ -100,7 +100,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            command = [sys.executable, "-m", "polyturn.rewards.process_worker", str(number)]
+            command = [sys.executable, "-P", "-m", "polyturn.rewards.process_worker", str(number)]
             self._process = ManagedProcess(command, pass_fds=[number], log=log)
         self._connection = Connection(ours.detach())
         stand_ins = [root for root in offered(NAMESPACES) if root in sys.modules]
