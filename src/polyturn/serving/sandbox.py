@@ -3,16 +3,18 @@
     POST /run_code  {"code": "print(input())", "language": "python", "stdin": "4", "run_timeout": 5}
     ->  {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4\\n", …}, …}
 
-Each program gets a sandbox of its own, which is killed afterwards. A program that fails is an answer, not an HTTP error.
-Bodies are bounded, as many programs run at once as there are slots, and the rest wait in line up to a length.
+Each program gets a sandbox of its own, which is killed afterwards, also when its client has gone. A program that fails is an
+answer, not an HTTP error. Bodies are bounded, as many programs run at once as there are slots, and the rest wait in line up
+to a length.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 
@@ -29,6 +31,9 @@ MAX_BODY_BYTES = 8 << 20
 MAX_FETCHED = 256
 """Files that one request asks for."""
 LANGUAGES = ("python",)
+CHECK_CLIENT_S = 0.5
+"""Seconds between two looks whether the client is still there."""
+T = TypeVar("T")
 
 
 class SandboxService:
@@ -53,21 +58,26 @@ class SandboxService:
         self._pool.let_go()
 
     async def run(self, asked: dict[str, Any]) -> RunResult | None:
-        """Run one program; None when too many wait already."""
+        """Run one program; None when too many wait already. Cancelling the call ends the program."""
         if self._num_pending >= self._max_pending:
             return None
         self._num_pending += 1
+        program = _Program()
         try:
-            found: RunResult = await self._threads.run(self._run, asked)
-            return found
+            result: RunResult = await self._threads.run(self._run, asked, program)
+            return result
+        except asyncio.CancelledError:
+            program.stop()
+            raise
         finally:
             self._num_pending -= 1
 
-    def _run(self, asked: dict[str, Any]) -> RunResult:
+    def _run(self, asked: dict[str, Any], program: _Program) -> RunResult:
         try:
             sandbox = self._pool.take()
         except SandboxStartError as problem:
             return RunResult(status="sandbox_error", stderr=one_line(problem), is_alive=False)
+        program.start(sandbox)
         try:
             return sandbox.run_program(
                 asked["code"],
@@ -79,6 +89,44 @@ class SandboxService:
             )
         finally:
             sandbox.close()
+
+
+class _Program:
+    """A program on its way through a thread, which the event loop may stop at any moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sandbox: Interpreter | None = None
+        self._is_stopped = False
+
+    def start(self, sandbox: Interpreter) -> None:
+        with self._lock:
+            self._sandbox = sandbox
+            if self._is_stopped:
+                sandbox.stop()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            if self._sandbox is not None:
+                self._sandbox.stop()
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes its connection.
+
+    Raises:
+        HTTPException: the client has left; nothing reads the answer.
+    """
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=CHECK_CLIENT_S)
+            if not task.done() and await request.is_disconnected():
+                raise HTTPException(499, "the client closed its connection")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> FastAPI:
@@ -106,7 +154,7 @@ def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> 
     @app.post("/run_code")
     async def run_code(request: Request) -> dict[str, Any]:
         asked = _check(await json_object(request))
-        result = await service.run(asked)
+        result = await _while_connected(request, service.run(asked))
         if result is None:
             raise HTTPException(503, "too many programs wait already; ask again later")
         return reply_of(result)
