@@ -1,4 +1,4 @@
-"""Refusals of engines, in sentences: requests that cannot be served, models that the embedded engine cannot compute."""
+"""Checks at the edge of engines: of requests, of the answers of servers, and of models that cannot be computed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
@@ -117,6 +120,45 @@ def check_request(
             f"{name} has a prompt of {length} tokens and the context holds {max_context}, "
             "the completion included; shorten the history or raise max_context"
         )
+
+
+MAX_LOGPROB = 1e-3
+"""A log-probability of a server may be above 0 by rounding, not by more."""
+
+
+def read_ids(values: Any, *, vocab_size: int, max_tokens: int) -> Ids:
+    """The sampled ids of a server's answer, [T].
+
+    Raises:
+        ValueError: they are not whole numbers, the model has no such id, or there are more than `max_tokens`.
+    """
+    ids = np.asarray(values if values is not None else [])
+    if ids.size == 0:
+        return np.empty(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"token ids {str(values)[:60]}, which are not a list of whole numbers")
+    if len(ids) > max_tokens:
+        raise ValueError(f"{len(ids)} tokens, and {max_tokens} were asked for")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}")
+    return ids.astype(np.int32)
+
+
+def read_logprobs(values: Any) -> Floats:
+    """The log-probabilities of a server's answer, [T].
+
+    Raises:
+        ValueError: one is null, not a number, or above 0.
+    """
+    logprobs = np.asarray(values)
+    if logprobs.size == 0:
+        return np.empty(0, np.float32)
+    if logprobs.ndim != 1 or logprobs.dtype.kind not in "fi" or np.isnan(logprobs).any():
+        raise ValueError(f"log-probabilities {str(values)[:60]}, of which one is not a number")
+    if (highest := float(logprobs.max())) > MAX_LOGPROB:
+        raise ValueError(f"log-probability {highest:g}, and none is above 0")
+    return logprobs.astype(np.float32)
 
 
 def check_attention(config: Mapping[str, Any], max_context: int) -> None:

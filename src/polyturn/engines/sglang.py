@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from polyturn.core.continuation import version_runs
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
@@ -23,6 +21,7 @@ from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, ServerLoad
 from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
+from polyturn.engines.request_limits import read_ids, read_logprobs
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers
 from polyturn.engines.sglang_transfer import SglangLink
@@ -121,7 +120,7 @@ class SglangEngine(RemoteEngine):
         meta = reply["meta_info"]
         if request.media:
             self._media.check(request, meta["prompt_tokens"] == len(request.prompt_ids), url=self.url)
-        ids = np.asarray(reply["output_ids"], np.int32)
+        ids = read_ids(reply["output_ids"], vocab_size=self._model.vocab_size, max_tokens=self._room(request))
         triples = meta.get("output_token_logprobs") or []
         reason = meta["finish_reason"]
         if reason.get("matched") == "NaN happened":
@@ -129,7 +128,7 @@ class SglangEngine(RemoteEngine):
         runs = [(s["start"], self.version_of(s["version"])) for s in meta.get("weight_versions") or []]
         return Completion(
             token_ids=ids,
-            logprobs=np.asarray([triple[0] for triple in triples], np.float32),
+            logprobs=read_logprobs([triple[0] for triple in triples]),
             finish_reason=_FINISH[reason["type"]],
             policy_versions=version_runs(runs, current=self.version),
             routed_experts=self._routes.read_bytes(request, len(ids), meta.get("routed_experts")),

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from polyturn.core.continuation import version_runs
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
@@ -23,6 +21,7 @@ from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, ServerLoad
 from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
+from polyturn.engines.request_limits import read_ids, read_logprobs
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
 from polyturn.engines.vllm_transfer import VllmLink
@@ -143,14 +142,14 @@ class VllmEngine(RemoteEngine):
         if request.media:
             self._media.check(request, reply["prompt_token_ids"] == request.prompt_ids.tolist(), url=self.url)
         choice = reply["choices"][0]
-        ids = np.asarray(choice["token_ids"] or [], np.int32)
+        ids = read_ids(choice["token_ids"], vocab_size=self._model.vocab_size, max_tokens=self._room(request))
         content = (choice["logprobs"] or {}).get("content") or []
         spans = choice["weight_versions"] or []
         usage = reply["usage"] or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Completion(
             token_ids=ids,
-            logprobs=np.asarray([entry["logprob"] for entry in content], np.float32),
+            logprobs=read_logprobs([entry["logprob"] for entry in content]),
             finish_reason=_FINISH[choice["finish_reason"]],
             policy_versions=version_runs([(s["start"], self.version_of(s["version"])) for s in spans], current=self.version),
             routed_experts=self._routes.read_npy(request, len(ids), choice.get("routed_experts")),
