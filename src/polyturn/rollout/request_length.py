@@ -15,7 +15,7 @@ from typing import Any
 
 from polyturn.core.errors import DataError
 from polyturn.core.media import kind_of
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.frames import map_all_strings
@@ -58,13 +58,15 @@ async def check_text(
     limit = limits.max_context
     if limit is None:
         return
-    texts = [*map(_text_of, messages), *([json.dumps(tools)] if tools else [])]
-    num_chars = sum(map(len, texts))
+    # Only the owner's text is encoded with control tokens; in everybody else's, each takes several tokens.
+    trusted = [_text_of(m) for m in messages if m.origin is Origin.OWNER] + ([json.dumps(tools)] if tools else [])
+    foreign = [_text_of(m) for m in messages if m.origin is not Origin.OWNER]
+    num_chars = sum(map(len, trusted + foreign))
     if num_chars <= LONG_CHARS:
         return
     if num_chars > limit * codec.longest_token:  # whatever its tokens are, so that nobody counts megabytes
         raise TooLongError(f"the messages have {num_chars} characters, more than a context of {limit} tokens holds")
-    counts = await asyncio.to_thread(codec.count, texts)
+    counts = await asyncio.to_thread(lambda: codec.count(trusted) + codec.count(foreign, is_plain=True))
     if limits.context_policy is ContextPolicy.STOP and sum(counts) > limit:
         raise TooLongError(f"the messages have at least {sum(counts)} tokens, and the context holds {limit}")
     if max(counts) > limit:

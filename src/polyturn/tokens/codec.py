@@ -206,10 +206,16 @@ class Codec:
             parts = self._encode_parts(list(text))
         return _join(parts)
 
-    def count(self, texts: Sequence[str]) -> list[int]:
-        """Return how many tokens each text has. Other threads go on meanwhile, as they do not while a text is encoded."""
+    def count(self, texts: Sequence[str], *, is_plain: bool = False) -> list[int]:
+        """Number of tokens of each text. Other threads run meanwhile, which they do not while a text is encoded.
+
+        Args:
+            texts: The texts.
+            is_plain: Whether control tokens in them are ordinary text, as in everything that the owner did not write.
+        """
         known = [text.encode("utf-8", "replace").decode() for text in texts]
-        return [len(found) for found in self._backend.encode_batch(known, add_special_tokens=False)]
+        backend = self._plain if is_plain else self._backend
+        return [len(encoding) for encoding in backend.encode_batch(known, add_special_tokens=False)]
 
     @functools.cached_property
     def longest_token(self) -> int:

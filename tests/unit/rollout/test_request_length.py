@@ -106,12 +106,12 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_counted(monkeypatch: 
     loop_went_on, count = asyncio.Event(), Codec.count
     loop = asyncio.get_running_loop()
 
-    def slow_count(self: Codec, texts: Sequence[str]) -> list[int]:
+    def slow_count(self: Codec, texts: Sequence[str], **kwargs: bool) -> list[int]:
         async def wait() -> None:
             await loop_went_on.wait()
 
         asyncio.run_coroutine_threadsafe(wait(), loop).result(timeout=120)
-        return count(self, texts)
+        return count(self, texts, **kwargs)
 
     monkeypatch.setattr(Codec, "count", slow_count)
     asking = asyncio.create_task(check_length(said("a" * 2 * LONG_CHARS), codec=CODEC, limits=Limits(max_context=1 << 20)))
