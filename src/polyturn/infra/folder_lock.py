@@ -9,6 +9,7 @@ Separate from what trains and from what shows runs, because both read what stand
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 NAME = ".lock"
 ASKED = 5
 """Number of times that the lock is asked for before it counts as held: whoever looks at it holds it for an instant, too."""
+_OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENDED = "ended"
 _MAX_BYTES = 4096
 
@@ -37,12 +39,12 @@ def hold_folder(folder: Path) -> Iterator[None]:
     Where the file system has no locks that is said in a line, and nobody is kept out.
 
     Raises:
-        ConfigError: another process trains into it.
+        ConfigError: another process trains into it, or the lock is a symbolic link.
     """
     with contextlib.ExitStack() as opened:
         file = None
         try:
-            file = opened.enter_context((folder / NAME).open("a+"))
+            file = opened.enter_context(os.fdopen(os.open(folder / NAME, _OPEN, 0o644), "a+"))
             _lock(file)
             _write(file, f"process {os.getpid()} on {socket.gethostname()}")
         except BlockingIOError as problem:
@@ -51,6 +53,10 @@ def hold_folder(folder: Path) -> Iterator[None]:
                 f"{who} trains into {folder} at this moment; wait for its end, or start a run of another name (name=NAME)"
             ) from problem
         except OSError as problem:
+            if problem.errno == errno.ELOOP:
+                raise ConfigError(
+                    f"{folder / NAME} is a symbolic link, which would be written through; remove it"
+                ) from problem
             file = None
             logger.warning(
                 "%s cannot be locked (%s), so nothing keeps a second process from training into it", folder, problem
