@@ -34,10 +34,10 @@ _KILLED_S = 5.0
 """Seconds that the system may take to end processes that were killed."""
 _TAIL_BYTES = 1 << 16
 _DIE_WITH_PARENT = (
-    "import ctypes, os, signal, sys\n"
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG; it survives the exec
-    "if os.getppid() != int(sys.argv[1]): sys.exit('the process that started this one is gone')\n"
-    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, int(sys.argv[1]))\n"  # PR_SET_PDEATHSIG; it survives the exec
+    "if os.getppid() != int(sys.argv[2]): sys.exit('the process that started this one is gone')\n"
+    "os.execvp(sys.argv[3], sys.argv[3:])\n"
 )
 
 
@@ -175,9 +175,19 @@ async def end_async(process: asyncio.subprocess.Process, *, grace_s: float) -> b
 
 
 def dies_with_parent(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    number: signal.Signals = signal.SIGTERM,
 ) -> list[str]:
-    """Return a command that does the same and is told to end when the thread that starts it does, where the kernel can.
+    """A command that does the same and gets a signal when the thread that starts it ends, where the kernel can do that.
+
+    Args:
+        command: The program and its arguments.
+        env: The environment in which the program is looked for; None is this process's.
+        cwd: The folder that it will run in.
+        number: SIGTERM lets a server end its own processes; SIGKILL ends a program that may ignore that.
 
     Raises:
         OSError: there is no such program in the environment and the folder that it would run in.
@@ -188,7 +198,7 @@ def dies_with_parent(
         raise OSError(code, os.strerror(code), command[0])
     if sys.platform != "linux":
         return list(command)
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(int(number)), str(os.getpid()), *command]
 
 
 def free_port(host: str = "127.0.0.1") -> int:
