@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import urllib.parse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,12 @@ _ASSIGNED = re.compile(
     r"(?!\*\*\*|\$\{)[^\s'\",;&}\])]{3,}",
     re.IGNORECASE,
 )
+_YAML = re.compile(
+    r"\b((?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd|pwd|pw)['\"]?\s*:\s+)"
+    r"(?!\*\*\*|\$\{|null\b|true\b|false\b)[^\s'\",{}\[\]]{3,}(?=\s*(?:[,}\]\n]|\Z))",
+    re.IGNORECASE,
+)
+"""A value without quotes that ends the line or the entry, as in `{client_secret: X}`; prose goes on behind it."""
 _ISSUED = re.compile(
     r"\b(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsru]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AKIA[0-9A-Z]{16})"
 )
@@ -102,9 +109,15 @@ def hide(text: str, *secrets: str | None) -> str:
     if "://" in text:
         text = _QUERY.sub(rf"\1{SHOWN}", _USER.sub(SHOWN, text))
     # Cookies last: theirs is whatever stands between semicolons, the names that the others are told by too.
-    for found in (_HEADER, _BEARER, _ASSIGNED, _FLAG, _TOKEN, _COOKIE):
+    for found in (_HEADER, _BEARER, _ASSIGNED, _YAML, _FLAG, _TOKEN, _COOKIE):
         text = found.sub(rf"\1{SHOWN}", text)
     return _ISSUED.sub(SHOWN, text)
+
+
+def secrets_in_query(url: str) -> tuple[str, ...]:
+    """The values of a URL's query that stand under a secret's name, as written and decoded: `?key=s3cr3t` gives s3cr3t."""
+    values = [match.group(0)[len(match.group(1)) :] for match in _QUERY.finditer(url)]
+    return tuple(dict.fromkeys([*values, *map(urllib.parse.unquote_plus, values)]))
 
 
 def scrubbed(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.core.answers import LargeAnswerError, whole
 from polyturn.core.errors import one_line
-from polyturn.core.secret import hide, is_secret_name
+from polyturn.core.hiding import hide, is_secret_name, secrets_in_query
 from polyturn.infra.run_sync import in_own_loop
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ class JsonClient:
         """
         import aiohttp
 
+        # A server may quote the path that it was asked for, and its answer may be shown to the model.
+        secrets = (*self._secrets, *secrets_in_query(url))
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         headers = None if data is None else {"content-type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -134,15 +136,15 @@ class JsonClient:
                 except LargeAnswerError as problem:
                     raise LargeAnswerError(f"HTTP {reply.status}: {problem}") from problem
                 kept = {name.lower(): value for name, value in reply.headers.items()}
-                return HttpReply(status=reply.status, content=content, headers=kept, secrets=self._secrets)
+                return HttpReply(status=reply.status, content=content, headers=kept, secrets=secrets)
         except aiohttp.ClientConnectorError as problem:
-            raise NotReachedError(hide(one_line(problem), *self._secrets)) from problem
+            raise NotReachedError(hide(one_line(problem), *secrets)) from problem
         except TimeoutError:
             raise
         except (aiohttp.ClientError, ConnectionError, ValueError) as problem:
             if isinstance(problem, ValueError) and not isinstance(problem, aiohttp.ClientError):
                 raise  # an answer that is too large, or no address
-            raise BrokenOffError(hide(one_line(problem), *self._secrets)) from problem
+            raise BrokenOffError(hide(one_line(problem), *secrets)) from problem
 
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""
