@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import pickle
 import re
 import shutil
 import uuid
@@ -102,7 +103,7 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
             if count_parameters(model) > plan_above:
                 return model
         model = _auto_class(config).from_pretrained(str(source), config=config, dtype=dtype, trust_remote_code=False, **of)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
+    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
         raise ConfigError(
             f"no model can be loaded from {str(source)!r} ({where}: {one_line(problem)[:300]}); give a folder that holds "
