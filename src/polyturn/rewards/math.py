@@ -3,8 +3,9 @@ r"""The mathematics scorer: the answer in the last `\boxed{…}`, compared as ma
     "… so the sum is \boxed{\frac{1}{2}}."  against  "0.5"   ->  1.0
 
 Answers that look the same are equal. All others are compared by the math-verify library (pip install 'polyturn[math]') in
-a process of its own, because a model may write what no computer algebra ever finishes, such as 9^{9^{9^9}}: such an answer
-costs its time limit, its process is replaced, and it counts as wrong.
+a process of its own, because a model may write what no computer algebra ever finishes, such as 9^{9^{9^9}}. If a comparison
+is late, or its process dies, it is tried once more with a new process. If that fails too, the reward has failed: its
+trajectory is dropped and counted. It is not 0.0, because a busy machine would turn right answers into wrong ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 from math import isclose, pi
 from typing import Any
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, RewardError
 from polyturn.rewards.processes import EndedCallError, LateCallError, Processes
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Return whether two answers are the same mathematics; False where that cannot be found out in time."""
+    """Whether two answers are the same mathematics.
+
+    Raises:
+        RewardError: that cannot be found out in time, also at the second try.
+    """
     truth = last_boxed(truth) or truth
     if len(answer) > MAX_CHARS:
         return False
@@ -167,13 +172,18 @@ def _plain(text: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _compare(truth: str, answer: str) -> bool:
-    """Compare once: the trajectories of a group tend to give the same answers."""
+    """Compare, and remember the result: the trajectories of a group tend to give the same answers."""
     require()
-    try:
-        return bool(_checkers(truth=truth, answer=answer))
-    except (LateCallError, EndedCallError) as problem:
-        logger.debug("the answer %.80r could not be compared with %.80r: %s", answer, truth, problem)
-        return False
+    for is_last in (False, True):
+        try:
+            return bool(_checkers(truth=truth, answer=answer))
+        except (LateCallError, EndedCallError) as problem:
+            if is_last:
+                raise RewardError(
+                    f"the answer {answer[:80]!r} could not be compared with {truth[:80]!r}, twice: {problem}"
+                ) from problem
+            logger.debug("the answer %.80r is compared again: %s", answer, problem)
+    raise AssertionError("unreachable")
 
 
 _checkers = Processes("polyturn.rewards.math_worker:MathComparison", num=NUM_CHECKERS, timeout_s=TIMEOUT_S, log="none")

@@ -307,17 +307,19 @@ async def test_endless_programs_are_worth_nothing_and_cost_the_right_one_beside_
     assert [reward.total for reward in rewards] == [0.0, 0.0, 1.0]
 
 
-async def test_hostile_answers_are_worth_nothing_and_cost_the_right_one_beside_them_nothing(
+@pytest.mark.clock
+async def test_endless_comparisons_fail_and_cost_the_right_answer_beside_them_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(math._checkers, "timeout_s", 3.0)
     monkeypatch.setattr(math._checkers, "_free", threading.Semaphore(1))
-    router = RewardRouter(calls=CallOptions(timeout_s=4.0))
+    router = RewardRouter(calls=CallOptions(timeout_s=120.0))
+    assert math.is_equal("0.25", r"\frac{50}{200}")  # a checker has started
+    monkeypatch.setattr(math._checkers, "timeout_s", 3.0)
     answers = [*(rf"9^{{9^{{9^{{9^{n}}}}}}} + {n}" for n in (5, 6)), r"\frac{143}{286}"]
     made = [trajectory(turn(rf"\boxed{{{a}}}"), data_source="HuggingFaceH4/MATH-500", ground_truth="0.5") for a in answers]
-    assert math.is_equal("0.25", r"\frac{50}{200}")  # a checker has started
-    rewards = await asyncio.gather(*map(router.score, made))
-    assert [reward.total for reward in rewards] == [0.0, 0.0, 1.0]
+    *endless, right = await asyncio.gather(*map(router.score, made), return_exceptions=True)
+    assert [type(result) for result in endless] == [RewardError, RewardError]
+    assert not isinstance(right, BaseException) and right.total == 1.0
 
 
 async def test_a_function_that_does_nothing_in_time_by_itself_fails_though_it_asked_the_library_before() -> None:

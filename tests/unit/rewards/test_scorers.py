@@ -65,10 +65,11 @@ def test_only_a_boxed_answer_of_the_model_counts() -> None:
     assert math.compute_score(r"\boxed{8}", "7", score=2.0, format_score=0.25) == 0.25
 
 
-def test_an_answer_that_is_never_compared_is_wrong_and_its_process_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_comparison_is_an_error_and_its_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.is_equal("0.25", r"\frac{1}{4}")
     monkeypatch.setattr(math._checkers, "timeout_s", 0.3)
-    assert math.compute_score(r"\boxed{9^{9^{9^{9^9}}} + 1}", "7") == 0.0
+    with pytest.raises(RewardError, match="twice"):
+        math.compute_score(r"\boxed{9^{9^{9^{9^9}}} + 1}", "7")
     monkeypatch.setattr(math._checkers, "timeout_s", 120.0)
     assert math.is_equal("0.75", r"\frac{3}{4}")
 
