@@ -26,7 +26,7 @@ SRC = Path(polyturn.__file__).parent
 
 RANKS = [
     {"core"},
-    {"infra"},
+    {"infra", "models"},
     {"tokens"},
     {"algorithms", "batching", "tracking", "store"},
     {"engines", "buffer"},

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.config.config_source import ConfigSource
+from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
 from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams
+from polyturn.core.live import is_label
 from polyturn.core.protocols import Engine
 from polyturn.core.routing import RouteShape
 from polyturn.core.signature import takes_any_keyword
@@ -184,7 +185,7 @@ def servable_folder(
     from polyturn.training import hf
 
     path = place.config.model.path
-    local = checkpoint or (None if path is None else place.base / path)
+    local = checkpoint or (None if path is None or is_label(path) else Path(folder_or_name(path, place.base)))
     lora = place.config.model.lora
     alone = checkpoint is None and sends_adapter(place.config)
     is_whole = checkpoint is not None or lora is None or lora.adapter is None or alone

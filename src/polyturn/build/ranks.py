@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.backend import degrees_of, packs_rows, row_width
@@ -16,7 +17,7 @@ from polyturn.build.credit import critic_model, critic_options
 from polyturn.build.loss import build_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
 from polyturn.build.parts import Parts
-from polyturn.config.config_source import ConfigSource
+from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label
@@ -116,7 +117,11 @@ def holds_weights(place: ConfigSource, *, num_ranks: int) -> bool:
         return True
     if not (is_remote or isinstance(config.engine, ServerOptions)) or config.policies:
         return True
-    is_folder = model.path is not None and not is_label(model.path) and (place.base / model.path / "config.json").is_file()
+    is_folder = (
+        model.path is not None
+        and not is_label(model.path)
+        and Path(folder_or_name(model.path, place.base), "config.json").is_file()
+    )
     return not is_folder or (model.lora is not None and model.lora.adapter is not None)
 
 

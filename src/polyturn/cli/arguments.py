@@ -59,6 +59,11 @@ def new_folder(folder: Path) -> Path:
     return folder
 
 
+def new_optional_folder(folder: Path | None) -> Path | None:
+    """As `new_folder`, where the option can be left out."""
+    return None if folder is None else new_folder(folder)
+
+
 def new_file(file: Path | None) -> Path | None:
     """Return the file that a command is to write, if it is to write one; refused first where it could not be.
 

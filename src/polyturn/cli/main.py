@@ -57,6 +57,7 @@ command()(recorded.plot)
 command()(around.check)
 command()(around.init)
 command()(around.doctor)
+command()(around.model)
 command()(around.export)
 command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
 

