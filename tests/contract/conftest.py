@@ -1,29 +1,23 @@
-"""One model, and one server of each real engine, for the whole session."""
+"""One server of each real engine for the whole session."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
 from engine_servers import launch_spec, why_not
-from transformers import PreTrainedModel
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import Server
-from support.models import tiny_model
-
-VOCAB = 96
+from support.served_model import small_model
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Say aloud which real servers were left out, and why."""
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """Report which real servers were left out, and why."""
+    if "not (engines" in config.getoption("markexpr", ""):  # `make test` never starts them
+        return
     for engine in ("vllm", "sglang"):
         if (reason := why_not(engine)) is not None:
             terminalreporter.write_line(f"NOT TESTED on a real {engine} server: {reason}", yellow=True, bold=True)
-
-
-def small_model() -> PreTrainedModel:
-    """Return a model whose distributions are far from uniform, so that wrong weights show; its head is tied."""
-    return tiny_model(VOCAB, hidden=64, intermediate=64, max_positions=2048, spread=0.2)
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +29,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def running_server(model_folder):
-    """Return a function that starts an engine's server once and gives it, or skips the test and says why."""
+    """Return a function that starts an engine's server once and gives it, or skips the test with the reason."""
     loop = asyncio.new_event_loop()
     servers: dict[str, Server] = {}
     failed: dict[str, str] = {}

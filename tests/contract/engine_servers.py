@@ -11,15 +11,35 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from polyturn.engines import serve_commands
 from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_transport import Way
 
 ROOT = Path(__file__).parents[2]
+CLIENTS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 MAX_CONTEXT = 2048
 READY_S = 900
 """How long a start may take: 25 seconds of processor time, on a machine that others use too."""
+
+
+def on_servers(*, slow: str = "") -> list[Any]:
+    """Return the parameters of a test that runs on each real server; `slow` names the one of them that is slow."""
+    return [
+        pytest.param(kind, marks=[pytest.mark.engines, *([pytest.mark.slow] if kind == slow else [])]) for kind in CLIENTS
+    ]
+
+
+def needs_server(kind: str) -> None:
+    """Skip the test where the engine's environment is missing."""
+    if (reason := why_not(kind)) is not None:
+        pytest.skip(reason)
 
 
 def why_not(engine: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A proxy in front of a real server that does what networks and gateways do: fails for a while, answers slowly."""
+"""A proxy in front of a real server that behaves like a bad network or gateway: it fails for a while, or answers slowly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ class FaultyProxy:
     def __init__(self, target: str) -> None:
         self.target = target
         self.fails_with: int | None = None
-        """Answer this status and pass nothing on."""
+        """Answer with this status, without asking the server."""
         self.bytes_per_s: float | None = None
-        """Pass the answer on this slowly."""
+        """The rate at which answers pass."""
         self.num_failed = 0
+        self.last: tuple[str, bytes] = ("", b"")
+        """The path and body of the last request."""
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -37,6 +39,7 @@ class FaultyProxy:
         await self._session.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        self.last = (request.path_qs, await request.read())
         if self.fails_with is not None:
             self.num_failed += 1
             return web.Response(status=self.fails_with, text="the proxy was told to fail")

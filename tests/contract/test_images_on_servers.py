@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from engine_servers import interpreter, launch_spec, why_not
+from engine_servers import CLIENTS, interpreter, launch_spec, needs_server, on_servers
 from PIL import Image
 
 from polyturn.cli.main import main
@@ -15,8 +15,6 @@ from polyturn.core.media import Media, to_source
 from polyturn.core.messages import Message
 from polyturn.engines.launcher import Server
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.sglang import SglangEngine
-from polyturn.engines.vllm import VllmEngine
 from polyturn.store.stored_run import open_store
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
@@ -25,7 +23,7 @@ from support.runs import call_command
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from support.vision_run import write_vision_run
 
-CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
+pytestmark = pytest.mark.engines
 HIDDEN = 64
 """vLLM's attention on a CPU knows no narrower heads than 32."""
 
@@ -35,10 +33,9 @@ def picture(seed: int) -> Media:
     return Media(kind="image", source=to_source("image", Image.fromarray(pixels)))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.slow), "sglang"])
-def test_logprobs_behind_images_are_the_trainers_at_temperature_07(kind, tmp_path):
-    if (reason := why_not(kind)) is not None:
-        pytest.skip(reason)
+@pytest.mark.parametrize("kind", on_servers(slow="vllm"))
+def test_logprobs_behind_images_are_the_trainers(kind, tmp_path):
+    needs_server(kind)
     tokenizer = vision_tokenizer()
     model = tiny_vision_model(tokenizer, hidden=HIDDEN)
     model.save_pretrained(tmp_path)
@@ -84,10 +81,9 @@ def test_logprobs_behind_images_are_the_trainers_at_temperature_07(kind, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_model_that_sees_trains_on_a_server(kind, tmp_path, monkeypatch):
-    if (reason := why_not(kind)) is not None:
-        pytest.skip(reason)
+@pytest.mark.parametrize("kind", on_servers())
+def test_vision_model_trains_on_a_server(kind, tmp_path, monkeypatch):
+    needs_server(kind)
     monkeypatch.chdir(tmp_path)
     config = write_vision_run(tmp_path, hidden=HIDDEN)
     called = call_command(

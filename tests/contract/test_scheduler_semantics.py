@@ -18,6 +18,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers import Compaction, Gym, ImageTools, MathTips, React, SingleTurn, ThinkingTips, Tree
 from polyturn.testing.episodes import scripted_context, task, turn_ids
+from support.clock import skip_an_hour_once
 
 
 @envs.register("semantics_room")
@@ -75,7 +76,7 @@ ROW = task(ground_truth="42", data_source="mine")
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-async def test_the_ids_of_all_turns_are_kept_as_they_were_sampled(name: str) -> None:
+async def test_sampled_ids_are_kept_in_every_turn(name: str) -> None:
     t = await run_episode(context(name, limits=Limits(max_turns=3)), ROW, id="e")
     assert not t.is_failed and t.turns, t.error
     for turn in t.turns:
@@ -88,12 +89,12 @@ async def test_the_ids_of_all_turns_are_kept_as_they_were_sampled(name: str) -> 
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"tree"}))
-async def test_a_cut_completion_ends_the_episode(name: str) -> None:
+async def test_cut_completion_ends_the_episode(name: str) -> None:
     t = await run_episode(context(name, limits=Limits(max_tokens_per_turn=2)), ROW, id="e")
     assert t.stop_reason is StopReason.LENGTH and len(t.turns) == 1
 
 
-async def test_an_overridden_check_finished_may_let_a_cut_completion_go_on() -> None:
+async def test_check_finished_can_continue_a_cut_completion() -> None:
     class Patient(Plain):
         def check_finished(self, episode: Any, turn: Any) -> None:
             return None
@@ -105,19 +106,28 @@ async def test_an_overridden_check_finished_may_let_a_cut_completion_go_on() -> 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize(
-    "limits", [Limits(max_tokens=12, max_turns=None), Limits(max_turns=2), Limits(timeout_s=0.05, max_turns=None)]
+    "limits", [Limits(max_tokens=12, max_turns=None), Limits(max_turns=2), Limits(timeout_s=60.0, max_turns=None)]
 )
-async def test_every_limit_ends_every_scheduler(name: str, limits: Limits) -> None:
-    slow = 0.02 if limits.timeout_s else 0.0
-    made = context(name, limits=limits, latency_s=slow)
-    t = await run_episode(made, ROW, id="e")
+async def test_every_limit_ends_every_scheduler(name: str, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of time passes while the second turn is sampled."""
+    asked: list[Any] = []
+
+    def say(request: Any) -> str:
+        asked.append(request)
+        return SAYS[len(asked) % 3]
+
+    latency = {}
+    if limits.timeout_s is not None:
+        skip_an_hour_once(lambda: len(asked) > 1, monkeypatch)
+        latency = {"latency_s": 0.01}
+    t = await run_episode(context(name, say, limits=limits, **latency), ROW, id="e")
     assert not t.is_failed, t.error
     if limits.max_tokens is not None and name != "tree":
         assert t.metrics["sampled_tokens"] - t.metrics.get("dropped_cut", 0) <= 12
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-async def test_a_failing_trajectory_is_marked_and_the_others_live(name: str) -> None:
+async def test_failing_trajectory_leaves_the_others(name: str) -> None:
     def say(request: Any) -> Any:
         return OSError("lost") if request.session_id.startswith("bad") else "x"
 
@@ -128,7 +138,7 @@ async def test_a_failing_trajectory_is_marked_and_the_others_live(name: str) -> 
     assert "lost" in (found[1].error or "") and found[1].reward is None
 
 
-async def test_a_run_that_ignores_its_limits_is_stopped_by_name() -> None:
+async def test_run_that_ignores_its_limits_is_stopped() -> None:
     class Endless(MultiTurnScheduler):
         async def run(self, episode: Any) -> StopReason:
             while True:
@@ -146,6 +156,7 @@ async def test_512_plain_steps_run_side_by_side() -> None:
 
     class Meets(MultiTurnScheduler):
         def step(self, episode: Any, turn: Any) -> str:
+            assert threading.current_thread() is not threading.main_thread()
             everybody.wait(timeout=120)
             return "more"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_servers import READY_S, interpreter, why_not
+from engine_servers import READY_S, interpreter, needs_server
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
@@ -23,6 +23,7 @@ from support.ray_processes import MARK, processes_of, wait_until
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'polyturn[ray]'")
+pytestmark = [pytest.mark.engines, pytest.mark.cluster, pytest.mark.slow]
 WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.intermediate_size=64")
 SLOW = '''
 
@@ -69,8 +70,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes():
-    if (reason := why_not("vllm")) is not None:
-        pytest.skip(reason)
+    needs_server("vllm")
     made = Nodes()
     yield made
     made.close()
@@ -120,9 +120,8 @@ def steps_of(folder: Path, count: int) -> Sequence[dict[str, Any]]:
     return steps
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_where_a_real_server_and_a_worker_are_killed(nodes, tmp_path):
+def test_run_continues_without_a_killed_server_and_worker(nodes, tmp_path):
     def kill() -> None:
         nodes.kill("ServerActor")
         nodes.kill("RolloutActor")

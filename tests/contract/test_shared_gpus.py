@@ -5,33 +5,31 @@ import sys
 
 import pytest
 import torch
-from engine_servers import READY_S
+from engine_servers import CLIENTS, READY_S
 
-from conftest import VOCAB, small_model
 from polyturn.engines import serve_commands
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.supervisor import ServerSupervisor
-from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_transfer import WeightTransfer
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_sync import SharedGpus, WeightSync
+from support.served_model import VOCAB, small_model
 
-KINDS = {"vllm": VllmEngine, "sglang": SglangEngine}
+pytestmark = pytest.mark.engines
 SHARE = 0.3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("way", ["ipc", "folder"])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_server_frees_the_gpu_while_it_sleeps_and_wakes_with_the_weights_of_the_update(kind, way, tmp_path):
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_sleeping_server_frees_the_gpu_and_wakes_with_new_weights(kind, way, tmp_path):
     if importlib.util.find_spec(kind) is None:
         pytest.skip(f"{kind} is not installed beside polyturn")
-    model, client = small_model().to("cuda", torch.bfloat16), KINDS[kind]
+    model, client = small_model().to("cuda", torch.bfloat16), CLIENTS[kind]
     model.save_pretrained(tmp_path)
     spec = getattr(serve_commands, f"{kind}_command")(
         python=sys.executable,

@@ -5,14 +5,11 @@ import dataclasses
 
 import pytest
 import torch
-from engine_servers import launch_spec, why_not
+from engine_servers import CLIENTS, launch_spec, needs_server, on_servers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from conftest import VOCAB, small_model
 from polyturn.core.errors import EngineError
-from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.training import lora
@@ -21,13 +18,12 @@ from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
+from support.served_model import VOCAB, ask, small_model
 
-SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
 
-
-@pytest.fixture(params=list(SERVERS))
+@pytest.fixture(params=on_servers())
 def address(request, server_of):
-    return SERVERS[request.param], server_of(request.param)
+    return CLIENTS[request.param], server_of(request.param)
 
 
 @pytest.fixture
@@ -42,13 +38,13 @@ def policy() -> ModelPolicy:
     return local_policy(small_model(), optim=OptimSettings(lr=1e-3))
 
 
-async def test_true_weights_pass_a_tied_head_included(engine):
+async def test_true_weights_pass_the_canary(engine):
     report = await WeightSync(engine, policy(), WeightProbe(vocab_size=VOCAB)).start(0)
     assert report.canary < report.smallest_effect / 4
     assert report.smallest_effect > 20 * report.noise
 
 
-async def test_an_adapter_arrives_merged_into_its_weights(engine):
+async def test_adapter_arrives_merged(engine):
     model = small_model()
     lora.add_lora(model, lora.LoraSettings(rank=4))
     sync = WeightSync(engine, local_policy(model, optim=OptimSettings(lr=1e-3)), WeightProbe(vocab_size=VOCAB))
@@ -59,29 +55,27 @@ async def test_an_adapter_arrives_merged_into_its_weights(engine):
     assert await sync.publish(1) < 3 * report.noise
 
 
-async def test_a_server_that_sleeps_takes_weights_as_it_wakes_and_goes_on_with_what_it_was_sampling(engine):
+async def test_sleeping_server_wakes_with_new_weights(engine):
     """On a CPU no memory is freed; the order of the calls, and what the servers make of it, is the same."""
     trainer = policy()
     sync = WeightSync(engine, trainer, WeightProbe(vocab_size=VOCAB))
     report = await sync.start(0)
-    sampling = SamplingParams(max_tokens=1500, temperature=1.0)
-    asked = asyncio.create_task(
-        engine.generate(GenerateRequest(request_id="long", session_id="long", prompt_ids=[1, 2, 3], sampling=sampling))
-    )
-    await asyncio.sleep(0.3)
+    asked = asyncio.create_task(engine.generate(ask("long", max_tokens=1900)))
+    await asyncio.sleep(0.2)
     await engine.sleep()
     await asyncio.sleep(0.3)
     assert not asked.done()
     for parameter in trainer.weights().values():
         parameter.mul_(1.1)
     assert await sync.publish(1) < 3 * report.noise
-    said = await asked
-    assert len(said.token_ids) == 1500 and [version for _, version in said.policy_versions] == [0, 1]
+    completion = await asked
+    assert len(completion.token_ids) == 1900
+    assert completion.policy_versions[-1][1] == 1
     await engine.sleep()
     assert await sync.publish(2) < 3 * report.noise
 
 
-async def test_each_group_that_is_kept_back_is_named(engine):
+async def test_withheld_weights_are_named(engine):
     trainer = policy()
     true = {name: value.clone() for name, value in trainer.weights().items()}
     for name in trainer.backend.weight_groups():
@@ -101,10 +95,9 @@ async def test_each_group_that_is_kept_back_is_named(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(SERVERS))
-async def test_biases_and_a_head_of_its_own_arrive_and_one_that_is_kept_back_is_named(kind, tmp_path, caplog):
-    if (reason := why_not(kind)) is not None:
-        pytest.skip(reason)
+@pytest.mark.parametrize("kind", on_servers())
+async def test_biases_and_an_untied_head_arrive_or_are_named(kind, tmp_path, caplog):
+    needs_server(kind)
     caplog.set_level("INFO", logger="polyturn.training")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048}
@@ -113,9 +106,8 @@ async def test_biases_and_a_head_of_its_own_arrive_and_one_that_is_kept_back_is_
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB, **sizes, **heads, **no_tokens)).float().eval()
     model.save_pretrained(tmp_path)
     trainer = local_policy(model, optim=OptimSettings(lr=1e-3))
-    engine = SERVERS[kind](
-        "", ServedModel(vocab_size=VOCAB, folder=tmp_path), supervisor=ServerSupervisor(launch_spec(kind, tmp_path))
-    )
+    served = ServedModel(vocab_size=VOCAB, folder=tmp_path)
+    engine = CLIENTS[kind]("", served, supervisor=ServerSupervisor(launch_spec(kind, tmp_path)))
     try:
         report = await WeightSync(engine, trainer, WeightProbe(vocab_size=VOCAB)).start(0)
         assert report.canary < report.smallest_effect / 4
@@ -134,11 +126,11 @@ async def test_biases_and_a_head_of_its_own_arrive_and_one_that_is_kept_back_is_
         await engine.close()
 
 
+@pytest.mark.engines
 @pytest.mark.slow
-async def test_a_vllm_server_without_our_plug_in_that_keeps_a_tied_head_old_is_caught(model_folder):
+async def test_vllm_without_our_plug_in_fails_the_canary(model_folder):
     """It answers 200 and keeps the head's packed copy of the old embedding."""
-    if (reason := why_not("vllm")) is not None:
-        pytest.skip(reason)
+    needs_server("vllm")
     spec = launch_spec("vllm", model_folder, way="folder")
     bare = dataclasses.replace(spec, env={**spec.env, "PYTHONPATH": ""})
     engine = VllmEngine("", ServedModel(vocab_size=VOCAB, folder=model_folder), supervisor=ServerSupervisor(bare))

@@ -7,37 +7,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_servers import ROOT, interpreter
+from engine_servers import CLIENTS, ROOT, interpreter, on_servers
 from transfer_checks import CHECKS, small_buckets
 
-from conftest import VOCAB, small_model
 from polyturn.core.errors import EngineError
-from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.sglang import SglangEngine
-from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_sync import WeightSync
+from support.served_model import VOCAB, ask, small_model
 
-SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
 
-
-@pytest.fixture(params=list(SERVERS))
-def place(request, server_of):
+@pytest.fixture(params=on_servers())
+def address(request, server_of):
     return request.param, server_of(request.param)
 
 
-def client(place, model_folder):
-    kind, url = place
-    return SERVERS[kind](url, ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder))
+def client(address, model_folder):
+    kind, url = address
+    return CLIENTS[kind](url, ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder))
 
 
 @pytest.mark.parametrize("check", CHECKS)
-async def test_the_servers_own_transfer(place, check, model_folder, monkeypatch):
-    kind, url = place
+async def test_transfer_of_tensors(address, check, model_folder, monkeypatch):
+    kind, url = address
     if kind == "sglang":
         monkeypatch.setattr("polyturn.engines.sglang_transfer.buckets", small_buckets)
         await CHECKS[check](kind, url, model_folder)
@@ -53,8 +48,8 @@ async def test_the_servers_own_transfer(place, check, model_folder, monkeypatch)
     assert trainer.returncode == 0, said.decode()[-4000:]
 
 
-async def test_a_folder_that_the_server_does_not_see_is_one_sentence_and_it_goes_on(place, model_folder):
-    engine = client(place, model_folder)
+async def test_folder_unseen_by_the_server_is_refused(address, model_folder):
+    engine = client(address, model_folder)
     try:
         with pytest.raises(EngineError, match=r"engine\.weights"):
             await engine.update_weights(1, weights=WrittenWeights(Path("/nowhere/on/this/machine")))
@@ -63,16 +58,16 @@ async def test_a_folder_that_the_server_does_not_see_is_one_sentence_and_it_goes
         await engine.close()
 
 
-async def test_weights_go_through_a_folder_elsewhere(place, model_folder, tmp_path):
-    engine = client(place, model_folder)
+async def test_weights_go_through_another_folder(address, model_folder, tmp_path):
+    engine = client(address, model_folder)
     with WeightFolder(model_folder, root=tmp_path) as files:
         await engine.update_weights(2, weights=files.write(small_model().state_dict()))
     assert (await engine.generate(ask("disk", max_tokens=2))).policy_versions == ((0, 2),)
     await engine.close()
 
 
-async def test_a_bit_that_changes_on_the_way_stops_the_run_and_is_named_though_no_logprob_shows_it(place, model_folder):
-    engine = client(place, model_folder)
+async def test_flipped_bit_is_found_and_named(address, model_folder):
+    engine = client(address, model_folder)
     try:
         policy = local_policy(small_model(), optim=OptimSettings(lr=1e-3))
         sync = WeightSync(engine, policy, WeightProbe(vocab_size=VOCAB))
@@ -93,9 +88,9 @@ async def test_a_bit_that_changes_on_the_way_stops_the_run_and_is_named_though_n
         await engine.close()
 
 
-async def test_checksums_cover_every_tensor_of_the_model(place, model_folder, caplog):
+async def test_checksums_cover_every_tensor(address, model_folder, caplog):
     caplog.set_level("INFO", logger="polyturn")
-    engine = client(place, model_folder)
+    engine = client(address, model_folder)
     try:
         model = small_model()
         await WeightSync(engine, local_policy(model, optim=OptimSettings(lr=1e-3)), WeightProbe(vocab_size=VOCAB)).start(0)
@@ -103,7 +98,3 @@ async def test_checksums_cover_every_tensor_of_the_model(place, model_folder, ca
         assert f"checksums of {total} of {total} tensors are compared" in caplog.text
     finally:
         await engine.close()
-
-
-def ask(name: str, **sampling) -> GenerateRequest:
-    return GenerateRequest(request_id=name, session_id=name, prompt_ids=range(1, 30), sampling=SamplingParams(**sampling))

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from polyturn.core.errors import EngineError, EngineLostError
-from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines import sglang_transfer, weight_transport
 from polyturn.engines.remote import FOREIGN_VERSION, RemoteEngine
 from polyturn.engines.request_limits import ServedModel
@@ -22,24 +21,15 @@ from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_sync import WeightSync
-from support.models import tiny_model
+from support.served_model import VOCAB, ask, changed_model, small_model
 
-VOCAB = 96
 SERVERS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 SENDS = {"vllm": "/update_weights", "sglang": "/update_weights_from_distributed"}
-
-
-def model():
-    return tiny_model(VOCAB, hidden=64, intermediate=64, max_positions=2048, spread=0.2)
 
 
 def client(kind, url, folder):
     served = ServedModel(vocab_size=VOCAB, max_context=2048, folder=folder)
     return SERVERS[kind](url, served, transfer=WeightTransfer("gloo", SERVERS[kind].open_link))
-
-
-def ask(name, **sampling):
-    return GenerateRequest(request_id=name, session_id=name, prompt_ids=range(1, 30), sampling=SamplingParams(**sampling))
 
 
 async def versions(engine, name):
@@ -48,7 +38,7 @@ async def versions(engine, name):
 
 async def arrives(kind, url, folder):
     """Every group of a tied model passes the canary, and each later sync goes in flight."""
-    engine, trained = client(kind, url, folder), model()
+    engine, trained = client(kind, url, folder), small_model()
     try:
         sync = WeightSync(engine, local_policy(trained, optim=OptimSettings(lr=1e-3)), WeightProbe(vocab_size=VOCAB))
         report = await sync.start(0)
@@ -56,8 +46,8 @@ async def arrives(kind, url, folder):
         running = asyncio.create_task(engine.generate(ask("across", max_tokens=300)))
         await asyncio.sleep(0.1)
         with torch.no_grad():
-            for parameter in trained.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+            for parameter, changed in zip(trained.parameters(), changed_model().parameters(), strict=True):
+                parameter.copy_(changed)
         assert await sync.publish(1) < 3 * report.noise
         completion = await running
         assert len(completion.token_ids) == 300
@@ -78,17 +68,17 @@ async def breaks_off(kind, url, folder):
         return await post(path, body, **options)
 
     try:
-        await engine.update_weights(0, weights=model().state_dict())
+        await engine.update_weights(0, weights=small_model().state_dict())
         engine._post = broken
         problem = None
         try:
-            await engine.update_weights(1, weights=model().state_dict())
+            await engine.update_weights(1, weights=small_model().state_dict())
         except EngineError as raised:
             problem = raised
         assert "broke off" in str(problem)
         engine._post = post
         assert await versions(engine, "between") == ((0, FOREIGN_VERSION),)
-        await engine.update_weights(2, weights=model().state_dict())
+        await engine.update_weights(2, weights=small_model().state_dict())
         assert await versions(engine, "again") == ((0, 2),)
     finally:
         await engine.close()
@@ -98,7 +88,7 @@ async def second_client(kind, url, folder):
     """A client that comes later sends over a group of its own."""
     for _ in range(2):
         engine = client(kind, url, folder)
-        await engine.update_weights(3, weights=model().state_dict())
+        await engine.update_weights(3, weights=small_model().state_dict())
         assert await versions(engine, "one") == ((0, 3),)
         await engine.close()
 
