@@ -71,7 +71,7 @@ def browser(address: str) -> Iterator[object]:
         pytest.skip("Chromium is not installed; run `make browser`")
     playwright.expect.set_options(timeout=60_000)
     with playwright.sync_playwright() as running:
-        found = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
 
         def new_page(**options: Any) -> Any:
             page = found.new_page(**options)

@@ -21,6 +21,7 @@ from support.services import served_app
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
+    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed; run `make browser`"),
     pytest.mark.timeout(120),
 ]
@@ -43,10 +44,10 @@ def address(desk: HumanQueue) -> Iterator[str]:
 
 def ask(desk: HumanQueue, name: str, text: str) -> HumanReply | None:
     talk = [{"role": "user", "content": "I need a table."}, {"role": "assistant", "content": text}]
-    return asyncio.run(desk.ask(talk, about={"conversation": name, "goal": "Eat."}, deadline_s=60))
+    return asyncio.run(desk.ask(talk, about={"conversation": name, "goal": "Eat."}, deadline_s=110))
 
 
-def test_a_person_answers_what_waits(desk: HumanQueue, address: str, tmp_path: Path) -> None:
+def test_person_answers_waiting_conversations(desk: HumanQueue, address: str, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as askers, playwright.sync_playwright() as running:
         browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1000, "height": 700}, base_url=address)
@@ -75,6 +76,6 @@ def test_a_person_answers_what_waits(desk: HumanQueue, address: str, tmp_path: P
         page.get_by_text("No conversation waits.").wait_for()
         assert page.evaluate("window.pwned") is None
         browser.close()
-        assert first.result(10) == HumanReply(text="That is no table.", score=-0.5)
-        assert second.result(10) == HumanReply(text="", is_end=True)
+        assert first.result(60) == HumanReply(text="That is no table.", score=-0.5)
+        assert second.result(60) == HumanReply(text="", is_end=True)
         assert problems == []

@@ -9,22 +9,10 @@ import pytest
 from polyturn.viewer.report import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 
 
-def test_a_report_has_no_value_from_before_where_the_first_evaluation_came_later(page, tmp_path: Path):
-    (tmp_path / "late").mkdir()
-    (tmp_path / "late/metrics.jsonl").write_text(
-        "".join(f'{{"step": {s}, "eval/greedy/success": {v}}}\n' for s, v in ((15, 0.992), (30, 0.5)))
-    )
-    page.goto(write_report([tmp_path / "late"], tmp_path / "report.html").as_uri())
-    table = page.get_by_role("table", name="Evaluations before and after training")
-    playwright.expect(table.get_by_role("cell")).to_have_text(["- → 0.500"])
-    page.get_by_role("link", name="Distributions").click()
-    playwright.expect(page.locator("main")).to_contain_text("Nothing was recorded yet.")
-
-
-def test_a_report_has_the_pages_of_its_runs_and_asks_nobody(page, runs: Path, tmp_path: Path, keep):
+def test_report_has_the_pages_of_its_runs_and_loads_nothing(page, runs: Path, tmp_path: Path, keep):
     path = write_report([runs / "first", runs / "second"], tmp_path / "report.html")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))

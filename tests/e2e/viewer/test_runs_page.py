@@ -11,10 +11,10 @@ from polyturn.infra.folder_lock import hold_folder
 from polyturn.store.run_folders import RESOLVED_HEAD
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 
-def test_runs_that_go_on_die_and_begin_are_told_without_a_reload(page, growing: Path, keep):
+def test_runs_that_start_and_die_show_without_a_reload(page, growing: Path, keep):
     (growing / "config.yaml").write_text("train: {steps: 9}\n")
     row = page.get_by_role("row").filter(has=page.get_by_role("link", name="growing", exact=True))
     held = hold_folder(growing)
@@ -35,15 +35,3 @@ def test_runs_that_go_on_die_and_begin_are_told_without_a_reload(page, growing: 
     row.get_by_role("link", name="growing", exact=True).click()
     page.wait_for_url("**#/2/curves")
     playwright.expect(page.get_by_role("alert")).to_contain_text("The run died: RewardError: the judge <b>broke</b>.")
-
-
-def test_why_a_token_was_trained_and_why_an_advantage_are_three_clicks_from_the_runs(page):
-    page.goto("/")
-    page.get_by_role("link", name="trajectories of first").click()
-    page.get_by_role("row", name="trajectory g30/0").locator("td").nth(1).click()
-    page.locator(".tokens .s-sampled").first.click()
-    playwright.expect(page.locator(".why")).to_have_text("Sampled and trained.")
-    page.goto("/")
-    page.get_by_role("link", name="trajectories of first").click()
-    page.get_by_label("why this advantage of g30/0?").click()
-    playwright.expect(page.locator(".formula")).to_contain_text("grpo: A =")
