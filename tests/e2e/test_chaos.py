@@ -12,6 +12,8 @@ import pytest
 
 from polyturn.engines.virtual_time import run_virtual
 
+pytestmark = pytest.mark.chance
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -29,7 +31,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process holds is read from /proc")
-async def test_chaos_leaves_nothing_behind_and_every_failure_has_a_name():
+async def test_chaos_leaves_nothing_and_names_every_failure():
     chaos = load("chaos")
     result = await chaos.measure(chaos.SHORT, compares=False)
     assert chaos.problems(result) == []
@@ -37,7 +39,7 @@ async def test_chaos_leaves_nothing_behind_and_every_failure_has_a_name():
     assert {"timeout", "exception", "too_large", "bad_json", "unknown_tool", "schema"} <= result["failed_calls"].keys()
 
 
-def test_a_soak_leaves_no_instance_and_no_task():
+def test_soak_leaves_no_instance_and_no_task():
     soak = load("soak")
     result = run_virtual(soak.soak(1000, warm_up=0, every=500))
     assert result["left"] == 0

@@ -19,8 +19,9 @@ from support.runs import call_command, write_tiny_run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.learns
 @pytest.mark.slow
-def test_a_run_learns_what_is_rewarded(tmp_path: Path):
+def test_run_learns_what_is_rewarded(tmp_path: Path):
     """The reward of the tiny run counts different letters: 1.0 with random weights, 2.6 after these steps."""
     settings = ["evaluation.data=null", "warm_start.conversations=null", "rollout.limits.max_tokens_per_turn=8"]
     settings += ["rollout.interactions=[]", "train.steps=24", "train.groups_per_step=4", "train.group_size=8"]
@@ -37,7 +38,7 @@ SHOWN = ("before", "after", "repaired", "curve.png", "checkpoints/step-", "polyt
 
 @pytest.mark.learns
 @pytest.mark.timeout(3300)
-def test_the_quick_start_learns_to_use_its_turns(tmp_path: Path):
+def test_quick_start_learns_to_use_its_turns(tmp_path: Path):
     command = [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train"]
     command += [str(ROOT / "examples/quickstart/config.yaml"), f"out={tmp_path}"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=3200)

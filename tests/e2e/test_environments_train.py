@@ -17,12 +17,6 @@ from support.runs import call_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "tests/data/environments"
-WHERE = subprocess.run(
-    [sys.executable, str(ROOT / "scripts/environments/build.py"), "--where"], capture_output=True, text=True, check=True
-).stdout.strip()
-has_verifiers = pytest.mark.skipif(
-    not (Path(WHERE).parents[1] / ".complete").exists(), reason="python scripts/environments/build.py builds what it runs in"
-)
 
 
 def train(tmp_path: Path, env: object, *, max_turns: int = 2, **data: object) -> list[dict[str, float]]:
@@ -60,7 +54,7 @@ def train(tmp_path: Path, env: object, *, max_turns: int = 2, **data: object) ->
     return steps
 
 
-def test_a_game_of_gem(tmp_path: Path):
+def test_gem_game(tmp_path: Path):
     pytest.importorskip("gem", reason="pip install 'polyturn[environments]'")
     (tmp_path / "also.py").write_text(
         "def by_length(trajectory):\n"
@@ -71,14 +65,17 @@ def test_a_game_of_gem(tmp_path: Path):
     assert all(np.isfinite(step["loss/total"]) and step["loss/grad_norm"] > 0 for step in steps)
 
 
-def test_a_class_whose_methods_are_tools(tmp_path: Path):
+def test_class_whose_methods_are_tools(tmp_path: Path):
     train(tmp_path, {"name": f"trl:{ENVIRONMENTS / 'counter.py'}:Counter", "tasks": 8, "eval_tasks": 0})
 
 
-@has_verifiers
 @pytest.mark.slow
-def test_a_verifiers_environment_whose_own_loop_asks_the_endpoint(tmp_path: Path):
-    kwargs = {"python": WHERE, "path": str(ENVIRONMENTS), "by_length": True}
+def test_verifiers_environment_with_its_own_loop(tmp_path: Path):
+    command = [sys.executable, str(ROOT / "scripts/environments/build.py"), "--where"]
+    python = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not (Path(python).parents[1] / ".complete").exists():
+        pytest.skip("python scripts/environments/build.py builds what it runs in")
+    kwargs = {"python": python, "path": str(ENVIRONMENTS), "by_length": True}
     env = {"name": "verifiers:vf_talk", "tasks": 8, "eval_tasks": 0, "kwargs": kwargs}
     steps = train(tmp_path, env, max_turns=4)
     assert any(step["loss/grad_norm"] > 0 for step in steps)

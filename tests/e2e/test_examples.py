@@ -16,8 +16,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("0*.py"))
 
 
-@pytest.mark.parametrize("script", each(2, SCRIPTS), ids=lambda path: path.stem)
-def test_an_example_trains_with_a_small_model(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("script", each(len(SCRIPTS), SCRIPTS), ids=lambda path: path.stem)
+def test_example_trains_with_a_small_model(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script), "--tiny"])
     run = runpy.run_path(str(script), run_name="__main__")["run"]
@@ -27,7 +27,7 @@ def test_an_example_trains_with_a_small_model(script: Path, tmp_path: Path, monk
     assert trajectories and all(t.error is None for t in trajectories)
 
 
-def test_the_notebook_runs_where_an_event_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_notebook_runs_in_a_running_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     cells = json.loads((EXAMPLES / "06_notebook.ipynb").read_text())["cells"]
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -43,7 +43,7 @@ def test_the_notebook_runs_where_an_event_loop_runs(tmp_path: Path, monkeypatch:
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_the_notebook_runs_in_a_kernel_of_jupyter(tmp_path: Path):
+def test_notebook_runs_in_a_jupyter_kernel(tmp_path: Path):
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient").NotebookClient(
         nbformat.read(EXAMPLES / "06_notebook.ipynb", as_version=4),
@@ -55,10 +55,3 @@ def test_the_notebook_runs_in_a_kernel_of_jupyter(tmp_path: Path):
     shown = [output["data"] for cell in cells for output in cell["outputs"] if "data" in output]
     assert any("2 rows of metrics" in data["text/plain"] and "<table" in data["text/html"] for data in shown)
     assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
-
-
-def test_the_first_example_is_at_most_forty_lines_and_imports_polyturn_alone():
-    text = (EXAMPLES / "01_train_gsm8k.py").read_text()
-    assert len(text.splitlines()) <= 40
-    imported = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
-    assert imported == ["import sys", "import polyturn"]

@@ -103,7 +103,8 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(tensors_in(latest / "policy", "model/"))
 
 
-def test_a_game_against_another_model_trains_the_policys_seat_alone(tmp_path: Path) -> None:
+@pytest.mark.learns
+def test_game_against_another_model_trains_one_seat(tmp_path: Path) -> None:
     called = call_command(main, "train", write_game(tmp_path), "train.steps=2")
     assert called.code == 0, called.err
     found = played(tmp_path / "runs/tiny")
@@ -131,7 +132,8 @@ def versions_by_step(folder: Path) -> list[int]:
     return [int(step["policies/past/version"]) for step in steps_of(folder)]
 
 
-def test_the_policys_own_past_is_taken_again_every_so_many_steps(tmp_path: Path) -> None:
+@pytest.mark.learns
+def test_past_policy_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     config = write_game(tmp_path, **past(2))
     called = call_command(main, "train", config, "train.steps=4")
     assert called.code == 0, called.err
@@ -147,7 +149,7 @@ def test_the_policys_own_past_is_taken_again_every_so_many_steps(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_plays_the_same_past(tmp_path: Path) -> None:
+def test_resumed_run_plays_the_same_past(tmp_path: Path) -> None:
     """Left at a refresh (2) and between two (3): equal bits either way, in deterministic mode."""
     config = write_game(tmp_path, **past(2))
     called = call_command(main, "train", config, "train.steps=4", "train.checkpoint_every=1", "train.keep_checkpoints=9")
@@ -168,9 +170,7 @@ def test_a_run_that_goes_on_plays_the_same_past(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # it starts two processes
-def test_while_training_goes_on_beside_sampling_each_policy_has_a_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_policy_has_a_process_beside_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stale = ["engine.deterministic=false", "train.max_staleness=1", "train.steps=3"]
     called = call_command(main, "train", write_game(tmp_path, **past(1)), *stale)
     assert called.code == 0, called.err
@@ -197,7 +197,7 @@ def test_another_model_plays_the_user(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "runs/tiny")[0]["policies/guest/tokens"] > 0
 
 
-def test_an_evaluation_without_training_has_the_policies_too(tmp_path: Path) -> None:
+def test_evaluation_has_the_policies_too(tmp_path: Path) -> None:
     changes = past(1)
     changes["env"] |= {"eval_tasks": 2, "seats": ["policy", "policy"], "eval_seats": ["policy", "past"]}
     called = call_command(main, "eval", write_game(tmp_path, **changes))
@@ -206,7 +206,7 @@ def test_an_evaluation_without_training_has_the_policies_too(tmp_path: Path) -> 
     assert found and all("opponents" in t.turns[-1].info for t in found)
 
 
-def test_a_dry_run_shows_them_and_says_which_nobody_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dry_run_shows_policies_and_unused_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     changes = past(7)
     changes["policies"]["opponent"] = {"model": "opponent", "max_context": 99}
     called = call_command(main, "train", write_game(tmp_path, **changes), "--dry-run")
@@ -216,6 +216,6 @@ def test_a_dry_run_shows_them_and_says_which_nobody_names(tmp_path: Path, caplog
     assert "policies.opponent is loaded and not used: no seat" in caplog.text and "policies.past is" not in caplog.text
 
 
-def test_a_run_on_a_cluster_refuses_them(tmp_path: Path) -> None:
+def test_cluster_run_refuses_further_policies(tmp_path: Path) -> None:
     called = call_command(main, "train", write_game(tmp_path), "cluster.address=local")
     assert called.code != 0 and "policies names 'opponent' and the run has rollout workers" in called.err

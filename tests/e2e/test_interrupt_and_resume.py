@@ -1,46 +1,42 @@
-"""A run that is interrupted goes on as if it had not been: Ctrl-C, SIGTERM, kill -9, in a process of its own.
+"""A run that is interrupted in this process resumes with the same steps, trajectories and weights, to the bit.
 
-Every test compares with one run that was never stopped: the same steps, the same trajectories, the same weights to the bit.
+`test_kill_and_resume.py` kills processes.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import json
 import os
-import re
-import shlex
+import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from polyturn import build
 from polyturn.cli.main import main
-from polyturn.store.stored_run import open_store
 from polyturn.training.checkpoint import Checkpoints
-from support.forked import ONE_THREAD, Forked, run_program
-from support.runs import call_command, write_tiny_run
+from polyturn.training.journal_file import JournalFile
+from support.cases import each
+from support.crash_injection import ledger_problems
+from support.resumed_runs import (
+    SETTINGS,
+    STEPS,
+    check_equal_runs,
+    check_equal_weights,
+    latest_checkpoint,
+    reproducible,
+    training_lines,
+    weights_of,
+    write_interrupted_run,
+)
+from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from support.states import tensors_in
 
 call = functools.partial(call_command, main)
-
-STEPS, WARM_STEPS = 16, 150
-SETTINGS = [
-    f"train.steps={STEPS}",
-    "train.checkpoint_every=3",
-    "train.keep_checkpoints=3",
-    "engine.deterministic=true",
-    "evaluation.every=7",
-    "rollout.sanity_every=1",
-    "warm_start.steps=2",
-]
+BARE = ("evaluation.data=null", "warm_start.conversations=null")
 
 
 @pytest.fixture(scope="module")
@@ -52,302 +48,161 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "tiny"
 
 
-def has_step(run: Path, step: int) -> bool:
-    return (run / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines(run))
-
-
-def wait_for_step(run: Path, step: int, process: Forked) -> None:
-    process.wait_until(lambda: has_step(run, step))
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    found = []
-    for text in (run / "metrics.jsonl").read_text().splitlines():
-        try:
-            found.append(json.loads(text))
-        except ValueError:  # half a line: the process is writing it, or was killed there
-            continue
-    return found
-
-
-def training_lines(run: Path) -> list[dict[str, Any]]:
-    return [line for line in lines(run) if "rollout/turns" in line]
-
-
-def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers that do not depend on the clock or on what the KV cache still held."""
-    machine = ("time/", "system/", "engine/queue", "engine/kv_use")
-    varying = (*machine, "tokens/prefilled", "rollout/resumed_episodes", "rollout/restarted_episodes")
-    return {k: v for k, v in line.items() if not k.startswith(varying) and not k.endswith("time_s")}
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    checkpoints = Checkpoints(run / "checkpoints")
-    latest = checkpoints.latest()
-    assert latest is not None
-    return dict(tensors_in(latest / "policy", "model/"))
-
-
-def check_is_like(run: Path, whole: Path) -> None:
-    assert [line["step"] for line in training_lines(run)] == list(range(1, STEPS + 1)), "every step once"
-    for mine, theirs in zip(map(timeless, training_lines(run)), map(timeless, training_lines(whole)), strict=True):
-        different = {k: (mine.get(k), theirs.get(k)) for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)}
-        assert not different, f"step {mine['step']}"
-    of_run, of_whole = ({(r["split"], r["step"], r["id"]) for r in open_store(f).table().to_pylist()} for f in (run, whole))
-    assert of_run == of_whole, "every trajectory is recorded"
-    left, expected = weights(run), weights(whole)
-    assert all(torch.equal(left[name], expected[name]) for name in expected), "the weights are the same to the bit"
-
-
-def resume(config: Path) -> None:
-    called = call("train", config, *SETTINGS, "--resume")
-    assert called.code == 0, called.err
-    assert "before and after" in called.out
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_to_its_checkpoint_although_nobody_hears_it_any_more(tmp_path: Path, whole: Path):
-    """As where its terminal is closed, or a program that its lines are piped into has ended."""
-    config = write_tiny_run(tmp_path)
-    run = tmp_path / "runs" / "tiny"
-    command = [sys.executable, "-m", "polyturn", "train", str(config), *SETTINGS]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD})
-    while not has_step(run, 1):  # early: at its end a run would tell nobody how it went
-        assert process.poll() is None
-        time.sleep(0.01)
-    assert process.stdout is not None
-    process.stdout.close()
-    process.send_signal(signal.SIGHUP)
-    code = process.wait(120)
-    assert code == 128 + signal.SIGHUP, f"behind step {len(training_lines(run))} of {STEPS}"
-    latest = Checkpoints(run / "checkpoints").latest()
-    assert latest is not None and latest.name == f"step-{len(training_lines(run)):06d}"
-    resume(config)
-    check_is_like(run, whole)
-
-
-def test_a_signal_in_the_middle_of_a_line_of_the_log_does_not_write_into_it():
-    code = """
-import logging, os, signal, threading
-from polyturn.api.signals import Signals
-done = threading.Event()
-class Interrupted(logging.Handler):
-    depth = 0
-    def emit(self, record):
-        self.depth += 1
-        if record.msg == "first":
-            os.kill(os.getpid(), signal.SIGINT)
-        os.write(1, f"{self.depth} {record.msg}\\n".encode())
-        self.depth -= 1
-        if record.msg != "first":
-            done.set()
-logging.getLogger().addHandler(Interrupted())
-with Signals():
-    logging.warning("first")
-    assert done.wait(60)
-"""
-    assert run_program(code).out == "1 first\n1 interrupted; a checkpoint is being written\n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_a_signal_that_is_ignored_stays_so(number: signal.Signals):
-    """As under `nohup`, or of a job that a script put into the background."""
-    code = (
-        f"import os, signal; signal.signal({int(number)}, signal.SIG_IGN)\n"
-        "from polyturn.api.signals import Signals\n"
-        f"with Signals() as noted:\n    os.kill(os.getpid(), {int(number)})\n    print(noted.received)"
-    )
-    assert run_program(code).out == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
-def test_a_signal_leaves_a_checkpoint_and_resume_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, whole: Path, number: int, code: int
-):
-    config = write_tiny_run(tmp_path)
-    run = tmp_path / "runs" / "tiny"
-    process = Forked("train", config, *SETTINGS)
-    wait_for_step(run, 4, process)
-    process.send_signal(number)
-    ended, err = process.wait(120), process.err
-    assert ended == code, err
-    assert "interrupted at step" in err and "Traceback" not in err
-    assert f"polyturn train {config} " in err and err.rstrip().endswith("--resume"), "the sentence says how to go on"
-    latest = Checkpoints(run / "checkpoints").latest()
-    assert latest is not None
+def test_sigterm_leaves_a_checkpoint_and_the_run_resumes(tmp_path: Path, whole: Path) -> None:
+    config, run = write_interrupted_run(tmp_path, signal.SIGTERM), tmp_path / "runs" / "tiny"
+    stopped = call("train", config, *SETTINGS)
+    assert stopped.code == 143, stopped.err
+    assert "interrupted at step" in stopped.err and "Traceback" not in stopped.err
+    assert stopped.err.rstrip().endswith("--resume"), "the message has the command that resumes"
     done = len(training_lines(run))
-    assert 4 <= done < STEPS and latest.name == f"step-{done:06d}"
-    resume(config)
-    check_is_like(run, whole)
+    assert 3 <= done < STEPS and latest_checkpoint(run).name == f"step-{done:06d}"
+    resumed = call("train", config, *SETTINGS, "--resume")
+    assert resumed.code == 0 and "before and after" in resumed.out, resumed.err
+    check_equal_runs(run, whole)
 
 
-def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path, whole: Path):
-    config = write_tiny_run(tmp_path)
-    run = tmp_path / "runs" / "tiny"
-    process = Forked("train", config, *SETTINGS)
-    wait_for_step(run, 5, process)
-    process.kill()
-    process.wait(120)
-    latest = Checkpoints(run / "checkpoints").latest()
-    assert latest is not None and int(latest.name.removeprefix("step-")) >= 3
-    resume(config)
-    check_is_like(run, whole)
-
-
-WARM = ["train.steps=1", f"warm_start.steps={WARM_STEPS}", "warm_start.batch_size=2", "engine.deterministic=true"]
-
-WAITS = """
-
-import time
-from pathlib import Path
-
-said = score
-
-
-def score(trajectory):
-    while Path(__file__).with_name("waits").exists():
-        time.sleep(0.05)
-    return said(trajectory)
-"""
-
-
-def check_warm_start_is_like(run: Path, whole: Path) -> None:
-    steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, WARM_STEPS + 1)), "every step once"
-    assert not (run / "warm_start").exists()
-    left, expected = weights(run), weights(whole)
-    assert all(torch.equal(left[name], expected[name]) for name in expected), "the weights are the same to the bit"
-
-
-@pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run whose warm start was never stopped."""
-    folder = tmp_path_factory.mktemp("warmed")
-    called = call("train", write_tiny_run(folder), *WARM)
-    assert called.code == 0, called.err
-    return folder / "runs" / "tiny"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_a_warm_start_that_is_interrupted_goes_on_where_it_was(tmp_path: Path, warmed: Path, number: signal.Signals):
-    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
-    settings = [*WARM, "train.checkpoint_every=0.001s"]
-    process = Forked("train", config, *settings)
-    process.wait_until(lambda: Checkpoints(run / "warm_start").latest() is not None)
-    process.send_signal(number)
-    code, err = process.wait(120), process.err
-    if number == signal.SIGINT:
-        assert code == 130, err
-        assert re.search(r"of the warm start; go on with: \S*polyturn train", err) and "Traceback" not in err
-    called = call("train", config, *settings, "--resume")
-    assert called.code == 0, called.err
-    check_warm_start_is_like(run, warmed)
-
-
-def test_a_second_process_is_kept_out_of_a_runs_folder_until_the_first_one_dies(tmp_path: Path, warmed: Path):
-    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
-    settings = [*WARM, "train.checkpoint_every=0.001s"]
-    (tmp_path / "waits").touch()
-    plugins = tmp_path / "plugins.py"
-    plugins.write_text(plugins.read_text() + WAITS)
-    process = Forked("train", config, *settings)
-    process.wait_until(lambda: Checkpoints(run / "checkpoints").latest() is not None)
-    before = (run / "config.yaml").read_text()
-    refused = call("train", config, *settings, "train.optim.lr=1", "--resume")
-    assert refused.code == 2, refused.err
-    assert f"process {process.pid} on {socket.gethostname()} trains into {run} at this moment" in refused.err
-    assert (run / "config.yaml").read_text() == before and process.poll() is None
-    process.kill()
-    process.wait()
-    (tmp_path / "waits").unlink()
-    assert call("train", config, *settings, "--resume").code == 0
-    check_warm_start_is_like(run, warmed)
-
-
-def test_a_warm_start_that_cannot_go_on_leaves_the_settings_that_the_run_had(tmp_path: Path):
-    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
-    settings = [*WARM, "train.checkpoint_every=0.001s"]
-    process = Forked("train", config, *settings)
-    process.wait_until(lambda: Checkpoints(run / "warm_start").latest() is not None)
-    process.kill()
-    process.wait()
-    before = (run / "config.yaml").read_text()
-    for change, says in (
-        ("model.init.hidden_size=32", "is of another model"),
-        ("warm_start.steps=0", "warm_start.steps is 0"),
-    ):
-        refused = call("train", config, *settings, change, "--resume")
-        assert refused.code == 2 and says in refused.err, refused.err
-        assert (run / "config.yaml").read_text() == before
-
-
-def test_supervised_training_that_is_interrupted_goes_on_in_its_folder(tmp_path: Path, warmed: Path):
-    config = write_tiny_run(tmp_path)
-    run = tmp_path / "runs" / "tiny-sft"
-    process = Forked("sft", config, *WARM)
-    process.wait_until((run / "sft_metrics.jsonl").is_file)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 143, process.err
-    (again,) = re.findall(r"go on with: (.*)", process.err)
-    called = call(*shlex.split(again)[1:])
-    assert called.code == 0, called.err
-    steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, WARM_STEPS + 1)) and sorted(p.name for p in run.parent.iterdir()) == ["tiny-sft"]
-    assert (run / "model" / "config.json").is_file() and not (run / "warm_start").exists()
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "polyturn.build:build_trainer",
-        pytest.param("polyturn.training.weight_sync:SharedWeights.start", marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_between_warm_start_and_training_leaves_a_checkpoint(
-    tmp_path: Path, warmed: Path, place: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Where nothing is on disk yet, and the event loop of training may not have begun."""
-    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
-    module, _, path = place.partition(":")
-    owner = importlib.import_module(module)
-    for name in path.split(".")[:-1]:
-        owner = getattr(owner, name)
-    called = getattr(owner, path.rpartition(".")[2])
+def test_signal_between_warm_start_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is on disk yet, and the event loop of training has not begun."""
+    settings = ["train.steps=1", "warm_start.steps=20", "engine.deterministic=true"]
+    assert call("train", write_tiny_run(tmp_path / "whole"), *settings).code == 0
+    config, make = write_tiny_run(tmp_path / "stopped"), build.build_trainer
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return called(*args, **kwargs)
+        return make(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, path.rpartition(".")[2], interrupted)
-        stopped = call("train", config, *WARM)
-    assert stopped.code == 130, stopped.err
-    assert call("train", config, *WARM, "--resume").code == 0
-    check_warm_start_is_like(run, warmed)
+        patch.setattr(build, "build_trainer", interrupted)
+        assert call("train", config, *settings).code == 130
+    assert call("train", config, *settings, "--resume").code == 0
+    check_equal_weights(tmp_path / "stopped/runs/tiny", tmp_path / "whole/runs/tiny")
 
 
-def test_the_model_that_is_left_loads_with_transformers_alone(whole: Path):
+def test_exported_model_loads_with_transformers_alone(whole: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    latest = Checkpoints(whole / "checkpoints").latest()
-    assert latest is not None and latest.name == f"step-{STEPS:06d}"
-    model = AutoModelForCausalLM.from_pretrained(latest / "model")
-    tokenizer = AutoTokenizer.from_pretrained(latest / "model")
+    folder = latest_checkpoint(whole) / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>assistant\n")
-    loaded, trained = model.state_dict(), weights(whole)
+    loaded, trained = model.state_dict(), weights_of(whole)
     assert loaded.keys() - trained.keys() <= {"lm_head.weight"}, "which is tied"
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in trained.items())
     assert model(**tokenizer(text, return_tensors="pt")).logits.shape[-1] == len(tokenizer)
 
 
-def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path: Path, whole: Path):
+def test_equal_seeds_give_equal_runs(tmp_path: Path, whole: Path) -> None:
     short = [*SETTINGS, "train.steps=3", "evaluation.every=0"]
     for seed in (0, 1):
-        called = call("train", write_tiny_run(tmp_path / str(seed)), *short, f"seed={seed}")
-        assert called.code == 0, called.err
-    first, other = ([timeless(x) for x in training_lines(tmp_path / str(seed) / "runs" / "tiny")] for seed in (0, 1))
-    assert first == [timeless(x) for x in training_lines(whole)[:3]]
+        assert call("train", write_tiny_run(tmp_path / str(seed)), *short, f"seed={seed}").code == 0
+    first, other = ([reproducible(x) for x in training_lines(tmp_path / str(seed) / "runs" / "tiny")] for seed in (0, 1))
+    assert first == [reproducible(x) for x in training_lines(whole)[:3]]
     assert first != other
+
+
+def forget_steps_after(run: Path, step: int) -> None:
+    """Leave the run as a kill leaves it whose last checkpoint is that of `step`: later steps are half there."""
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "rollo')
+
+
+KINDS = {
+    "mix": ["train.minibatches=2", "data.sampler={name: mix, weights: {tiny0: 1, tiny1: 2}, by_success: 1.0}"],
+    "critic": ["algorithm.advantage=gae", "algorithm.critic.optim.lr=1e-3", "train.minibatches=2",
+               "algorithm.kl={place: reward, coef: 0.05, target: 1.0, horizon: 12}"],
+    "lora": ["model.lora={rank: 2}", "train.optim.lr=1e-2", "algorithm.kl={coef: 0.05, target: 0.1}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", each(3, KINDS))
+def test_resumed_state_equals_that_of_a_whole_run(tmp_path: Path, kind: str) -> None:
+    settings = [*BARE, *KINDS[kind], "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=9"]
+    settings += ["engine.deterministic=true"]
+    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
+    if kind == "mix":
+        name_two_sources(config)
+    assert call("train", config, *settings).code == 0
+    whole = everything_in(run / "checkpoints" / "step-000003")
+    forget_steps_after(run, 2)
+    resumed = call("train", config, *settings, "--resume")
+    assert resumed.code == 0, resumed.err
+    again = everything_in(run / "checkpoints" / "step-000003")
+    for part in ("policy", "update", "sampler", "loop", "shards"):
+        assert_same(whole[part], again[part], part)
+    assert ledger_problems(run, steps=3) == []
+
+
+def name_two_sources(config: Path) -> None:
+    """Let the tasks come from two data sources."""
+    tasks = config.parent / "tasks.jsonl"
+    rows = tasks.read_text().splitlines()
+    tasks.write_text("".join(row.replace('e": "tiny"', f'e": "tiny{i % 2}"') + "\n" for i, row in enumerate(rows)))
+    text = config.read_text()
+    config.write_text(text.replace('routes: {tiny: "plugins.py:score"}', 'function: "plugins.py:score"'))
+
+
+def everything_in(folder: Path) -> dict[str, object]:
+    """Return the state in a checkpoint, with the tensors in its shards."""
+    shards = {path.parent.name: dict(tensors_in(path.parent)) for path in folder.glob("*/.metadata")}
+    assert shards.keys() >= {"policy"}
+    return {**Checkpoints(folder.parent).load(folder), "shards": shards}
+
+
+def assert_same(one: object, other: object, where: str) -> None:
+    if isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor) and torch.equal(one, other), f"{where} is the same to the bit"
+    elif isinstance(one, dict):
+        assert isinstance(other, dict) and one.keys() == other.keys(), where
+        for key, value in one.items():
+            assert_same(value, other[key], f"{where}/{key}")
+    else:
+        assert one == other or one != one, where
+
+
+def test_conversations_in_flight_resume_from_their_last_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that the checkpoint's weights sampled are not sampled again; the tokens are the same ones."""
+    monkeypatch.setattr(JournalFile, "settle", lambda self: None)  # a run that ends well leaves no journal
+    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
+    settings = [*BARE, *SEVERAL_TURNS, "train.steps=3", "train.checkpoint_every=2", "train.keep_checkpoints=9"]
+    assert call("train", config, *settings).code == 0
+    monkeypatch.undo()
+    journal = (run / "journal" / "step-000002.jsonl").read_text()
+    forget_steps_after(run, 2)
+    (run / "journal" / "step-000002.jsonl").write_text(journal)
+    (run / "journal" / "step-000003.jsonl").unlink(missing_ok=True)
+    resumed = call("train", config, *settings, "--resume")
+    assert resumed.code == 0, resumed.err
+    last = training_lines(run)[-1]
+    assert (last["rollout/resumed_episodes"], last["rollout/restarted_episodes"]) == (6, 0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the config of a run that took a step."""
+    config = write_tiny_run(tmp_path_factory.mktemp("trained"))
+    assert call("train", config, *BARE, "train.steps=1").code == 0
+    return config
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("train.group_size=2", "train.group_size"),
+        ("seed=5", "seed"),
+        ("model.init.hidden_size=32", "another model"),
+        ("data.train.limit=3", "size 6"),
+        ("algorithm.advantage=gae", "critic"),
+    ],
+)
+def test_resume_of_another_run_is_refused(trained: Path, change: str, key: str) -> None:
+    called = call("train", trained, *BARE, "train.steps=2", change, "--resume")
+    assert called.code != 0 and key in called.err and "Traceback" not in called.err, called.err
+
+
+def test_resume_takes_another_learning_rate_with_a_note(trained: Path) -> None:
+    (trained.parent / "runs" / "tiny" / "metrics.jsonl").unlink()  # which a resume does not need
+    called = call("train", trained, *BARE, "train.steps=2", "train.optim.lr=1e-4", "--resume")
+    assert called.code == 0 and "train.optim.lr: 0.001 -> 0.0001" in called.err, called.err

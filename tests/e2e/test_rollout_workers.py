@@ -15,7 +15,7 @@ from polyturn.store.stored_run import open_store
 from support.ray_processes import wait_until
 from support.runs import SEVERAL_TURNS, call_command
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def calls_of(folder: Path) -> list[int]:

@@ -37,8 +37,9 @@ async def ran(tool: Any, code: str) -> str:
         await tool.release(instance_id)
 
 
+@pytest.mark.clock
 @isolated
-async def test_demonstrations_show_what_the_sandbox_says_and_tasks_can_be_solved_in_it() -> None:
+async def test_demonstrations_and_tasks_fit_the_sandbox() -> None:
     listed = yaml.safe_load((FOLDER / "config.yaml").read_text())["rollout"]["tools"]["file"]
     (tool,) = initialize_tools_from_config(listed)
     codes = set[str]()
@@ -55,14 +56,15 @@ async def test_demonstrations_show_what_the_sandbox_says_and_tasks_can_be_solved
         assert gsm8k.compute_score(f"#### {printed}", task.ground_truth) == 1.0
 
 
-def test_training_and_evaluation_ask_for_other_sums() -> None:
+def test_training_and_evaluation_have_different_tasks() -> None:
     train = {task.extra["expression"] for task in named("tasks")(0, 3000)}
     held_out = {task.extra["expression"] for task in named("tasks")(7, 256, is_held_out=True)}
     assert len(train) == 3000 and len(held_out) == 256 and not train & held_out
 
 
+@pytest.mark.learns
 @isolated
-def test_a_short_run_goes_through_the_sandbox(tmp_path: Path) -> None:
+def test_short_run_goes_through_the_sandbox(tmp_path: Path) -> None:
     """Whoever imitates people who all print calls often enough within a few steps."""
     called = call_command(
         main,

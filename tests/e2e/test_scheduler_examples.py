@@ -38,7 +38,8 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss/total" in row]
 
 
-def test_thinking_tips_trains_each_turn_on_what_it_was_shown(tmp_path: Path) -> None:
+@pytest.mark.learns
+def test_thinking_tips_trains_each_turn_on_its_prompt(tmp_path: Path) -> None:
     run = train(
         PROJECTS / "thinking_tips",
         tmp_path,
@@ -56,7 +57,8 @@ def test_thinking_tips_trains_each_turn_on_what_it_was_shown(tmp_path: Path) -> 
         assert [sorted(set(s.turn_ids[s.loss_weights > 0].tolist())) for s in t.segments] == [[0], [1]]
 
 
-def test_the_frozen_lake_trains_on_walks(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_frozen_lake_trains_on_walks(tmp_path: Path) -> None:
     run = train(
         EXAMPLES / "frozen_lake",
         tmp_path,
@@ -89,7 +91,7 @@ def lake() -> Any:
     return import_attr(f"{EXAMPLES / 'frozen_lake' / 'lake.py'}:FrozenLake")()
 
 
-def test_a_lake_follows_from_its_seed_and_its_goal_can_be_reached(lake: Any) -> None:
+def test_lake_follows_from_its_seed(lake: Any) -> None:
     distances = import_attr(f"{EXAMPLES / 'frozen_lake' / 'lake.py'}:distances")
     for seed in range(30):
         assert lake.reset(seed=seed) == lake.reset(seed=seed)
@@ -97,7 +99,7 @@ def test_a_lake_follows_from_its_seed_and_its_goal_can_be_reached(lake: Any) -> 
     assert len({lake.reset(seed=s) for s in range(30)}) > 25
 
 
-def test_moves_stop_at_the_edge_holes_end_the_walk_and_the_goal_is_worth_one(lake: Any) -> None:
+def test_lake_moves_and_rewards(lake: Any) -> None:
     lake.reset(seed=0)
     lake.player, lake.goal, lake.is_hole = (0, 0), (0, 2), {(1, 0)}
     shown, reward, is_done, info = lake.step("<action>up</action>")

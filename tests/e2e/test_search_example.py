@@ -20,6 +20,8 @@ from polyturn.rewards import search_r1
 from polyturn.tools.registry import initialize_tools_from_config
 from support.forked import run_forked
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -56,7 +58,7 @@ async def searched(tool: Any, query: str) -> str:
         await tool.release(instance_id)
 
 
-async def test_demonstrations_show_what_the_tool_says_and_tasks_can_be_answered_from_it(folder: Path):
+async def test_demonstrations_and_tasks_fit_the_tool(folder: Path):
     listed = yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["tools"]["file"]
     (tool,) = initialize_tools_from_config(listed, base=folder)
     for conversation in named(folder, "demonstrations")(0, 200):
@@ -72,13 +74,13 @@ async def test_demonstrations_show_what_the_tool_says_and_tasks_can_be_answered_
         assert surname != await searched(tool, "zebra")
 
 
-def test_training_and_evaluation_ask_about_other_people(folder: Path):
+def test_training_and_evaluation_have_different_tasks(folder: Path):
     train = {task.extra["name"] for task in named(folder, "tasks")(0, 3000)}
     held_out = {task.extra["name"] for task in named(folder, "tasks")(7, 512, is_held_out=True)}
     assert len(train) > 1000 and len(held_out) > 250 and not train & held_out
 
 
-def test_a_short_run_goes_through_the_index(folder: Path):
+def test_short_run_goes_through_the_index(folder: Path):
     few = [
         "warm_start.kwargs.num_conversations=64", "warm_start.steps=3", "train.steps=1", "train.groups_per_step=2",
         "train.group_size=2", "train.minibatches=1", "evaluation.data.kwargs.num_tasks=4", "out=short", "num_threads=1",

@@ -18,24 +18,32 @@ from polyturn.core.errors import EngineError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.base import ModelFolder
 from support.echo_server import echo_pool, missing_server
+from support.ray_processes import MARK, processes_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 
 from polyturn.cluster.members import ResourceRequest
 from polyturn.cluster.placement import Cluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3).bfloat16(), "b.bias": torch.tensor(3.0)}
 TIED = {**WEIGHTS, "head.weight": WEIGHTS["a.weight"]}
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def mark():
+    """A word in the environment of every process of this cluster: no test may kill the processes of another one."""
+    return f"polyturn-test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def nodes(mark):
     """Return a cluster of three nodes: the driver's, and two with room for servers."""
     from ray.cluster_utils import Cluster as Nodes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where actors find `support`
+        patch.setenv(MARK, mark)
         made = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         made.rooms = [made.add_node(num_cpus=1, num_gpus=2, resources={"room": 2}) for _ in range(2)]
         yield made
@@ -79,24 +87,13 @@ async def until(is_so):
     assert is_so()
 
 
-def processes_with(word):
-    found = []
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdigit() and word.encode() in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue  # it ended meanwhile
-    return found
-
-
 def gpus_of(pid):
     """Return the GPUs that a process was started to see."""
     lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next(line for line in lines if line.startswith("CUDA_VISIBLE_DEVICES=")).partition("=")[2]
 
 
-async def test_servers_on_two_nodes_answer_as_one_engine_and_get_weights_that_the_pool_never_holds(cluster, model):
+async def test_servers_on_two_nodes_answer_as_one_engine(cluster, model):
     engine = started(cluster, model)
     said = await asyncio.gather(*(ask(engine, i) for i in range(24)))
     assert len({c.info["pid"] for c in said}) == 2 and {c.policy_versions for c in said} == {((0, 0),)}
@@ -112,7 +109,7 @@ async def test_servers_on_two_nodes_answer_as_one_engine_and_get_weights_that_th
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["server", "actor", "node"])
-async def test_a_lost_server_is_replaced_where_there_is_room_given_its_weights_and_proved(cluster, nodes, model, victim):
+async def test_lost_server_is_replaced_and_given_its_weights(cluster, nodes, mark, model, victim):
     engine = started(cluster, model)
     await engine.update_weights(1, weights=TIED)
     proved = []
@@ -133,7 +130,7 @@ async def test_a_lost_server_is_replaced_where_there_is_room_given_its_weights_a
     if victim == "node":
         nodes.remove_node(nodes.rooms[0], allow_graceful=False)
     elif victim == "actor":
-        os.kill(min(processes_with("ray::ServerActor")), signal.SIGKILL)
+        os.kill(min(processes_of(mark, "ray::ServerActor")), signal.SIGKILL)
     else:
         os.kill(min(before), signal.SIGKILL)
     said = await asyncio.gather(*asked)
@@ -154,7 +151,7 @@ async def test_a_lost_server_is_replaced_where_there_is_room_given_its_weights_a
         nodes.rooms[0] = nodes.add_node(num_cpus=1, num_gpus=2, resources={"room": 2})
 
 
-async def test_servers_share_the_gpus_of_ranks_on_their_node_and_sleep_until_they_are_given_weights(cluster, model):
+async def test_servers_share_gpus_with_ranks_and_sleep(cluster, model):
     """Ray counts GPUs that these nodes do not have: who sees which is the same."""
     ranks, places = cluster.shared(
         ResourceRequest(count=4, resources={"GPU": 1}), ResourceRequest(count=2, resources={"GPU": 2, "room": 1})
@@ -176,6 +173,6 @@ async def test_servers_share_the_gpus_of_ranks_on_their_node_and_sleep_until_the
     await engine.close()
 
 
-def test_a_server_that_cannot_be_started_is_a_sentence_that_names_its_node(cluster, model):
+def test_failed_start_names_its_node(cluster, model):
     with pytest.raises(EngineError, match=r"server 0 on \S+: the server '/no/such/python' cannot be started"):
         cluster.pool().start(partial(missing_server, cluster.places(ResourceRequest(count=1, resources={"room": 1}))(model)))

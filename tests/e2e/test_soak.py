@@ -65,6 +65,7 @@ def resident_mib() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
 
+@pytest.mark.chance
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_twenty_thousand_episodes_leave_nothing_behind():
