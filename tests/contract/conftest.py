@@ -4,11 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine_servers import launch_spec, why_not
+from engine_servers import READY_S, launch_spec, why_not
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import Server
 from support.served_model import small_model
+
+TEST_S = 600 + READY_S
+"""Seconds for a test on a real server, which may start one of its own."""
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
@@ -18,6 +21,15 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     for engine in ("vllm", "sglang"):
         if (reason := why_not(engine)) is not None:
             terminalreporter.write_line(f"NOT TESTED on a real {engine} server: {reason}", yellow=True, bold=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the start of a server out of the time of the test that happens to come first; `READY_S` limits it."""
+    for item in items:
+        is_on_server = item.path.parent == Path(__file__).parent and item.get_closest_marker("engines") is not None
+        if is_on_server and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_S, func_only=True))
 
 
 @pytest.fixture(scope="session")

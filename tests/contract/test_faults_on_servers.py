@@ -97,6 +97,7 @@ def memory_of(pid):
     return {path for inode, path in shared_files().items() if inode in inodes}
 
 
+@pytest.mark.timeout(3 * READY_S, func_only=True)  # it starts a server twice
 @pytest.mark.parametrize("kind", on_servers(slow="sglang"))
 async def test_killed_server_returns_with_run_weights(kind, server, model_folder, caplog):
     caplog.set_level(logging.INFO, logger=POOL_LOG)

@@ -19,6 +19,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers import Compaction, Gym, ImageTools, MathTips, React, SingleTurn, ThinkingTips, Tree
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from support.clock import skip_an_hour_once
+from support.invariants import check_invariants
 
 
 @envs.register("semantics_room")
@@ -85,7 +86,7 @@ async def test_sampled_ids_are_kept_in_every_turn(name: str) -> None:
         assert any(np.array_equal(ids, turn_ids(said)[: len(ids)]) for said in SAYS)
     cut = t.metrics.get("dropped_cut", 0)
     assert t.num_sampled_tokens + cut == t.metrics["sampled_tokens"]
-    assert sum(int((s.loss_weights > 0).sum()) for s in t.segments) == t.num_sampled_tokens
+    check_invariants(t)
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"tree"}))

@@ -20,6 +20,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from support.cases import each
+from support.invariants import check_invariants
 from support.runs import call_command
 
 EXAMPLE = Path(__file__).parents[1] / "data/projects/black_box"
@@ -27,7 +28,7 @@ AGENTS = ["openai_client.py:agent", "agents_sdk.py:agent"]
 
 
 @pytest.mark.parametrize("agent", each(2, AGENTS))
-def test_the_example_trains(agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_black_box_example_trains(agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     called = call_command(
         main, "train", EXAMPLE / "config.yaml", f"out={tmp_path}", "name=t", f"rollout.scheduler_kwargs.agent={agent}"
@@ -44,7 +45,7 @@ def test_the_example_trains(agent: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_the_record_is_what_the_engine_was_shown_and_sampled(agent: str, tmp_path: Path):
+def test_record_holds_what_the_engine_saw_and_sampled(agent: str, tmp_path: Path):
     config = load_config(RunConfig, EXAMPLE / "config.yaml", [f"rollout.scheduler_kwargs.agent={agent}"]).config
     parts = build.build_parts(build.ConfigSource(config=config, base=EXAMPLE))
     tasks = build.build_tasks(config.data.train, base=EXAMPLE, split="train")  # type: ignore[arg-type]
@@ -71,13 +72,5 @@ def test_the_record_is_what_the_engine_was_shown_and_sampled(agent: str, tmp_pat
         assert trajectory.error is None, trajectory.error
         mine = [pair for pair in seen if pair[0].request_id.startswith(trajectory.id)]
         assert len(mine) == len(trajectory.turns)
-        for request, completion in mine:
-            whole = np.concatenate([request.prompt_ids, completion.token_ids])
-            owner = [s for s in trajectory.segments if np.array_equal(s.token_ids[: len(whole)], whole)]
-            weighed = [s for s in owner if (s.loss_weights[len(request.prompt_ids) : len(whole)] > 0).all()]
-            assert weighed, "I1: what the engine saw and said is the beginning of a sample"
-            assert completion.logprobs is not None
-            held = np.asarray(weighed[0].logprobs)[len(request.prompt_ids) : len(whole)]
-            assert np.array_equal(held, completion.logprobs)
-        total = sum(float(s.loss_weights.sum()) for s in trajectory.segments)
-        assert total == sum(len(c.token_ids) for _, c in mine), "I4: each sampled token is trained once"
+        check_invariants(trajectory, [(request.prompt_ids, completion) for request, completion in mine])
+        assert trajectory.num_sampled_tokens == sum(len(completion.token_ids) for _, completion in mine)

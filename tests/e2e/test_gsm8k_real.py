@@ -22,23 +22,25 @@ import torch
 from transformers import PreTrainedModel
 
 from polyturn import build
-from polyturn.algorithms.advantages import advantages, assign_advantages
-from polyturn.batching.samples import to_samples
 from polyturn.config.models import RunConfig
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine
-from polyturn.core.trajectory import Segment, SpanSource, Trajectory, TrajectoryGroup
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.prepare import prepare_gsm8k
 from polyturn.evaluation.report import EvalReport
 from polyturn.store.schema import Trained
 from polyturn.training.options import SftOptions
 from polyturn.training.sft import run_sft
+from support.invariants import check_invariants, sampled_turns
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
-pytestmark = pytest.mark.skipif(
-    not SHARED.is_dir(), reason=f"{SHARED} is absent: the real problems, the real tokenizer and the real template are there"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not SHARED.is_dir(), reason=f"{SHARED} is absent: the real problems, tokenizer and template are there"
+    ),
+]
 
 NUM_TASKS, GROUP_SIZE, STEPS = 24, 2, 2
 TEMPERATURE = 0.7
@@ -169,7 +171,7 @@ def config_of(variant: str) -> RunConfig:
     )
 
 
-@pytest.fixture(scope="module", params=["interaction", pytest.param("tool", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["interaction", "tool"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Prepare the real rows, warm up, and take two optimizer steps."""
     variant: str = request.param
@@ -197,16 +199,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(variant=variant, steps=seen.steps, exchanges=recorder.exchanges, before=before, after=parts.model)
 
 
-def segments_of(trajectory: Trajectory) -> Iterator[tuple[int, Segment, int, int]]:
-    """Yield (turn, its segment, where its sampled tokens start, where they end) in the order of the turns."""
-    for turn in trajectory.turns:
-        refs = [ref for ref in turn.spans if trajectory.span(ref).source is SpanSource.SAMPLED]
-        segment = trajectory.segments[refs[0].segment]
-        start = sum(len(span) for span in segment.spans[: refs[0].span])
-        yield turn.index, segment, start, start + sum(len(trajectory.span(ref)) for ref in refs)
-
-
-def test_every_task_is_rolled_out_once_and_trained_on_in_two_real_steps(run: Run) -> None:
+def test_every_task_is_rolled_out_and_trained_once(run: Run) -> None:
     ids = [group.task.id for _, groups in run.steps for group in groups]
     assert len(run.steps) == STEPS
     assert len(ids) == len(set(ids)) == NUM_TASKS
@@ -221,7 +214,7 @@ def test_every_task_is_rolled_out_once_and_trained_on_in_two_real_steps(run: Run
     assert not any(torch.equal(before[name], after[name]) for name in before if "layers" in name)
 
 
-def test_the_environment_answers_a_meaningful_share_of_the_turns(run: Run) -> None:
+def test_environment_answers_many_turns(run: Run) -> None:
     trajectories = [trajectory for _, trajectory in run.trajectories()]
     observed = [turn for trajectory in trajectories for turn in trajectory.turns if turn.observation]
     if run.variant == "interaction":
@@ -236,52 +229,22 @@ def test_the_environment_answers_a_meaningful_share_of_the_turns(run: Run) -> No
         assert sum(len(trajectory.turns) > 1 for trajectory in trajectories) > 0.25 * len(trajectories)
 
 
-def test_i1_what_the_engine_saw_is_a_prefix_of_the_sample_in_every_turn(run: Run) -> None:
-    for _, trajectory in run.trajectories():
-        exchanges = run.exchanges[trajectory.id]
-        assert len(exchanges) == len(trajectory.turns)
-        for (turn, segment, start, end), (seen, completion) in zip(segments_of(trajectory), exchanges, strict=True):
-            ids = segment.token_ids.tolist()
-            assert ids[:start] == seen, f"{trajectory.id}, turn {turn}"
-            assert ids[start:end] == completion.token_ids.tolist()
-            assert completion.logprobs is not None
-            assert segment.logprobs[start:end].tolist() == completion.logprobs.tolist()
-
-
-def test_i2_every_array_of_a_sample_has_one_length(run: Run) -> None:
-    for _, groups in run.steps:
-        samples = [sample for group in groups for sample in to_samples(group, temperature=TEMPERATURE)]
-        for sample in assign_advantages(groups, samples, estimator=advantages.resolve("grpo")):
-            arrays = (sample.loss_weights, sample.turn_ids, sample.rollout_logprobs, sample.advantages, sample.versions)
-            assert {-1 if array is None else len(array) for array in arrays} == {len(sample.token_ids)}
-
-
-def test_i3_i4_each_sampled_token_has_its_weight_in_exactly_one_sample(run: Run) -> None:
+def test_i1_to_i4_tokens_are_those_of_the_engine(run: Run) -> None:
     for step, (_, groups) in enumerate(run.steps):
-        for group in groups:
-            samples = to_samples(group, temperature=TEMPERATURE)
-            for trajectory in group.trajectories:
-                completions = [completion for _, completion in run.exchanges[trajectory.id]]
-                assert all(c.policy_versions == ((0, step),) for c in completions)
-                owned: list[tuple[int, int]] = []
-                for sample in samples:
-                    if sample.id.trajectory == trajectory.id:
-                        mask = trajectory.segments[sample.id.segment].sampled_mask
-                        assert sample.loss_weights.tolist() == mask.astype(np.float32).tolist()
-                        owned += [
-                            (turn, token) for turn, token in zip(sample.turn_ids[mask], sample.token_ids[mask], strict=True)
-                        ]
-                assert owned == [(turn, token) for turn, c in enumerate(completions) for token in c.token_ids]
+        for trajectory in (t for group in groups for t in group.trajectories):
+            exchanges = run.exchanges[trajectory.id]
+            check_invariants(trajectory, [(np.array(seen), completion) for seen, completion in exchanges])
+            assert all(completion.policy_versions == ((0, step),) for _, completion in exchanges)
 
 
-def test_i8_the_engines_logprobs_are_the_trainers(run: Run) -> None:
+def test_i8_logprobs_of_the_engine_are_the_trainers(run: Run) -> None:
     """The trainer's own comparison covers every token of both steps; a plain forward pass checks the first step's again."""
     for metrics, _ in run.steps:
         assert metrics["policy/rollout_difference_max"] < 1e-4
     compared = 0
     for group in run.steps[0][1]:
         for trajectory in group.trajectories:
-            for _, segment, start, end in segments_of(trajectory):
+            for _, segment, start, end in sampled_turns(trajectory):
                 ids = torch.from_numpy(segment.token_ids[None, :end].astype(np.int64))
                 with torch.no_grad():
                     hidden = run.before.base_model(input_ids=ids).last_hidden_state[0, start - 1 : end - 1]

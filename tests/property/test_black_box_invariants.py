@@ -10,7 +10,6 @@ import asyncio
 import copy
 import json
 import random
-from collections import Counter
 from typing import Any
 
 import aiohttp
@@ -18,15 +17,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyturn.batching.samples import to_samples
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.messages import Message
-from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task
+from support.invariants import check_invariants
 
 MOVES = ("append", "append", "append", "edit", "branch", "retry", "other", "choices", "together", "stream")
 SAYINGS = ("<think>\nso\n</think>\n\nfour", "plain words", "#### 4", "é and more", "a longer answer " * 3, " ")
@@ -112,25 +111,8 @@ def test_random_agents_leave_exact_samples(moves: list[tuple[str, int]]) -> None
     t, seen = run(moves)
     assert t.error is None, t.error
     assert len(seen) == len(t.turns)
-    owned: Counter[tuple[int, int]] = Counter()
-    for prompt, completion in seen:
-        whole = np.concatenate([prompt, completion.token_ids])
-        found = [
-            (index, len(prompt))
-            for index, s in enumerate(t.segments)
-            if np.array_equal(s.token_ids[: len(whole)], whole) and (s.loss_weights[len(prompt) : len(whole)] > 0).all()
-        ]
-        free = [place for place in found if not owned[place]]
-        assert free, "I1: what the engine saw and said is the beginning of a sample, and nobody else's"
-        owned[free[0]] += 1
-    for s in t.segments:
-        assert np.array_equal(s.loss_weights > 0, s.sampled_mask), "I3"
-        if s.parent is not None:
-            shared = t.segments[s.parent.segment].token_ids[: s.parent.length]
-            assert np.array_equal(shared, s.token_ids[: s.parent.length])
-    samples = to_samples(TrajectoryGroup(id="g", task=t.task, trajectories=(t,)), temperature=1.0)
-    trained = sum(int((s.loss_weights > 0).sum()) for s in samples)
-    assert trained == sum(len(c.token_ids) for _, c in seen), "I4: each sampled token is trained once"
+    check_invariants(t, seen)
+    assert t.num_sampled_tokens == sum(len(completion.token_ids) for _, completion in seen)
 
 
 @settings(max_examples=10)
