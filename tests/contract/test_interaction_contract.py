@@ -26,14 +26,14 @@ def partner(request: pytest.FixtureRequest) -> Any:
     return request.param({"name": "mine", "extra": 1})
 
 
-def test_it_keeps_its_config_and_name(partner: Any) -> None:
+def test_interaction_keeps_its_config_and_name(partner: Any) -> None:
     assert isinstance(partner, Interaction)
     assert partner.config["extra"] == 1
     assert partner.name == "mine"
     assert type(partner)({}).name == "interaction_agent"
 
 
-async def test_it_returns_the_id_it_is_given_or_a_new_one(partner: Any) -> None:
+async def test_given_id_is_returned_or_a_new_one_made(partner: Any) -> None:
     assert await partner.start_interaction("episode-1") == "episode-1"
     made = {await partner.start_interaction() for _ in range(2)}
     assert len(made) == 2
@@ -42,7 +42,7 @@ async def test_it_returns_the_id_it_is_given_or_a_new_one(partner: Any) -> None:
         await partner.finalize_interaction(instance_id)
 
 
-async def test_it_takes_every_key_of_the_row_and_returns_four_values(partner: Any) -> None:
+async def test_interaction_takes_every_key_and_returns_four_values(partner: Any) -> None:
     kwargs = {"name": "mine", "query": "6 * 12?", "ground_truth": "72", "anything": [1]}
     instance_id = await partner.start_interaction("e", **kwargs)
     done, content, score, metadata = await partner.generate_response(instance_id, MESSAGES, **kwargs)
@@ -88,7 +88,7 @@ async def test_users_keep_ids_names_and_signatures(cls: Any, config: dict[str, A
         cls({**config, "surplus": 1})
 
 
-async def test_the_base_class_answers_every_turn_alike_and_needs_no_id_at_the_end() -> None:
+async def test_base_class_answers_every_turn_alike() -> None:
     base = BaseInteraction({})
     assert await base.generate_response("x", []) == (False, "Your current result seems acceptable.", 0.8, {})
     assert await base.calculate_score() == 0.0

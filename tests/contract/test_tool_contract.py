@@ -58,7 +58,7 @@ def tool(request: pytest.FixtureRequest) -> Any:
     return TOOLS[request.param]()
 
 
-def test_it_has_a_name_and_a_schema_that_says_the_same(tool: Any) -> None:
+def test_tool_name_equals_its_schema(tool: Any) -> None:
     assert isinstance(tool, Tool)
     assert tool.schema["type"] == "function"
     assert tool.schema["function"]["name"] == tool.name
@@ -66,7 +66,7 @@ def test_it_has_a_name_and_a_schema_that_says_the_same(tool: Any) -> None:
     assert tool.get_openai_tool_schema().function.parameters.type == "object"
 
 
-async def test_it_returns_the_id_it_is_given_or_a_new_one(tool: Any) -> None:
+async def test_given_id_is_returned_or_a_new_one_made(tool: Any) -> None:
     given, response = await tool.create("episode-1")
     made = {(await tool.create())[0] for _ in range(2)}
     assert given == "episode-1"
@@ -76,7 +76,7 @@ async def test_it_returns_the_id_it_is_given_or_a_new_one(tool: Any) -> None:
         assert await tool.release(instance_id) is None
 
 
-async def test_every_method_takes_what_the_row_says(tool: Any) -> None:
+async def test_every_method_takes_keys_of_the_row(tool: Any) -> None:
     instance_id, _ = await tool.create("e", ground_truth="72", anything=[1])
     outcome = normalize(await tool.execute(instance_id, {"answer": "72"}, anything=[1]))
     assert outcome.response.is_text_only()
@@ -84,7 +84,7 @@ async def test_every_method_takes_what_the_row_says(tool: Any) -> None:
     await tool.release(instance_id, anything=[1])
 
 
-async def test_the_base_class_accepts_every_call() -> None:
+async def test_base_class_accepts_every_call() -> None:
     tool = BaseTool({}, SCHEMA)
     response, reward, metrics = await tool.execute("e", {})
     assert (response.text, reward, metrics) == ("Updated the tool state.", 0.0, {})

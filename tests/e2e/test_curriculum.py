@@ -39,7 +39,7 @@ def interactions_by_step(trajectories: Iterable[Trajectory]) -> list[set[str]]:
     return [found[step] for step in sorted(found)]
 
 
-def test_the_mix_of_interactions_follows_the_epochs_also_across_a_resume(tmp_path: Path):
+def test_mix_of_interactions_follows_the_epochs(tmp_path: Path):
     train(tmp_path, "train.epochs=7")
     train(tmp_path, "train.epochs=13", "--resume")
     run = tmp_path / "curriculum"
@@ -56,7 +56,7 @@ def test_the_mix_of_interactions_follows_the_epochs_also_across_a_resume(tmp_pat
         ("CompetitionMathInteraction", "#### 9", True, "incorrect"),
     ],
 )
-async def test_the_users_of_the_example_differ_in_patience(name: str, said: str, ends: bool, words: str):
+async def test_example_users_differ_in_patience(name: str, said: str, ends: bool, words: str):
     interaction = import_attr(f"{CONFIG.parent / 'pipeline.py'}:{name}")({"allow_hints": True})
     await interaction.start_interaction("e", ground_truth="8")
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]

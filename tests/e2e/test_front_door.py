@@ -80,7 +80,7 @@ def given(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_run_from_objects_leaves_what_a_run_from_yaml_leaves(tmp_path: Path) -> None:
+def test_run_from_objects_leaves_a_run_folder(tmp_path: Path) -> None:
     HEARD.clear()
     arguments = given(tmp_path, eval_tasks=ROWS[:2])
     before = {name: p.clone() for name, p in arguments["model"].named_parameters()}
@@ -102,7 +102,7 @@ def test_a_run_from_objects_leaves_what_a_run_from_yaml_leaves(tmp_path: Path) -
     assert "eval-greedy-1/0" in run.trajectories._repr_html_()
 
 
-def test_a_run_goes_on_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_resumes_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also where another run has the name already, which leads through a folder."""
     (tmp_path / "shop" / "mine").mkdir(parents=True)
     run = polyturn.train(**given(tmp_path, name="shop/mine"))
@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptur
     assert (last.folder, last.metrics["step"]) == (run.folder, [1, 2, 3, 4])
 
 
-def test_a_run_that_begins_where_it_may_have_gone_on_leaves_the_folder_of_that_name_to_others(tmp_path: Path) -> None:
+def test_new_run_leaves_a_taken_folder_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     steps = polyturn.steps(**given(tmp_path, name="mine", steps=1, resume="auto"))
     for _ in steps:
@@ -126,7 +126,7 @@ def test_a_run_that_begins_where_it_may_have_gone_on_leaves_the_folder_of_that_n
     assert steps.run.folder.name == "mine-2"
 
 
-def test_a_run_is_a_model_to_evaluate_and_to_sample_from(tmp_path: Path) -> None:
+def test_run_serves_as_a_model(tmp_path: Path) -> None:
     run = polyturn.train(**given(tmp_path, steps=1))
     newest = run.folder / "checkpoints" / "step-000001" / "model"
     arguments = {**given(tmp_path), "model": run}
@@ -134,7 +134,7 @@ def test_a_run_is_a_model_to_evaluate_and_to_sample_from(tmp_path: Path) -> None
     assert len(polyturn.rollout(**arguments, num_tasks=1).trajectories) == 1 * 3
 
 
-def test_the_command_line_names_the_objects_that_it_cannot_resume_with(tmp_path: Path) -> None:
+def test_command_line_names_objects_it_cannot_resume_with(tmp_path: Path) -> None:
     run = polyturn.train(**given(tmp_path, name="mine", steps=1))
     label = run.config["reward"]["function"]["name"]
     stored = str(run.folder / "config.yaml")
@@ -145,14 +145,14 @@ def test_the_command_line_names_the_objects_that_it_cannot_resume_with(tmp_path:
     assert "polyturn.train(…, resume=True)" in called.err
 
 
-def test_training_in_a_running_loop_takes_place_beside_it(tmp_path: Path) -> None:
+def test_training_works_in_a_running_loop(tmp_path: Path) -> None:
     async def cell() -> polyturn.Run:
         return polyturn.train(**given(tmp_path, steps=1))
 
     assert asyncio.run(cell()).metrics["step"] == [1]
 
 
-def test_several_ranks_where_a_loop_runs_are_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+def test_ranks_in_a_running_loop_are_refused(tmp_path: Path) -> None:
     async def cell() -> polyturn.Run:
         return polyturn.train(**given(tmp_path, ranks=2))
 
@@ -175,7 +175,7 @@ def test_evaluation_and_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert f"has {len(ROWS)} tasks, fewer than the {len(ROWS) + 1} asked for" in caplog.text
 
 
-def test_a_folder_a_file_and_a_base_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_from_a_folder_a_file_and_a_base_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = given(tmp_path / "runs")
     arguments.pop("model").save_pretrained(tmp_path / "model")
     arguments.pop("tokenizer").save_pretrained(tmp_path / "model")
@@ -190,7 +190,7 @@ def test_a_folder_a_file_and_a_base_config(tmp_path: Path, monkeypatch: pytest.M
     assert run.config["data"]["train"]["files"] == str(tmp_path / "rows.jsonl")
 
 
-def test_a_step_at_a_time_trains_on_what_the_body_sets(tmp_path: Path) -> None:
+def test_steps_train_on_what_the_body_sets(tmp_path: Path) -> None:
     arguments = given(tmp_path, steps=3, groups_per_step=4)
     weights = {name: p.clone() for name, p in arguments["model"].named_parameters()}
 
@@ -224,7 +224,7 @@ def test_a_step_at_a_time_trains_on_what_the_body_sets(tmp_path: Path) -> None:
     assert trained is None or abs(trained).max() > 2, "the record holds what was trained on"
 
 
-def test_a_loop_over_steps_that_is_left_ends_with_a_checkpoint(tmp_path: Path) -> None:
+def test_left_loop_over_steps_leaves_a_checkpoint(tmp_path: Path) -> None:
     arguments = given(tmp_path, steps=5)
     for step in polyturn.steps(**arguments):
         if step.number == 2:
@@ -236,7 +236,7 @@ def test_a_loop_over_steps_that_is_left_ends_with_a_checkpoint(tmp_path: Path) -
     assert more.metrics["step"] == [1, 2, 3]
 
 
-def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_shows_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = polyturn.train(**given(tmp_path, steps=1))
     run.show()
     run.show("g0/0")
@@ -246,7 +246,7 @@ def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "g0/0: " in shown
 
 
-def test_what_a_program_kept_from_the_garbage_collector_stays_so(tmp_path: Path) -> None:
+def test_frozen_objects_stay_frozen(tmp_path: Path) -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
     polyturn.train(**given(tmp_path, steps=1))

@@ -27,13 +27,13 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("loss", ["cispo", "gspo", "clip_cov"])
-def test_a_run_trains_with_each_kind_of_loss(tmp_path, loss):
+def test_run_trains_with_each_loss(tmp_path, loss):
     steps = train(tmp_path, f"algorithm.loss={loss}", "train.minibatches=2")
     assert len(steps) == 2
     assert all(s["loss/grad_norm"] > 0 and s["loss/skipped_steps"] == 0 for s in steps)
 
 
-def test_a_run_leaves_truncated_trajectories_out_and_counts_them_by_their_length(tmp_path):
+def test_truncated_trajectories_are_dropped_and_counted(tmp_path):
     """Those of this model of random numbers nearly all end at their limit."""
     called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, "train.steps=1", "algorithm.drop_truncated=true")
     assert called.code == 0, called.err
@@ -42,7 +42,7 @@ def test_a_run_leaves_truncated_trajectories_out_and_counts_them_by_their_length
     assert sum(step[f"buffer/dropped_decile_{i}"] for i in range(10)) >= step["buffer/samples_truncated"]
 
 
-def test_a_run_corrects_for_its_engine(tmp_path):
+def test_run_corrects_for_its_engine(tmp_path):
     """The embedded engine is the policy, so weights are 1 and nothing is rejected: what is measured is float32's noise."""
     steps = train(tmp_path, CORRECTION)
     for step in steps:
@@ -52,7 +52,7 @@ def test_a_run_corrects_for_its_engine(tmp_path):
         assert abs(step["policy/off_policy_kl"]) < 1e-4
 
 
-def test_the_weight_of_the_kl_follows_its_target_and_survives_a_resume(tmp_path):
+def test_kl_weight_follows_its_target_across_a_resume(tmp_path):
     target = ["algorithm.kl={coef: 0.1, target: 1.0, horizon: 12}", "train.checkpoint_every=1"]
     steps = train(tmp_path, *target)
     # The KL is far below its target: each step of n trajectories lowers the weight by n / 12 of a fifth.
@@ -93,7 +93,7 @@ def test_a_teacher_teaches_without_any_reward(tmp_path):
     assert all(s["loss/policy"] == 0 for s in steps)
 
 
-def test_the_reference_may_be_another_model(tmp_path):
+def test_reference_can_be_another_model(tmp_path):
     train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
     other = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
     steps = train(tmp_path / "second", "algorithm.kl.coef=0.1", f"model.reference={other}")

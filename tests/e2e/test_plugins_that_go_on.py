@@ -165,7 +165,7 @@ class Hangs(BaseEngine):
         pytest.param("end_session", 0, "before and after", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_ends_whose_engine_hangs(tmp_path: Path, where: str, code: int, words: str):
+def test_run_ends_when_its_engine_hangs(tmp_path: Path, where: str, code: int, words: str):
     config = write_tiny_run(tmp_path)
     config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("engine:")))
     plugins = tmp_path / "plugins.py"
@@ -189,9 +189,7 @@ def test_a_run_ends_whose_engine_hangs(tmp_path: Path, where: str, code: int, wo
         ],
     ),
 )
-def test_a_command_ends_with_its_summary_or_its_error(
-    tmp_path: Path, command: tuple[str, ...], kind: str, code: int, words: str
-):
+def test_command_ends_despite_a_stubborn_plugin(tmp_path: Path, command: tuple[str, ...], kind: str, code: int, words: str):
     config = stubborn_run(tmp_path, kind)
     name, *settings = command
     done = run_forked(name, config, *SETTINGS[kind], *settings, cwd=tmp_path)
@@ -200,7 +198,7 @@ def test_a_command_ends_with_its_summary_or_its_error(
     check_named(done.err)
 
 
-def test_a_reward_that_leaves_tasks_behind_does_not_keep_rescore(tmp_path: Path):
+def test_rescore_ends_despite_leftover_tasks(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     assert call_command(main, "rollout", config, "-n", 1).code == 0
     stubborn_run(tmp_path, "reward")
@@ -210,7 +208,7 @@ def test_a_reward_that_leaves_tasks_behind_does_not_keep_rescore(tmp_path: Path)
     check_named(done.err)
 
 
-def test_a_server_ends_after_a_signal(tmp_path: Path):
+def test_server_ends_after_a_signal(tmp_path: Path):
     """The scheduler of its episodes never answers."""
     config = stubborn_run(tmp_path, "scheduler")
     command = ("serve", "--config", config, *SETTINGS["scheduler"], "--port", 0, "--grace", 1)
@@ -221,7 +219,7 @@ def test_a_server_ends_after_a_signal(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
-def test_ctrl_c_in_the_middle_of_what_ignores_it(tmp_path: Path, name: str):
+def test_ctrl_c_ends_a_stubborn_plugin(tmp_path: Path, name: str):
     config = stubborn_run(tmp_path, "interaction")
     plugins = tmp_path / "plugins.py"
     plugins.write_text(plugins.read_text().replace("    while True:", '    print("begun", flush=True)\n    while True:'))
@@ -255,9 +253,7 @@ async def scored(trajectory):
 
 
 @pytest.mark.parametrize("standing", ["time.sleep(3600)", pytest.param("Stands()", marks=pytest.mark.slow)])
-def test_a_run_whose_thread_is_never_given_back_ends_with_a_sentence_and_goes_on_from_its_checkpoint(
-    tmp_path: Path, standing: str
-):
+def test_run_whose_thread_is_held_ends_and_resumes(tmp_path: Path, standing: str):
     """No deadline passes while the event loop stands, and a finalizer stands in whichever thread collects."""
     config = write_tiny_run(tmp_path)
     plugins = tmp_path / "plugins.py"

@@ -47,7 +47,7 @@ def from_a_folder(config):
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
+def test_two_ranks_run_each_tool_call_once(tmp_path):
     config = write_run(tmp_path)
     two_steps = ["name=two", "train.steps=2", "train.layout=packed", *CRITIC, *STEERED_KL, *from_a_folder(config)]
     done = run_forked("train", config, "--nproc", 2, *two_steps, env=ENVIRONMENT)
@@ -65,7 +65,7 @@ def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_ranks_train_an_adapter_and_one_process_goes_on_with_it(tmp_path):
+def test_adapter_of_two_ranks_resumes_in_one_process(tmp_path):
     config = write_run(tmp_path)
     lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl.coef=0.01", "train.optim.lr=1e-2"]
     done = subprocess.run(
@@ -91,7 +91,7 @@ def test_two_ranks_train_an_adapter_and_one_process_goes_on_with_it(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tmp_path):
+def test_killed_rank_ends_the_run_and_it_resumes(tmp_path):
     config = write_run(tmp_path)
     settings = ["train.checkpoint_every=1", "cluster.restarts=1"]
     run = Forked("train", config, "--nproc", 2, *ENDLESS, *settings, env=ENVIRONMENT)
@@ -119,7 +119,7 @@ def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_critic_goes_on_with_any_number_of_ranks(tmp_path):
+def test_critic_resumes_with_any_number_of_ranks(tmp_path):
     config = write_run(tmp_path)
     for step, ranks in enumerate((2, 1, 2), start=1):
         done = subprocess.run(
@@ -137,7 +137,7 @@ def test_a_critic_goes_on_with_any_number_of_ranks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_share_experts_and_one_process_goes_on_with_them(tmp_path):
+def test_experts_of_two_ranks_resume_in_one_process(tmp_path):
     """Policy and critic; both ranks see all samples, and the engine says which experts tokens went to."""
     config = write_run(tmp_path)
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": "true"}
@@ -155,7 +155,7 @@ def test_two_ranks_share_experts_and_one_process_goes_on_with_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_leader_ends_the_run_and_the_other_ranks(tmp_path):
+def test_killed_leader_ends_all_ranks(tmp_path):
     run, ranks = started(tmp_path, command("train", write_run(tmp_path), "--nproc", 2, *ENDLESS))
     try:
         (leader,) = [pid for pid in ranks if rank_of(pid) == "0"]
@@ -169,7 +169,7 @@ def test_a_killed_leader_ends_the_run_and_the_other_ranks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_rank_killed_under_torchrun_ends_the_run_in_bounded_time(tmp_path, rank):
+def test_killed_rank_under_torchrun_ends_the_run(tmp_path, rank):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "polyturn"]
     run, ranks = started(tmp_path, [*torchrun, "train", str(write_run(tmp_path)), *ENDLESS])
     try:
@@ -197,7 +197,7 @@ def started(folder, command):
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_a_checkpoint(tmp_path):
+def test_killed_launcher_leaves_no_rank_behind(tmp_path):
     config = write_run(tmp_path)
     run = Forked("train", config, "--nproc", 2, *ENDLESS, env=ENVIRONMENT)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"

@@ -80,7 +80,7 @@ def address(mark):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_with_engine_and_tools_on_another_node(address, tmp_path, monkeypatch):
+def test_ranks_train_with_engine_and_tools_elsewhere(address, tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "build_model", hf.build_model)  # what the plug-in puts there in this process goes afterwards
     config = write_run(tmp_path)
     (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + COUNT_BUILDS)
@@ -99,7 +99,7 @@ def assert_two_ranks_trained(folder):
 
 
 @pytest.mark.slow
-async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_in_the_engines_own_words(address, mark):
+async def test_request_of_a_dead_replica_moves_to_another(address, mark):
     cluster = Cluster(address)
     try:
         script = [[5, 6], [5, 6], EngineError("the prompt is too long")]
@@ -122,7 +122,7 @@ async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_i
 
 
 @pytest.mark.slow
-async def test_a_call_waits_behind_no_other_however_many_run(address, tmp_path):
+async def test_call_waits_behind_no_other(address, tmp_path):
     asked = tmp_path / "asked"
     asked.touch()
 
@@ -196,7 +196,7 @@ def calls_of(folder):
 @pytest.mark.parametrize(
     ("kind", "name"), [("RankActor", "trainer rank"), ("RolloutActor", "rollout worker"), ("EngineActor", "engine replica")]
 )
-def test_a_dead_rank_and_the_last_of_a_kind_end_the_run_with_their_logs(address, mark, tmp_path, kind, name):
+def test_dead_actor_ends_the_run_with_its_log(address, mark, tmp_path, kind, name):
     config = write_run(tmp_path)
     thread = kill_after_a_step(tmp_path, mark, kind)
     many = ["train.steps=100000", "train.checkpoint_every=1", "rollout.max_failed_share=1"]
@@ -207,7 +207,7 @@ def test_a_dead_rank_and_the_last_of_a_kind_end_the_run_with_their_logs(address,
 
 
 @pytest.mark.slow
-def test_one_of_two_workers_and_engines_may_die_and_its_conversations_go_on(address, mark, tmp_path):
+def test_conversations_survive_a_dead_worker_and_engine(address, mark, tmp_path):
     config = write_run(tmp_path)
     thread = kill_after_a_step(tmp_path, mark, "RolloutActor", "EngineActor")
     places = [f"cluster.{kind}={{count: 2, resources: {{rollout: 0.5}}}}" for kind in ("engines", "workers")]
@@ -223,7 +223,7 @@ def test_one_of_two_workers_and_engines_may_die_and_its_conversations_go_on(addr
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_conversations_of_its_workers(address, tmp_path):
+def test_killed_run_resumes_conversations_of_workers(address, tmp_path):
     config = write_run(tmp_path)
     (tmp_path / "calls.log").touch()
     arguments = ["train", config, "--ray", address, "warm_start.steps=0", *SEVERAL_TURNS, *PLACES]
@@ -244,7 +244,7 @@ def test_a_killed_run_goes_on_with_the_conversations_of_its_workers(address, tmp
 
 
 @pytest.mark.slow
-def test_what_is_cut_off_on_a_worker_is_counted_by_its_length(address, tmp_path):
+def test_groups_cut_off_on_a_worker_are_counted(address, tmp_path):
     config = write_run(tmp_path)
     many = ["train.steps=4", "train.oversample=1.0", "warm_start.steps=0", *SEVERAL_TURNS]
     done = call_command(main, "train", config, "--ray", address, *many, *PLACES)
@@ -254,7 +254,7 @@ def test_what_is_cut_off_on_a_worker_is_counted_by_its_length(address, tmp_path)
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_on_a_cluster_and_synced_to_its_engines(address, tmp_path):
+def test_adapter_trains_on_a_cluster(address, tmp_path):
     config = write_run(tmp_path)
     lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl.coef=0.01", "train.optim.lr=1e-2"]
     done = call_command(main, "train", config, "--ray", address, "train.steps=3", *lora, *PLACES)
@@ -272,7 +272,7 @@ def test_an_adapter_is_trained_on_a_cluster_and_synced_to_its_engines(address, t
 
 
 @pytest.mark.slow
-def test_a_run_that_may_restart_goes_on_from_its_latest_checkpoint(address, mark, tmp_path):
+def test_run_restarts_from_its_latest_checkpoint(address, mark, tmp_path):
     config = write_run(tmp_path)
     thread = kill_after_a_step(tmp_path, mark, "RankActor")
     many = ["train.steps=30", "train.checkpoint_every=1", "warm_start.steps=0", "cluster.restarts=1"]
@@ -331,7 +331,7 @@ assert next(run.model().parameters()).isfinite().all()
 
 
 @pytest.mark.timeout(900)
-def test_a_program_trains_on_two_ranks_with_engine_and_its_own_functions_on_another_node(address, tmp_path):
+def test_program_trains_with_its_own_functions_elsewhere(address, tmp_path):
     config = write_run(tmp_path)
     (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + COUNT_BUILDS)
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -341,7 +341,7 @@ def test_a_program_trains_on_two_ranks_with_engine_and_its_own_functions_on_anot
     assert_two_ranks_trained(tmp_path)
 
 
-def test_a_cluster_without_room_is_a_sentence(address, tmp_path):
+def test_cluster_without_room_is_refused(address, tmp_path):
     config = write_run(tmp_path)
     done = call_command(main, "train", config, "--ray", address, *PLACES, "cluster.engines.count=50", "cluster.patience_s=1")
     assert done.code == 2

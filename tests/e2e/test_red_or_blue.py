@@ -16,7 +16,7 @@ from support.runs import call_command
 from support.vision_run import write_vision_run
 
 
-def test_two_steps_of_grpo_train_a_model_that_sees(tmp_path: Path, monkeypatch: Any) -> None:
+def test_vision_model_trains(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     config = write_vision_run(tmp_path)
     called = call_command(main, "train", config)
@@ -40,14 +40,14 @@ def test_two_steps_of_grpo_train_a_model_that_sees(tmp_path: Path, monkeypatch: 
     assert (exported.parent / "preprocessor_config.json").is_file()
 
 
-def test_a_row_with_images_and_a_model_without_a_processor_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_images_without_a_processor_are_refused(tmp_path: Path) -> None:
     config = write_vision_run(tmp_path)
     called = call_command(main, "train", config, "model.processor=none")
     assert called.code == 2
     assert "task 'task-0'" in called.err and "shows image and the run has no processor" in called.err
 
 
-def test_an_image_that_is_missing_is_named_before_the_run(tmp_path: Path) -> None:
+def test_missing_image_is_named_before_the_run(tmp_path: Path) -> None:
     config = write_vision_run(tmp_path)
     (tmp_path / "images" / "red.png").unlink()
     called = call_command(main, "train", config)

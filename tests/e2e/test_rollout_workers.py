@@ -43,7 +43,7 @@ def killing_workers(folder: Path, *, all_of_them: bool = False) -> threading.Thr
     return thread
 
 
-def test_two_workers_run_the_tools_and_sample_what_one_process_samples(tmp_path):
+def test_two_workers_sample_what_one_process_samples(tmp_path):
     runs = {}
     for count in (1, 2):
         (folder := tmp_path / str(count)).mkdir()
@@ -59,14 +59,14 @@ def test_two_workers_run_the_tools_and_sample_what_one_process_samples(tmp_path)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers), "they ended with the run"
 
 
-def test_a_rollout_without_training_is_run_by_workers_too(tmp_path):
+def test_workers_run_a_rollout(tmp_path):
     done = call_command(main, "rollout", write_run(tmp_path), *SEVERAL_TURNS, "cluster.workers.count=2")
     assert done.code == 0, done.err
     workers = set(calls_of(tmp_path))
     assert len(workers) == 2 and os.getpid() not in workers and not any(os.path.exists(f"/proc/{pid}") for pid in workers)
 
 
-def test_what_a_killed_worker_ran_goes_on_at_the_other_behind_its_last_turn(tmp_path):
+def test_episodes_of_a_killed_worker_move_to_the_other(tmp_path):
     killing = killing_workers(tmp_path)
     done = train(tmp_path, "train.steps=4")
     killing.join()
@@ -78,13 +78,13 @@ def test_what_a_killed_worker_ran_goes_on_at_the_other_behind_its_last_turn(tmp_
     assert sum(step["rollout/resumed_episodes"] for step in steps) >= 1
 
 
-def test_policies_beside_workers_are_refused_before_anything_is_loaded(tmp_path):
+def test_policies_beside_workers_are_refused(tmp_path):
     done = train(tmp_path, "policies={judge: {model: self}}", "--dry-run")
     assert done.code == 2
     assert "cluster.workers.count above 1), each of which would hold them again" in " ".join((done.err + done.out).split())
 
 
-def test_a_run_starts_again_from_its_checkpoint_where_its_last_worker_is_killed(tmp_path):
+def test_run_restarts_when_its_last_worker_is_killed(tmp_path):
     killing = killing_workers(tmp_path, all_of_them=True)
     done = train(tmp_path, "train.steps=4", "train.checkpoint_every=1", "cluster.restarts=1")
     killing.join()

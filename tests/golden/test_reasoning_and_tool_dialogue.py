@@ -99,7 +99,7 @@ ANSWERS = f"<|im_end|>\n<|im_start|>user\n<tool_response>\n{WHY}\n</tool_respons
 
 
 @pytest.mark.parametrize("template", ["strips_reasoning", "keeps_reasoning"])
-async def test_by_default_the_model_keeps_all_it_wrote(template: str) -> None:
+async def test_default_history_keeps_all_reasoning(template: str) -> None:
     trajectory, shown, codec = await told(template, at_inference=False)
     assert shown[0] == prompt_text()
     assert shown[1] == prompt_text() + SAYS[0] + ASKS
@@ -108,7 +108,7 @@ async def test_by_default_the_model_keeps_all_it_wrote(template: str) -> None:
     assert trained(trajectory, codec) == ["".join(f"{said}<|im_end|>" for said in SAYS)]
 
 
-async def test_the_check_counts_the_reasoning_that_the_template_strips(caplog: pytest.LogCaptureFixture) -> None:
+async def test_sanity_check_counts_stripped_reasoning(caplog: pytest.LogCaptureFixture) -> None:
     trajectory, _, _ = await told("strips_reasoning", at_inference=False)
     assert trajectory.metrics["sanity_reasoning_stripped"] == 2.0  # both turns but the last
     assert not caplog.messages  # it is the template's way, and asks nothing of anybody
@@ -116,7 +116,7 @@ async def test_the_check_counts_the_reasoning_that_the_template_strips(caplog: p
     assert "sanity_reasoning_stripped" not in repaired.metrics
 
 
-async def test_at_inference_the_reasoning_of_earlier_turns_is_gone() -> None:
+async def test_rendered_history_drops_earlier_reasoning() -> None:
     trajectory, shown, codec = await told("strips_reasoning", at_inference=True)
     answer = SAYS[0].partition("</think>")[2].strip()
     assert shown[0] == prompt_text()
@@ -128,7 +128,7 @@ async def test_at_inference_the_reasoning_of_earlier_turns_is_gone() -> None:
     assert trained(trajectory, codec) == [f"{said}<|im_end|>" for said in SAYS]
 
 
-async def test_the_sampled_tokens_train_in_the_context_that_they_were_sampled_in() -> None:
+async def test_sampled_tokens_train_in_their_own_context() -> None:
     for template in ("strips_reasoning", "keeps_reasoning"):
         trajectory, shown, codec = await told(template, at_inference=True)
         group = TrajectoryGroup(id="g", task=trajectory.task, trajectories=(trajectory,))
@@ -137,14 +137,14 @@ async def test_the_sampled_tokens_train_in_the_context_that_they_were_sampled_in
             assert any(text.startswith(f"{prompt}{said}<|im_end|>") for text in texts)
 
 
-def test_the_flat_form_of_a_call_is_the_same_call() -> None:
+def test_flat_call_equals_the_nested_one() -> None:
     flat = Message.from_openai(DIALOGUE[4])
     wire = {"id": "tool1", "type": "function", "function": {"name": "search", "arguments": {"query": "为什么 2 + 2 = 4？"}}}
     assert flat == Message.from_openai({**DIALOGUE[4], "tool_calls": [wire]})
     assert (flat.tool_calls[0].name, dict(flat.tool_calls[0].arguments)) == ("search", {"query": "为什么 2 + 2 = 4？"})
 
 
-def test_what_the_model_says_reads_as_the_dialogue() -> None:
+def test_completions_parse_as_the_dialogue() -> None:
     for said, written in zip(SAYS, (DIALOGUE[2], DIALOGUE[4], DIALOGUE[6]), strict=True):
         read = HermesParser().parse(said)
         assert f"<think>{read.reasoning}</think>{read.content}".replace(" ", "") == written["content"].replace(" ", "")
@@ -152,7 +152,7 @@ def test_what_the_model_says_reads_as_the_dialogue() -> None:
         assert [(c.name, c.arguments) for c in read.tool_calls] == [(c.name, c.arguments) for c in flat]
 
 
-def test_the_whole_dialogue_renders_with_its_last_reasoning_or_with_all_of_it() -> None:
+def test_dialogue_renders_with_last_or_all_reasoning() -> None:
     messages = as_rows(Message.from_openai(m) for m in DIALOGUE)
     for template, num_thoughts in (("strips_reasoning", 1), ("keeps_reasoning", 3)):
         codec = Codec(tiny_tokenizer(), chat_template=(TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"))

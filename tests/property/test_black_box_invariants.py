@@ -117,7 +117,7 @@ def test_random_agents_leave_exact_samples(moves: list[tuple[str, int]]) -> None
 
 @settings(max_examples=10)
 @given(questions=st.lists(st.sampled_from(ASKED), max_size=5))
-def test_a_conversation_is_what_a_native_scheduler_leaves(questions: list[str]) -> None:
+def test_agent_conversation_equals_a_native_run(questions: list[str]) -> None:
     class Asks(MultiTurnScheduler):
         async def step(self, episode: Any, turn: Any) -> Any:
             return questions[turn.index] if turn.index < len(questions) else None

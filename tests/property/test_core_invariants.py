@@ -292,7 +292,7 @@ def episodes(draw: st.DrawFn) -> Episode:
 
 
 @given(episodes())
-def test_i3_i4_each_sampled_token_is_owned_once_with_its_weight_and_version(episode: Episode) -> None:
+def test_i3_i4_each_sampled_token_is_owned_once(episode: Episode) -> None:
     """What was sampled, and nothing else, is marked as sampled: once, where it was sampled, however often it is replayed."""
     owned = [np.zeros(len(s), np.int32) for s in episode.builder.build()]
     built = episode.builder.build()
@@ -309,7 +309,7 @@ def test_i3_i4_each_sampled_token_is_owned_once_with_its_weight_and_version(epis
 
 
 @given(episodes())
-def test_a_branch_shares_exactly_its_first_tokens_with_its_parent(episode: Episode) -> None:
+def test_branch_shares_its_first_tokens_with_its_parent(episode: Episode) -> None:
     built = episode.builder.build()
     for index, segment in enumerate(built):
         if segment.parent is None:
@@ -321,9 +321,7 @@ def test_a_branch_shares_exactly_its_first_tokens_with_its_parent(episode: Episo
 
 
 @given(prompts=st.lists(ids, min_size=1, max_size=5), new=ids)
-def test_a_rewrite_extends_the_longest_segment_it_continues_or_branches_where_it_shares_most(
-    prompts: list[list[int]], new: list[int]
-) -> None:
+def test_rewrite_extends_or_branches_the_best_segment(prompts: list[list[int]], new: list[int]) -> None:
     builder = TrajectoryBuilder()
     for prompt in prompts:
         builder.open(prompt)
@@ -347,7 +345,7 @@ def test_a_rewrite_extends_the_longest_segment_it_continues_or_branches_where_it
 
 
 @given(st.lists(st.sampled_from(RequestState), max_size=40))
-def test_i12_a_random_walk_makes_only_the_moves_of_the_table(wanted: list[RequestState]) -> None:
+def test_i12_random_walk_makes_only_legal_moves(wanted: list[RequestState]) -> None:
     life = Lifecycle()
     for to in wanted:
         before, is_allowed = life.state, to in TRANSITIONS[life.state]
@@ -363,7 +361,7 @@ def test_i12_a_random_walk_makes_only_the_moves_of_the_table(wanted: list[Reques
 
 
 @given(st.data())
-def test_i12_every_legal_walk_can_still_fail_and_abort_while_it_lives(data: st.DataObject) -> None:
+def test_i12_live_request_can_always_fail_or_abort(data: st.DataObject) -> None:
     life = Lifecycle()
     for _ in range(data.draw(st.integers(0, 12))):
         if not life.is_live:
@@ -378,7 +376,7 @@ whole = st.integers(-(10**6), 10**6).map(float)
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(sorted(KINDS)), whole), max_size=8), st.integers(0, 8))
-def test_merging_does_not_depend_on_how_the_parts_are_grouped(values: list[dict[str, float]], cut: int) -> None:
+def test_merging_metrics_is_associative(values: list[dict[str, float]], cut: int) -> None:
     parts = [{key: KINDS[key](v) for key, v in part.items()} for part in values]
     assert merge([merge(parts[:cut]), merge(parts[cut:])]) == merge(parts) == merge(reversed(parts))
     flat = {key: [part[key] for part in values if key in part] for key in KINDS}

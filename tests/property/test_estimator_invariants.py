@@ -571,7 +571,7 @@ def test_every_estimator_has_a_definition_here() -> None:
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 @given(seed=SEEDS)
-def test_it_is_what_its_definition_says(name: str, seed: int) -> None:
+def test_estimator_equals_its_definition(name: str, seed: int) -> None:
     game, options = drawn(name, seed)
     groups, greedy = seen(game)
     expected = in_order(game, groups, defined(name, groups, greedy, **options))
@@ -587,7 +587,7 @@ def test_it_is_what_its_definition_says(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["gae", "turn_gae"])
 @given(seed=SEEDS)
-def test_a_critic_is_to_learn_its_value_and_what_it_missed(name: str, seed: int) -> None:
+def test_critic_returns_are_value_plus_advantage(name: str, seed: int) -> None:
     """By turns at the first token of each, and nothing at the others."""
     game, options = drawn(name, seed)
     groups, greedy = seen(game)
@@ -619,7 +619,7 @@ def without_cuts(game: Game) -> Game:
 @pytest.mark.parametrize("name", DEFINITIONS)
 @settings(max_examples=15)
 @given(seed=SEEDS)
-def test_what_must_not_matter_does_not(name: str, seed: int) -> None:
+def test_irrelevant_changes_leave_advantages(name: str, seed: int) -> None:
     """Numbers at observations, cuts, failed and truncated members, the order of members and of groups."""
     game, options = drawn(name, seed)
     try:
@@ -657,7 +657,7 @@ COMPARES = [n for n in DEFINITIONS if n not in ("remax", "reinforce_plus_plus", 
 @pytest.mark.parametrize("name", COMPARES)
 @settings(max_examples=10)
 @given(seed=SEEDS, size=st.integers(2, 4))
-def test_members_that_did_the_same_teach_nothing(name: str, seed: int, size: int) -> None:
+def test_equal_members_have_no_advantage(name: str, seed: int, size: int) -> None:
     live = [replace(plays[0], stop=StopReason.STOP) for plays in a_game(Dice(seed)).groups]
     same = Game(tuple((play,) * size for play in live), (None,) * len(live))
     try:

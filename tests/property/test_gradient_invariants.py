@@ -124,7 +124,7 @@ def plain_gradient(samples: list[TrainSample], dtype: torch.dtype, mode: str) ->
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES), tokens=st.integers(1, 200), targets=st.integers(1, 60))
-def test_the_gradient_is_that_of_a_plain_loop(dtype, seed, mode, tokens, targets):
+def test_gradient_equals_that_of_a_plain_loop(dtype, seed, mode, tokens, targets):
     samples = batch_of(seed)
     policy = policy_of(dtype, tokens, targets, mode)
     policy.forward_backward(samples)
@@ -134,7 +134,7 @@ def test_the_gradient_is_that_of_a_plain_loop(dtype, seed, mode, tokens, targets
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 200))
-def test_the_supervised_gradient_does_not_depend_on_the_split_or_the_order(dtype, seed, tokens):
+def test_supervised_gradient_is_independent_of_the_split(dtype, seed, tokens):
     samples = batch_of(seed)
     whole, split = policy_of(dtype, 10**6), policy_of(dtype, tokens)
     whole.sft_forward_backward(samples)
@@ -144,7 +144,7 @@ def test_the_supervised_gradient_does_not_depend_on_the_split_or_the_order(dtype
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10**6))
-def test_what_has_no_weight_has_no_influence(seed):
+def test_tokens_without_weight_have_no_influence(seed):
     """Numbers on unweighted tokens, and tokens after the last weighted one, reach no gradient."""
     samples = batch_of(seed)
     rng = np.random.default_rng(seed)
@@ -176,7 +176,7 @@ OWN_LOSSES = sorted(n for n in policy_losses if policy_losses.resolve(n).__modul
 @pytest.mark.parametrize("name", OWN_LOSSES)
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 200), targets=st.integers(1, 60), mode=st.sampled_from(MODES))
-def test_no_loss_depends_on_the_split(name, seed, tokens, targets, mode):
+def test_loss_is_independent_of_the_split(name, seed, tokens, targets, mode):
     """With everything at once: corrected off-policy, marked tokens, KL, entropy and a teacher. Sequences stay whole."""
     rng = np.random.default_rng(seed)
     samples = [s.replace(rollout_logprobs=s.old_logprobs + rng.normal(0, 0.3, len(s))) for s in batch_of(seed)]
@@ -217,9 +217,7 @@ LAYOUTS = {
     tokens=st.integers(8, 200),
     seed=st.integers(0, 10**6),
 )
-def test_no_combination_of_loss_average_layout_split_and_ranks_changes_the_gradient(
-    name, mode, kind, num_ranks, tokens, seed
-):
+def test_gradient_is_independent_of_layout_split_and_ranks(name, mode, kind, num_ranks, tokens, seed):
     """Each rank's share is laid out as the plan over all of them says; its gradients add up to that of one batch of rows."""
     samples = [s.replace(token_ids=np.concatenate([np.arange(8), s.token_ids])[: len(s)]) for s in batch_of(seed)]
     coefs = loss_coefs(samples, mode=mode)

@@ -124,7 +124,7 @@ def in_words(parameters: Parameters, mode: str, segment_weight: str) -> float:
 @pytest.mark.parametrize("segment_weight", SEGMENT_WEIGHTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_average_is_over_the_whole_step_whatever_the_cut(name: str, mode: str, segment_weight: str) -> None:
+def test_average_is_over_the_whole_step(name: str, mode: str, segment_weight: str) -> None:
     for seed in range(3):
         samples = batch_of(seed)
         parameters = Parameters(samples, name, seed)

@@ -241,7 +241,7 @@ def pairs(templates: Sequence[str]) -> list[ParameterSet]:
 @pytest.mark.parametrize(("kind", "template"), pairs(NAMES))
 @given(data=st.data())
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
-def test_nobody_but_the_owner_writes_control_tokens(template: str, kind: str, data: st.DataObject) -> None:
+def test_only_owners_write_control_tokens(template: str, kind: str, data: st.DataObject) -> None:
     check(kind, WRITTEN / f"{template}.jinja", data)
 
 
@@ -249,7 +249,5 @@ def test_nobody_but_the_owner_writes_control_tokens(template: str, kind: str, da
 @pytest.mark.parametrize(("kind", "template"), pairs(PUBLISHED))
 @given(data=st.data())
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
-def test_nobody_but_the_owner_writes_control_tokens_of_published_templates(
-    template: str, kind: str, data: st.DataObject
-) -> None:
+def test_only_owners_write_control_tokens_of_published_templates(template: str, kind: str, data: st.DataObject) -> None:
     check(kind, SHARED / f"{template}.jinja", data)

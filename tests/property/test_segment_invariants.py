@@ -66,7 +66,7 @@ MOVES = ["sample", "sample", "observe", "rewrite", "continue", "fork", "agent", 
 
 
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.integers(1, 4)), max_size=24))
-def test_a_builder_keeps_every_sampled_token_once_under_any_moves(moves: list[tuple[str, int, int]]) -> None:
+def test_builder_keeps_every_sampled_token_once(moves: list[tuple[str, int, int]]) -> None:
     """Ids are all different, so that a token can be followed; the model of the builder is what each place has seen."""
     fresh = iter(range(1, 100_000))
     builder = TrajectoryBuilder()
@@ -174,7 +174,7 @@ class Busy(MultiTurnScheduler):
     renders=st.booleans(),
     limits=st.sampled_from([Limits(max_turns=6), Limits(max_turns=6, max_tokens=150), Limits(max_context=300)]),
 )
-def test_an_episode_keeps_its_invariants_under_edits_forks_and_cuts(
+def test_episode_keeps_its_invariants_under_edits(
     deeds: list[str], says: list[str], codec: Codec, renders: bool, limits: Limits
 ) -> None:
     asked: dict[str, tuple[list[int], list[int]]] = {}
@@ -264,7 +264,7 @@ def samples_of(group: TrajectoryGroup) -> list[TrainSample]:
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6))
-def test_the_gradient_does_not_see_where_a_trajectory_was_cut(mode: str, segment_weight: str, seed: int) -> None:
+def test_gradient_is_independent_of_cuts(mode: str, segment_weight: str, seed: int) -> None:
     """One segment, against segments whose later ones replay the earlier as their prompt: float64, 1e-9."""
     gradients = []
     for is_cut in (False, True):
@@ -276,7 +276,7 @@ def test_the_gradient_does_not_see_where_a_trajectory_was_cut(mode: str, segment
     assert max(float((whole[n] - cut[n]).abs().max()) for n in whole) < 1e-9
 
 
-def test_group_statistics_are_of_trajectories_never_of_segments() -> None:
+def test_group_statistics_are_of_trajectories() -> None:
     whole, cut = (samples_of(group_of(1, is_cut=is_cut)) for is_cut in (False, True))
     assert len(cut) > len(whole) == 4
 
@@ -292,7 +292,7 @@ def test_group_statistics_are_of_trajectories_never_of_segments() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_per_trajectory_gives_every_trajectory_one_weight_and_per_token_does_not(mode: str) -> None:
+def test_per_trajectory_weighs_trajectories_equally(mode: str) -> None:
     samples = samples_of(group_of(3, is_cut=True))
     shares = {}
     for segment_weight in SEGMENT_WEIGHTS:

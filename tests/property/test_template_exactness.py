@@ -88,52 +88,52 @@ def hostile_violations(subject: TemplateCase, num: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_an_episode_holds_what_was_sampled_and_what_the_template_writes(name: str) -> None:
+def test_episode_holds_samples_and_template_text(name: str) -> None:
     assert violations(written(name), NUM_DIALOGUES) == []
     assert written(name).counts["examined"] > NUM_DIALOGUES / 3
 
 
 @pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_environment_text_never_becomes_a_control_token(name: str) -> None:
+def test_environment_text_is_no_control_token(name: str) -> None:
     assert hostile_violations(written(name), NUM_TEXTS) == []
 
 
 @pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_at_inference_the_engine_is_shown_what_the_template_writes(name: str) -> None:
+def test_rendered_prompt_equals_the_template(name: str) -> None:
     assert inference_violations(written(name), len(KINDS)) == []
 
 
 @pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_a_prompt_cannot_end_or_open_a_turn(name: str) -> None:
+def test_prompt_cannot_end_or_open_a_turn(name: str) -> None:
     """A row of a dataset may explain a tag; it cannot speak as somebody else."""
     assert prompt_violations(written(name)) == []
 
 
 @needs_shared
 @pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_a_prompt_cannot_end_or_open_a_turn_of_a_published_template(name: str) -> None:
+def test_prompt_cannot_end_a_turn_of_a_published_template(name: str) -> None:
     assert prompt_violations(published(name)) == []
 
 
 @needs_shared
 @pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_at_inference_the_engine_is_shown_what_a_published_template_writes(name: str) -> None:
+def test_rendered_prompt_equals_a_published_template(name: str) -> None:
     assert inference_violations(published(name), len(KINDS)) == []
 
 
 @needs_shared
 @pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_an_episode_holds_what_a_published_template_writes(name: str) -> None:
+def test_episode_holds_text_of_a_published_template(name: str) -> None:
     assert violations(published(name), NUM_DIALOGUES) == []
 
 
 @needs_shared
 @pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_environment_text_never_becomes_a_control_token_of_a_published_template(name: str) -> None:
+def test_environment_text_is_no_control_token_when_published(name: str) -> None:
     assert hostile_violations(published(name), NUM_TEXTS) == []
 
 
-def test_the_oracle_finds_what_is_wrong() -> None:
+def test_oracle_finds_violations() -> None:
     """An encoder that forgets the newline between turns, or recognises control text, does not pass."""
     subject = load_subjects(WRITTEN, FACTS["hand_written"], tiny_tokenizer(1024), only=["chatml"])[0]
     encoder = subject.runner.context(has_tools=False).encoder_for
@@ -171,7 +171,7 @@ def around(body: str) -> Codec:
         ("<{{ m.name }}>", "/tool_response"),
     ],
 )
-def test_template_and_text_cannot_spell_a_control_token_together(body: str, text: str) -> None:
+def test_template_and_text_cannot_spell_a_control_token(body: str, text: str) -> None:
     codec = around(body if "content" in body else "{{ m.content }}" + body)
     encoder = DeltaEncoder(codec)
     said = [Message(role="user", content="Hi"), Message(role="assistant", content="So.")]
@@ -183,7 +183,7 @@ def test_template_and_text_cannot_spell_a_control_token_together(body: str, text
     assert ids[:2] == ids[2:]
 
 
-def test_adjacent_results_cannot_spell_a_control_token_together() -> None:
+def test_adjacent_results_cannot_spell_a_control_token() -> None:
     codec = around("{{ m.content }}")
     template = (codec.chat_template or "").replace(
         "{% for m in messages %}", "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}{% else %}"
@@ -195,7 +195,7 @@ def test_adjacent_results_cannot_spell_a_control_token_together() -> None:
     assert text == "<|im_start|><|im_end|>" * 2 + "<|im_start|>"
 
 
-def test_a_result_that_the_template_leaves_out_is_refused() -> None:
+def test_result_left_out_by_the_template_is_refused() -> None:
     subject = written("silent_results")
     encoder = DeltaEncoder(subject.codec, tools=subject.dialogue(0, "plain").tools)
     result = Message(role="tool", content="4", tool_call_id="call00000", name="look_up")
@@ -203,13 +203,13 @@ def test_a_result_that_the_template_leaves_out_is_refused() -> None:
         encoder.extend([result], last_id=subject.codec.stop_token_ids[0])
 
 
-def test_a_template_that_raises_on_a_role_order_names_the_message() -> None:
+def test_template_error_names_the_message() -> None:
     subject = written("alternates")
     with pytest.raises(TemplateError, match=r"message 1, a user message.*alternate"):
         DeltaEncoder(subject.codec).start([Message(role="user", content="a"), Message(role="user", content="b")])
 
 
-def test_a_template_with_a_syntax_error_is_refused_with_its_problem() -> None:
+def test_template_with_a_syntax_error_is_refused() -> None:
     template = (WRITTEN / "broken_syntax.jinja").read_text(encoding="utf-8")
     codec = Codec(tiny_tokenizer(), chat_template=template)
     with pytest.raises(TemplateError, match="endif"):

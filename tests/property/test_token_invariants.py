@@ -116,14 +116,14 @@ def test_grown_ids_equal_a_full_render(messages: list[Message]) -> None:
 
 
 @given(conversations(any_text))
-def test_grown_ids_equal_a_full_render_also_when_the_environment_writes_control_text(messages: list[Message]) -> None:
+def test_grown_ids_equal_a_full_render_with_control_text(messages: list[Message]) -> None:
     encoder = DeltaEncoder(tiny(), tools=TOOLS)
     ids = grow(tiny(), encoder, messages, chatml)
     assert check(ids, encoder.full(messages), tiny()) is None
 
 
 @given(conversations(any_text), st.data())
-def test_the_environment_adds_no_control_token(messages: list[Message], data: st.DataObject) -> None:
+def test_environment_adds_no_control_token(messages: list[Message], data: st.DataObject) -> None:
     codec, encoder = tiny(), DeltaEncoder(tiny(), tools=TOOLS)
     heard = [m for m in messages[1:] if m.role in ("tool", "user")][-3:]
     heard = [
@@ -139,7 +139,7 @@ def test_the_environment_adds_no_control_token(messages: list[Message], data: st
 
 
 @given(conversations(plain_text), st.sampled_from(["\n", " ", "<think>\nhm\n</think>\n\n"]))
-def test_where_grown_ids_differ_the_check_says_why(messages: list[Message], before: str) -> None:
+def test_sanity_check_explains_different_ids(messages: list[Message], before: str) -> None:
     """A model may start a turn with white space, which a full render merges, or think without the message keeping it."""
     encoder = DeltaEncoder(tiny(), tools=TOOLS)
     ids = grow(tiny(), encoder, messages, lambda m: before + chatml(m))
@@ -153,7 +153,7 @@ def test_where_grown_ids_differ_the_check_says_why(messages: list[Message], befo
 @needs_shared
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3_instruct_2507", "qwen3_vl"])
 @given(messages=conversations(any_text))
-def test_grown_ids_equal_a_full_render_with_published_templates(template: str, messages: list[Message]) -> None:
+def test_grown_ids_equal_a_full_render_when_published(template: str, messages: list[Message]) -> None:
     codec = qwen(template)
     encoder = DeltaEncoder(codec, tools=TOOLS)
     ids = grow(codec, encoder, messages, chatml)
@@ -162,7 +162,7 @@ def test_grown_ids_equal_a_full_render_with_published_templates(template: str, m
 
 @needs_shared
 @given(messages=conversations(plain_text))
-def test_a_template_that_writes_reasoning_by_position_differs_only_in_reasoning(messages: list[Message]) -> None:
+def test_positional_reasoning_differs_only_in_reasoning(messages: list[Message]) -> None:
     """Qwen 3 writes an empty thought into the turns behind the last user message when it renders them as history."""
     codec = qwen("qwen3")
     encoder = DeltaEncoder(codec, tools=TOOLS)

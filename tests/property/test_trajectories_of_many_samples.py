@@ -71,7 +71,7 @@ def play(seed: int, count: int, size: int) -> list[TrajectoryGroup]:
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3), size=st.integers(2, 4))
-def test_one_reward_its_own_scores_and_numbers_of_trajectories(seed: int, count: int, size: int) -> None:
+def test_trajectories_keep_their_reward_and_scores(seed: int, count: int, size: int) -> None:
     groups = play(seed, count, size)
     everyone = [t for g in groups for t in g.trajectories]
     live = [t for t in everyone if not t.is_failed]
