@@ -7,6 +7,7 @@ for each published template and ten thousand hostile texts, is benchmarks/token_
 
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,50 +88,38 @@ def hostile_violations(subject: TemplateCase, num: int) -> list[str]:
     return [v.detail for text in texts for v in examine_text(subject, text)]
 
 
-@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_episode_holds_samples_and_template_text(name: str) -> None:
-    assert violations(written(name), NUM_DIALOGUES) == []
-    assert written(name).counts["examined"] > NUM_DIALOGUES / 3
+def subjects() -> list[Any]:
+    """Return (how it is loaded, name) of the templates; the published ones need the files beside the checkout."""
+    found = each(3, [(written, name) for name in FACTS["hand_written"]])
+    for case in each(3, [(published, name) for name in FACTS["published"]]):
+        found.append(pytest.param(*case.values, marks=[*case.marks, needs_shared]))
+    return found
 
 
-@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_environment_text_is_no_control_token(name: str) -> None:
-    assert hostile_violations(written(name), NUM_TEXTS) == []
+of_each_template = pytest.mark.parametrize(("load", "name"), subjects())
+Load = Callable[[str], TemplateCase]
 
 
-@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_rendered_prompt_equals_the_template(name: str) -> None:
-    assert inference_violations(written(name), len(KINDS)) == []
+@of_each_template
+def test_episode_holds_samples_and_template_text(load: Load, name: str) -> None:
+    assert violations(load(name), NUM_DIALOGUES) == []
+    assert load is published or load(name).counts["examined"] > NUM_DIALOGUES / 3
 
 
-@pytest.mark.parametrize("name", each(3, FACTS["hand_written"]))
-def test_prompt_cannot_end_or_open_a_turn(name: str) -> None:
+@of_each_template
+def test_environment_text_is_no_control_token(load: Load, name: str) -> None:
+    assert hostile_violations(load(name), NUM_TEXTS) == []
+
+
+@of_each_template
+def test_rendered_prompt_equals_the_template(load: Load, name: str) -> None:
+    assert inference_violations(load(name), len(KINDS)) == []
+
+
+@of_each_template
+def test_prompt_cannot_end_or_open_a_turn(load: Load, name: str) -> None:
     """A row of a dataset may explain a tag; it cannot speak as somebody else."""
-    assert prompt_violations(written(name)) == []
-
-
-@needs_shared
-@pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_prompt_cannot_end_a_turn_of_a_published_template(name: str) -> None:
-    assert prompt_violations(published(name)) == []
-
-
-@needs_shared
-@pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_rendered_prompt_equals_a_published_template(name: str) -> None:
-    assert inference_violations(published(name), len(KINDS)) == []
-
-
-@needs_shared
-@pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_episode_holds_text_of_a_published_template(name: str) -> None:
-    assert violations(published(name), NUM_DIALOGUES) == []
-
-
-@needs_shared
-@pytest.mark.parametrize("name", each(3, FACTS["published"]))
-def test_environment_text_is_no_control_token_when_published(name: str) -> None:
-    assert hostile_violations(published(name), NUM_TEXTS) == []
+    assert prompt_violations(load(name)) == []
 
 
 def test_oracle_finds_violations() -> None:

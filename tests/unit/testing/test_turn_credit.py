@@ -6,6 +6,8 @@ import pytest
 
 from support.turn_credit import TURN_LEVEL, Game, Learner, best_median
 
+pytestmark = pytest.mark.learns
+
 
 @functools.cache
 def episodes(name: str) -> float:
