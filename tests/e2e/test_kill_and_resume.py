@@ -36,7 +36,7 @@ from support.resumed_runs import (
 )
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
-pytestmark = pytest.mark.kill
+pytestmark = [pytest.mark.kill, pytest.mark.timeout(900)]
 
 call = functools.partial(call_command, main)
 BARE = ("evaluation.data=null", "warm_start.conversations=null")

@@ -19,7 +19,7 @@ from support.cases import each
 from support.forked import Forked, run_forked, served
 from support.runs import call_command, write_tiny_run
 
-pytestmark = pytest.mark.kill
+pytestmark = [pytest.mark.kill, pytest.mark.timeout(900)]
 
 ENDS_WITHIN_S = 280
 """Generous, for a busy machine."""

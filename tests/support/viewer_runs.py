@@ -133,7 +133,7 @@ def add(a, b):  # "sum"
 
 
 def write_rich_run(folder: Path) -> None:
-    """Write a run whose conversations have Markdown, code and JSON, and a machine's metrics over sixty steps."""
+    """Write a run whose conversations have Markdown, code and JSON."""
     with ParquetStore(folder) as store:
         for number, says in enumerate(([CALL, MARKDOWN, "#### 8"], [MARKDOWN, CALL, "#### 8"])):
             context = scripted_context(says, tools=[Gsm8kTool({})], interactions={"gsm8k": Gsm8kInteraction({})})
@@ -141,18 +141,7 @@ def write_rich_run(folder: Path) -> None:
             (group,) = asyncio.run(RolloutPool(context).run([spec]))
             trained = {t.id: made(t.num_sampled_tokens) for t in group.trajectories}
             store.add(group, step=number + 1, split="train", trained=trained)
-    lines = [
-        {
-            "step": s,
-            "reward/mean": s / 60,
-            **{"loss/grad_norm": 3 - s / 30, "loss/grad_norm_clipped": min(1.0, 3 - s / 30)},
-            **{"rollout/stop_stop": 60 - s / 2, "rollout/stop_length": s / 2},
-            **{"time/step_s": 3.0, "engine/queue": 9.0, "engine/kv_use": s / 99},
-            **{"system/cpu_share": 0.5, "system/memory_share": 0.2 + s / 300},
-            **{"system/gpu0/busy_share": 0.9, "system/gpu1/busy_share": 0.7},
-        }
-        for s in range(1, 61)
-    ]
+    lines = [{"step": s, "reward/mean": s / 60} for s in range(1, 61)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text("name: rich\nalgorithm: {advantage: {name: grpo}}\n")
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
