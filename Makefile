@@ -1,13 +1,13 @@
 # Everything a contributor runs. `make test` is what CI runs (.ci/run); `make verify` is the long form.
 #   make install   .venv with exactly the versions of constraints.txt
-#   make check     ruff, formatting, mypy
+#   make check     ruff, formatting, mypy, and the rules of scripts/house.py
 #   make test      install, check, and the tests of the first tier: no second program, no network, no short limit
 #   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once);
 #                  their tests are skipped without them; .ci/run builds them where it can
 #   make environments   an interpreter with verifiers and OpenEnv, under the user's cache, for their tests
 #   make browser   Chromium and playwright, for the tests of the viewer (Debian's packages, as root)
 #   make system    bubblewrap, for the Python sandbox and its tests (Debian's package, as root)
-#   make docs      the documentation as a site, in site/; a link that leads nowhere is an error
+#   make docs      the generated pages of docs/, and the documentation as a site, in site/; a broken link is an error
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark, and the demo for ten seeds with its controls (hours); results in benchmarks/results/
 #   make verify    the tests of the second tier, one mark after the other, then properties with other and more examples;
@@ -33,6 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/house.py
 	$(BIN)/mypy
 
 test: check
@@ -56,6 +57,10 @@ system:
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	mkdir -p build
+	$(BIN)/python -m polyturn.compat.verl_config.document > build/page.md && mv build/page.md docs/migrate/verl-keys.md
+	$(BIN)/python -m polyturn.compat.swift.args.document > build/page.md && mv build/page.md docs/migrate/swift-args.md
+	$(BIN)/python benchmarks/house.py --document docs/one-sample.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 

@@ -446,7 +446,7 @@ def way(stacks: Sequence[Stack]) -> list[Function]:
     return list(dict.fromkeys(function for stack in stacks for function in stack.calls))
 
 
-TRACED = "<!-- traced: written by benchmarks/house.py --document, and compared with a run by the tests -->\n"
+TRACED = "<!-- traced: written by `make docs` from a run -->\n"
 """In a page, what stands before the way; it goes to the end of the page."""
 
 

@@ -1,7 +1,7 @@
 """Look into sections: which keys they know, which variant of a union is meant, and a table of every key.
 
     meant(SomeEngine | Another, {"kind": "vllm"})  ->  Another
-    schema_table(RunConfig)  ->  [Row(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]
+    schema_table(RunConfig)  ->  [KeyInfo(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]
 
 A section is a frozen dataclass of the package that it configures, or a pydantic model. Separate from `load.py`, which reads
 files, and `unknown.py`, which says what is no key: this file knows annotations only.

@@ -2,7 +2,7 @@
 
     class Mine(Adapter):                                   mine:Count        mine = "my_package.module:Mine" (an entry point)
         def make(self):
-            return CountingEnv(**self.kwargs)              reset(seed=…) -> what is shown   step(text) -> …   close()
+            return MyEnv(**self.kwargs)                    reset(seed=…) -> what is shown   step(text) -> …   close()
 
 Separate from the environments because some questions come before any episode: is the package there, is the id known, which
 tasks are there. What `make` returns is a `polyturn.core.env.Env`; it is called in a thread, with a deadline, and every

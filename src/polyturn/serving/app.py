@@ -2,7 +2,7 @@
 
     POST /infer/           {"infer_requests": […], "request_config": {…}, "timeout_s": 60}  ->  [output, …]
     POST /update_weights/  ?version=3, the body is a safetensors file                      ->  {"version": 3}
-    POST /init_communicator/, /update_named_param/, …      the same through a process group (see communicator.py)
+    POST /init_communicator/, /update_named_param/, …      the same through a process group (see weight_receiver.py)
 
 Bodies are JSON or safetensors, never pickle; who may ask is decided by the rules that all servers share (`rules.py`). A
 wrong request is answered with a status and a sentence in `detail`.

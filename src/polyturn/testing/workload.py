@@ -1,7 +1,7 @@
 """Workload: the lengths of a rollout's turns and the durations of its tools, from a file in `workloads/`.
 
     Workload.load("swe_like")        a name of a shipped file, or the path of a YAML file
-    workload.plans()["g3/1"]         Plan(lengths=(180, 240, 95), waits=(58.1, 66.0))
+    workload.plans()["g3/1"]         EpisodePlan(lengths=(180, 240, 95), waits=(58.1, 66.0))
 
 Lengths are drawn from the file's seed with Python's own generator, whose sequence is fixed by the language.
 """

@@ -1,6 +1,6 @@
 """The table of keys: `keys.yaml`, checked, and looked up by key.
 
-    table().find("actor_rollout_ref.rollout.n")  ->  Row(key=…, to=("train.group_size",))
+    table().find("actor_rollout_ref.rollout.n")  ->  KeyRule(key=…, to=("train.group_size",))
 
 Separate because the translation, the migration and the documentation all read the same rows.
 """

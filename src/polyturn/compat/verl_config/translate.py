@@ -1,6 +1,6 @@
 """From a composed tree of verl's keys to a native configuration, with what became of every key.
 
-    translate(compose_file(path))  ->  Translation(native={"train": {"group_size": 8}, …}, fates=[Fate("…rollout.n", …)], …)
+    translate(compose_file(path))  ->  Translation(native={"train": …}, fates=[KeyStatus("…rollout.n", …)], …)
 
 Separate from `compose.py`, which knows no key, and from `keys.yaml`, which knows nothing but keys. A key that a file or an
 override wrote is mapped, ignored with a reason, or an error; there is no fourth way.

@@ -1,7 +1,7 @@
 """An agent's messages as messages of an episode, and a turn in the form that the agent reads.
 
     {"role": "tool", "tool_call_id": "call_0_0", …}  ->  Message(role="tool", name="add", …)
-    OpenTurn  ->  Said(content, reasoning, calls, ids, …), and the message that the next request repeats if it goes on
+    OpenTurn  ->  ChatResponse(content, calls, …), and the message that the next request repeats if it goes on
 
 Separate from the session, which knows where a request goes on.
 """
