@@ -1,4 +1,4 @@
-"""The image is not built here; what can be wrong without building it is looked at: its paths, its pins, its extras."""
+"""The image is not built here; its paths, its pins and its extras are checked."""
 
 import re
 import tomllib
@@ -10,7 +10,7 @@ GUIDE = (ROOT / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
 PINS = (ROOT / "scripts" / "engines" / "build.py").read_text(encoding="utf-8")
 
 
-def test_what_it_copies_is_there_and_reaches_the_builder():
+def test_copied_paths_exist_and_reach_the_builder():
     copied = [path for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE) for path in line.split()[:-1]]
     assert copied
     let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
@@ -18,7 +18,7 @@ def test_what_it_copies_is_there_and_reaches_the_builder():
     assert set(copied) == let_through
 
 
-def test_it_and_the_guide_install_the_versions_that_are_tested():
+def test_image_and_guide_install_tested_versions():
     tested = set(re.findall(r'"((?:vllm|sglang)(?:-cpu)?==[\w.]+)"', PINS))
     tested = {pin.replace("-cpu", "") for pin in tested}
     assert len(tested) == 2
@@ -26,7 +26,7 @@ def test_it_and_the_guide_install_the_versions_that_are_tested():
         assert set(re.findall(r"\b(?:vllm|sglang)==[\w.]+", text)) == tested
 
 
-def test_its_extras_exist_and_its_command_is_the_package_s():
+def test_extras_exist_and_the_command_is_ours():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (extras,) = re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE)
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FILES = {
     "src/polyturn/__init__.py": 'BY_TASK: dict = {"a": {"A": "x", "B": "y"}, "b": {"A": "x"}}\n'
     "from polyturn.core.a import A as A\n",
-    "src/polyturn/core/a.py": '"""Makes Gone(1) as gone.py does, and Mine() of the user."""\nimport torch\n\nclass Twice: ...\n',
+    "src/polyturn/core/a.py": '"""Gone(1) as gone.py has it, and Mine()."""\nimport torch\n\nclass Twice: ...\n',
     "src/polyturn/core/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jinja2\n",
     "src/polyturn/core/c.py": "from polyturn.core import d\nfrom polyturn.core.d import x\n\nclass Twice: ...\n",
     "src/polyturn/core/d.py": "from . import e\nfrom .c import y\n",

@@ -1,4 +1,4 @@
-"""Texts that a model or an environment writes are read once: what is never closed is not sought at each opening."""
+"""Reading a text of a model or an environment takes time linear in its length, whatever it never closes."""
 
 import sys
 
@@ -36,7 +36,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("read", "text"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_text_of_a_megabyte_is_read(read, text):
+def test_hostile_text_of_a_megabyte_is_read_in_linear_time(read, text):
     """A reader that begins anew at each place of it takes the square of its length in steps, and the test its time-out."""
     assert sys.getsizeof(read(text)) < 2 * SIZE
 
@@ -57,7 +57,7 @@ def test_fences_are_taken_off(text, inside):
     assert _unfenced(text) == inside
 
 
-def test_calls_are_cut_out_with_the_line_before_them():
+def test_calls_are_cut_out_with_the_line_before():
     text = "a\n<tool_call>\n1\n</tool_call>\n<tool_call>\n\n</tool_call>b\n<tool_call>\nopen"
     assert _without_calls(text) == ("ab\n<tool_call>\nopen", ["1", ""])
 

@@ -40,7 +40,7 @@ def test_every_public_name_loads_and_knows_its_own_name() -> None:
 
 
 def test_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
-    with pytest.raises(AttributeError, match="'Mesage'.*'Message'"):
+    with pytest.raises(AttributeError, match=r"'Mesage'.*'Message'"):
         _ = polyturn.Mesage  # type: ignore[attr-defined]
 
 

@@ -22,21 +22,21 @@ def numbers_or_item(task: Any) -> tuple[str, ...]:
     return tuple(sorted(re.findall(r"\d+", task.extra["item"]))) or (task.extra["item"],)
 
 
-def test_training_and_held_out_problems_share_no_parameters():
+def test_training_and_held_out_share_no_parameters():
     train = named("tasks")(seed=0, num_tasks=2000)
     held_out = named("tasks")(seed=7, num_tasks=512, is_held_out=True)
     assert len({t.prompt[1].text for t in held_out}) == 512
     assert not {t.extra["item"] for t in train} & {t.extra["item"] for t in held_out}
 
 
-def test_both_families_are_there_and_the_same_seed_gives_the_same_tasks():
+def test_same_seed_gives_the_same_tasks_of_both_families():
     first, again = (named("tasks")(seed=3, num_tasks=200) for _ in range(2))
     assert first == again
     lookups = sum(t.data_source == "quickstart/lookup" for t in first)
     assert 70 <= lookups <= 130
 
 
-def test_no_demonstration_ends_on_a_wrong_answer_and_wrong_attempts_are_not_learnt_from():
+def test_demonstrations_end_right_and_skip_wrong_attempts():
     calculate = named("calculate")
     for conversation in named("demonstrations")(0, 500):
         assistant = [m for m in conversation.messages if m.role == "assistant"]
@@ -51,7 +51,7 @@ def test_no_demonstration_ends_on_a_wrong_answer_and_wrong_attempts_are_not_lear
                 assert weight == 0.0
 
 
-def test_every_answer_has_two_digits_so_that_a_tiny_model_copies_all_of_them_alike():
+def test_every_answer_has_two_digits():
     """Answers of one digit were rare, were copied wrongly, and kept runs below what the demo promises."""
     computed = {t.ground_truth for s in (False, True) for t in named("tasks")(seed=5, num_tasks=1000, is_held_out=s)}
     looked_up = {str(named("price")(f"g{i}/0", "red lamp")) for i in range(1000)}
@@ -59,7 +59,7 @@ def test_every_answer_has_two_digits_so_that_a_tiny_model_copies_all_of_them_ali
     assert {len(answer) for answer in (computed - {None}) | looked_up | shown} == {2}
 
 
-def test_most_demonstrations_of_either_family_do_not_call_a_tool():
+def test_most_demonstrations_call_no_tool():
     """Imitation is to end in the habit of answering at once; only the reward may turn it around."""
     last_choice: dict[str, list[bool]] = {"lookup": [], "after feedback": [], "arithmetic": []}
     for conversation in named("demonstrations")(0, 4000):
@@ -71,18 +71,18 @@ def test_most_demonstrations_of_either_family_do_not_call_a_tool():
     assert 0.3 < share["lookup"] < 0.45 and 0.3 < share["after feedback"] < 0.45
 
 
-def test_a_looked_up_price_is_drawn_per_episode():
+def test_looked_up_price_is_drawn_per_episode():
     price = named("price")
     assert len({price(f"g0/{i}", "red lamp") for i in range(64)}) > 20
     assert price("g0/0", "red lamp") == price("g0/0", "red lamp")
 
 
 @pytest.mark.parametrize("expression", ["2 + 3 + 4", "9 * 8 - 7", "2 * 3 + 4", "5"])
-def test_the_calculator_is_right(expression: str):
+def test_calculator_is_right(expression: str):
     assert named("calculate")(expression) == eval(expression)
 
 
 @pytest.mark.parametrize("expression", ["2 +", "__import__('os')", "9 ** 9", "", "1+1"])
-def test_the_calculator_refuses_what_is_no_expression(expression: str):
+def test_calculator_refuses_other_texts(expression: str):
     with pytest.raises(Exception, match="write numbers joined by"):
         named("calculate")(expression)

@@ -1,8 +1,7 @@
-"""Environments of other interpreters are complete or not there, whoever builds them and however a build ends."""
+"""Environments of other interpreters are complete or not there, however many build them and however a build ends."""
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import select
 import signal
@@ -46,7 +45,7 @@ def next_line(builder: subprocess.Popen[str]) -> str:
     return builder.stdout.readline().strip()
 
 
-def test_an_environment_is_not_there_before_it_is_complete(tmp_path: Path):
+def test_environment_is_not_there_before_it_is_complete(tmp_path: Path):
     folder = tmp_path / "cache" / "env-1"
     builder = start(folder)
     assert next_line(builder) == "filling False" and not folder.exists()
@@ -57,7 +56,7 @@ def test_an_environment_is_not_there_before_it_is_complete(tmp_path: Path):
     assert start(folder).communicate()[0] == said, "an environment that is there is not built again"
 
 
-def test_a_build_that_was_killed_is_made_again(tmp_path: Path):
+def test_killed_build_is_made_again(tmp_path: Path):
     folder = tmp_path / "env-1"
     first = start(folder)
     assert next_line(first) == "filling False"
@@ -79,7 +78,7 @@ def test_two_builders_build_one_environment(tmp_path: Path):
     assert waiting.communicate()[0] == f"built {folder / 'bin' / 'python'}\n", "the second one filled nothing"
 
 
-def test_half_an_environment_is_none_for_whoever_asks_for_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_incomplete_environment_has_no_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build = runpy.run_path(str(SCRIPTS / "environments" / "build.py"))
     folder = build["folder"]("trl")
@@ -89,24 +88,3 @@ def test_half_an_environment_is_none_for_whoever_asks_for_its_interpreter(tmp_pa
     assert build["interpreter"]("trl") is None, "nothing says that it is complete"
     (folder / ".complete").touch()
     assert build["interpreter"]("trl") == folder / "bin" / "python"
-
-
-def test_benchmarks_ask_for_interpreters_as_the_scripts_offer_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.syspath_prepend(str(SCRIPTS.parent / "benchmarks"))
-    servers, rows = importlib.import_module("_real_servers"), importlib.import_module("_environment_rows")
-    assert rows.other_interpreter() is None
-    with pytest.raises(SystemExit, match="no environment for vllm; build it with `make engines`"):
-        servers.python_of("vllm")
-
-
-def test_contract_tests_take_no_half_environment_for_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.syspath_prepend(str(SCRIPTS.parent / "tests" / "contract"))
-    monkeypatch.delenv("POLYTURN_TEST_ENGINES", raising=False)
-    servers = importlib.import_module("engine_servers")
-    monkeypatch.setattr(servers, "interpreter", lambda engine: tmp_path / engine / "bin" / "python")
-    (tmp_path / "vllm" / "bin").mkdir(parents=True)
-    (tmp_path / "vllm" / "bin" / "python").touch()
-    assert "no environment for vllm" in servers.why_not("vllm")
-    (tmp_path / "vllm" / ".complete").touch()
-    assert servers.why_not("vllm") is None

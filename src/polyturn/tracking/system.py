@@ -41,6 +41,7 @@ class SystemSampler:
         self._processors = _Processors(proc)
         self._proc = proc
         self._nvml = nvml or _installed_nvml
+        self._gpus: _Gpus | None = None
         self._lock = threading.Lock()
         self._seen: dict[str, list[float]] = {}
         self._is_over = threading.Event()
@@ -59,22 +60,26 @@ class SystemSampler:
             seen, self._seen = self._seen, {}
         return {name: max(of) if name.endswith(_PEAKS) else sum(of) / len(of) for name, of in seen.items()}
 
-    def _watch(self) -> None:
-        try:
-            gpus = _Gpus(self._nvml())
-        except Exception as problem:  # no package, no driver, no permission: a run needs none of them
-            logger.debug("GPUs are not looked at: %s", problem)
-            gpus = None
-        while True:
-            self._look(gpus)
-            if self._is_over.wait(self._every_s):
-                return
-
-    def _look(self, gpus: _Gpus | None) -> None:
-        found = self._processors.read() | _memory(self._proc) | ({} if gpus is None else gpus.read())
+    def look(self) -> None:
+        """Add one reading of the machine; the sampler's thread does so every `every_s` seconds."""
+        found = self._processors.read() | _memory(self._proc) | ({} if self._gpus is None else self._gpus.read())
         with self._lock:
             for name, value in found.items():
                 self._seen.setdefault(f"system/{name}", []).append(value)
+
+    def find_gpus(self) -> None:
+        """Look for GPUs, whose numbers each later reading has."""
+        try:
+            self._gpus = _Gpus(self._nvml())
+        except Exception as problem:  # no package, no driver, no permission: a run needs none of them
+            logger.debug("GPUs are not looked at: %s", problem)
+
+    def _watch(self) -> None:
+        self.find_gpus()
+        while True:
+            self.look()
+            if self._is_over.wait(self._every_s):
+                return
 
 
 class _Processors:

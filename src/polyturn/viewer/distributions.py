@@ -50,7 +50,7 @@ def token_values(file: BoundedFile) -> dict[str, TokenValues]:
     if not set(names) <= set(file.schema.names):
         return {}
     table = file.read(names)
-    (row, _, advantages), engine, trainer = (_spaced(table[name].combine_chunks()) for name in names)
+    (row, _, advantages), engine, trainer = (spaced(table[name].combine_chunks()) for name in names)
     same = np.isin(engine.row, np.flatnonzero(engine.length == trainer.length))
     both = np.isin(trainer.row, np.flatnonzero(engine.length == trainer.length))
     difference = engine.value[same] - trainer.value[both]
@@ -64,7 +64,7 @@ class _Spaced(NamedTuple):
     value: NDArray[np.float32]
 
 
-def _spaced(lists: pa.ListArray) -> _Spaced:
+def spaced(lists: pa.ListArray) -> _Spaced:
     """Return at most `TOKENS` numbers of each list, evenly spaced."""
     length = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     taken, start = np.minimum(length, TOKENS), np.cumsum(length) - length

@@ -1,9 +1,10 @@
-"""Every command once, on a tiny run: what a person sees, and what is left behind."""
+"""Every command once, on a tiny run: its output, and its files."""
 
 from __future__ import annotations
 
 import errno
 import functools
+import io
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 from support.runs import Called, call_command, write_tiny_run
 
+pytestmark = pytest.mark.timeout(300)
 call = functools.partial(call_command, main)
 
 GSM8K = {"question": "Tom has 2 pens and buys 3. How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
@@ -60,7 +62,7 @@ def is_quiet(called: Called) -> bool:
     return not any(words in called.err for words in foreign)
 
 
-def test_train_shows_a_table_and_where_everything_is(trained: tuple[Path, Called]):
+def test_train_shows_a_table_and_its_files(trained: tuple[Path, Called]):
     config, called = trained
     run = run_of(config)
     assert "before and after" in called.out and "success" in called.out and "mean turns" in called.out
@@ -73,7 +75,7 @@ def test_train_shows_a_table_and_where_everything_is(trained: tuple[Path, Called
     assert is_quiet(called)
 
 
-def test_the_table_of_three_evaluation_sets_fits_eighty_columns():
+def test_table_of_three_sets_fits_eighty_columns():
     from rich.console import Console
 
     one = dict.fromkeys(train_command.ROWS, 0.123)
@@ -87,13 +89,13 @@ def test_the_table_of_three_evaluation_sets_fits_eighty_columns():
     assert any(line.strip().startswith("repaired after feedback") for line in lines)
 
 
-def test_the_table_leaves_out_what_had_nothing_to_be_measured_on():
+def test_table_leaves_out_rows_without_numbers():
     none = {**dict.fromkeys(train_command.ROWS, 0.5), "valid_tool_calls": float("nan")}
     labels = list(train_command.report_table({}, {"greedy": none}).columns[0].cells)
     assert "valid tool calls" not in labels and "mean turns" in labels
 
 
-def test_train_logs_a_line_a_step_and_a_line_an_evaluation(trained: tuple[Path, Called]):
+def test_train_logs_each_step_and_evaluation(trained: tuple[Path, Called]):
     _, called = trained
     begins = [" ".join(line.split()[:2]) for line in called.err.splitlines()]
     assert [b for b in begins if b.startswith("step")] == ["step 1/3", "step 2/3", "step 3/3"]
@@ -101,7 +103,7 @@ def test_train_logs_a_line_a_step_and_a_line_an_evaluation(trained: tuple[Path, 
     assert begins.count("warm start:") == 1 and "warm start: 2 of 2 steps, loss" in called.err
 
 
-def test_what_comes_from_the_environment_is_never_written(trained: tuple[Path, Called]):
+def test_secret_of_the_environment_is_never_written(trained: tuple[Path, Called]):
     config, _ = trained
     run = run_of(config)
     assert "${oc.env:POLYTURN_TEST_SECRET}" in (run / "config.yaml").read_text()
@@ -110,7 +112,7 @@ def test_what_comes_from_the_environment_is_never_written(trained: tuple[Path, C
             assert b"s3cr3t-do-not-write" not in path.read_bytes(), path
 
 
-def test_the_written_config_loads_again_to_the_same_config(trained: tuple[Path, Called]):
+def test_written_config_loads_to_the_same_config_again(trained: tuple[Path, Called]):
     config, _ = trained
     written = yaml.safe_load((run_of(config) / "config.yaml").read_text())
     assert written["train"]["steps"] == 3 and written["warm_start"]["steps"] == 2
@@ -120,7 +122,7 @@ def test_the_written_config_loads_again_to_the_same_config(trained: tuple[Path, 
     assert again.code == 0 and yaml.safe_load(again.out) == written
 
 
-def test_dry_run_shows_the_first_task_with_its_tokens_and_the_cost_and_writes_nothing(tmp_path: Path):
+def test_dry_run_shows_task_and_cost_and_writes_nothing(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     called = call("train", config, "--dry-run")
     assert called.code == 0, called.err
@@ -145,7 +147,7 @@ def test_dry_run_shows_the_first_task_with_its_tokens_and_the_cost_and_writes_no
     assert not (tmp_path / "runs").exists() and is_quiet(called)
 
 
-def test_rollout_runs_tasks_and_records_them(trained: tuple[Path, Called]):
+def test_rollout_records_its_tasks(trained: tuple[Path, Called]):
     config, _ = trained
     called = call("rollout", config, "-n", 2, "--checkpoint", run_of(config))
     assert called.code == 0, called.err
@@ -177,7 +179,7 @@ def test_eval_judges_a_checkpoint(trained: tuple[Path, Called]):
     assert [r["reward"] for r in after] == [r["reward"] for r in during], "the checkpoint is the model that was trained"
 
 
-def test_sft_trains_on_conversations_and_leaves_a_model(tmp_path: Path):
+def test_sft_trains_on_conversations(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     called = call("sft", config, "warm_start.steps=2")
     assert called.code == 0, called.err
@@ -187,7 +189,7 @@ def test_sft_trains_on_conversations_and_leaves_a_model(tmp_path: Path):
     assert nothing.code == 2 and "warm_start.steps is 0" in nothing.err
 
 
-def test_sft_on_the_best_trajectories_of_a_run(trained: tuple[Path, Called]):
+def test_sft_trains_on_the_best_trajectories_of_a_run(trained: tuple[Path, Called]):
     config, _ = trained
     settings = ["warm_start.steps=1", f"warm_start.conversations={run_of(config)}", "name=rejection"]
     called = call("sft", config, *settings, "warm_start.min_reward=0.1")
@@ -196,7 +198,7 @@ def test_sft_on_the_best_trajectories_of_a_run(trained: tuple[Path, Called]):
     assert too_good.code == 2 and "has a reward of at least 99; the best has" in too_good.err
 
 
-def test_show_lists_trajectories_and_shows_one_as_a_conversation(trained: tuple[Path, Called]):
+def test_show_lists_trajectories_and_shows_one(trained: tuple[Path, Called]):
     config, _ = trained
     listed = call("show", run_of(config), "--split", "train", "-n", 4)
     assert listed.code == 0 and len([x for x in listed.out.splitlines() if x.startswith("g")]) == 4
@@ -215,7 +217,7 @@ def test_show_lists_trajectories_and_shows_one_as_a_conversation(trained: tuple[
     assert nowhere.code == 2 and "there is no folder" in nowhere.err
 
 
-def test_check_says_what_a_template_does(trained: tuple[Path, Called]):
+def test_check_describes_a_template(trained: tuple[Path, Called]):
     config, _ = trained
     called = call("check", run_of(config) / "checkpoints" / "step-000003" / "model")
     assert called.code == 0, called.err
@@ -224,7 +226,7 @@ def test_check_says_what_a_template_does(trained: tuple[Path, Called]):
     assert missing.code == 2 and "none.jinja" in missing.err
 
 
-def test_check_prints_one_object_and_exits_with_1_where_no_way_is_safe(trained: tuple[Path, Called], tmp_path: Path):
+def test_check_exits_with_1_for_an_unsafe_template(trained: tuple[Path, Called], tmp_path: Path):
     config, _ = trained
     model = run_of(config) / "checkpoints" / "step-000003" / "model"
     found = json.loads(call("check", model, "--json").out)
@@ -249,7 +251,7 @@ def test_config_lists_every_key_or_fills_one_file_in(tmp_path: Path):
 
 
 @pytest.mark.parametrize("variant", ["tool", "interaction"])
-def test_data_gsm8k_writes_the_documented_files(tmp_path: Path, variant: str):
+def test_data_gsm8k_writes_its_files(tmp_path: Path, variant: str):
     source = tmp_path / "source"
     source.mkdir()
     for split in ("train", "test"):
@@ -260,7 +262,7 @@ def test_data_gsm8k_writes_the_documented_files(tmp_path: Path, variant: str):
     assert all(Path(line).is_file() for line in called.out.splitlines())
 
 
-def test_ctrl_c_outside_training_ends_with_a_line_and_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_outside_training_exits_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(*args: Any, **kwargs: Any) -> None:
         signal.raise_signal(signal.SIGINT)  # a first one lets the step under way end
         signal.raise_signal(signal.SIGINT)
@@ -271,7 +273,7 @@ def test_ctrl_c_outside_training_ends_with_a_line_and_130(tmp_path: Path, monkey
     assert called.err.count("polyturn: interrupted") == 1, called.err
 
 
-def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path):
+def test_second_run_gets_a_folder_of_its_own(tmp_path: Path):
     with ThreadPoolExecutor(4) as threads:  # at once, too
         made = list(threads.map(new_run_folder, [tmp_path / "runs" / "a"] * 4))
     assert {folder.name for folder in made} == {"a", "a-2", "a-3", "a-4"}
@@ -280,7 +282,7 @@ def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path):
         new_run_folder(tmp_path / "gone" / "a")
 
 
-def test_a_file_system_without_locks_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
+def test_file_system_without_locks_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -290,7 +292,7 @@ def test_a_file_system_without_locks_is_a_line(tmp_path: Path, monkeypatch: pyte
     assert "so nothing keeps a second process from training" in caplog.text and "No locks available" in caplog.text
 
 
-def test_an_older_step_is_taken_with_a_line_where_the_newest_has_no_model(tmp_path: Path, caplog: Any):
+def test_older_step_is_taken_where_the_newest_has_no_model(tmp_path: Path, caplog: Any):
     for step, name in ((1, "config.json"), (2, "damaged")):
         model = tmp_path / "checkpoints" / f"step-00000{step}" / "model"
         model.mkdir(parents=True)
@@ -299,7 +301,7 @@ def test_an_older_step_is_taken_with_a_line_where_the_newest_has_no_model(tmp_pa
     assert re.search(r"no model in \S*step-000002; taking the older one in \S*step-000001", caplog.text)
 
 
-def test_a_checkpoint_may_be_named_by_its_run_its_folder_or_its_model(trained: tuple[Path, Called], tmp_path: Path):
+def test_checkpoint_is_named_by_run_folder_or_model(trained: tuple[Path, Called], tmp_path: Path):
     config, _ = trained
     model = run_of(config) / "checkpoints" / "step-000003" / "model"
     assert {model_folder(p) for p in (run_of(config), model.parent, model)} == {model}
@@ -312,19 +314,19 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
     """Rich prints a line above a bar of the same console; two consoles would write through one another."""
     from rich.console import Console
 
-    console = Console(force_terminal=True, width=60)
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=60)
     monkeypatch.setattr(console_module, "stderr_console", lambda: console)
     handler = console_module.ConsoleHandler()
-    with console.capture() as captured, Progress("rollout", 3, console=console, every_s=0.0) as bar:
-        while bar._bar is None:
+    with Progress("rollout", 3, console=console, every_s=0.0) as bar:
+        while "rollout" not in shown.getvalue():
             time.sleep(0.005)
         bar.advance()
         handler.emit(logging.LogRecord("polyturn", logging.INFO, "", 0, "step 1/3 [not markup]", None, None))
-    text = captured.get()
-    assert "rollout" in text and "step 1/3 [not markup]\n" in text.replace("\x1b[0m", "")
+    assert "step 1/3 [not markup]\n" in shown.getvalue().replace("\x1b[0m", "")
 
 
-def test_a_full_disk_is_told_in_a_sentence_and_another_error_is_not(capsys: pytest.CaptureFixture[str]):
+def test_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]):
     def failing(number: int) -> None:
         raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
 
@@ -337,7 +339,7 @@ def test_a_full_disk_is_told_in_a_sentence_and_another_error_is_not(capsys: pyte
         guarded(lambda: failing(errno.EISDIR))
 
 
-def test_a_tokenizer_that_cannot_be_kept_is_told_in_a_sentence(tmp_path: Path):
+def test_tokenizer_that_cannot_be_kept_is_one_sentence(tmp_path: Path):
     def full(folder: Path) -> None:
         raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
 
@@ -356,21 +358,16 @@ def test_help_loads_nothing_heavy():
     assert all(command in ended.stdout for command in ("train", "sft", "eval", "rollout", "show", "check", "config", "data"))
 
 
-LISTS = {"torch", "transformers", "pydantic", "omegaconf", "jinja2", "duckdb", "aiohttp"}
-
-
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [("polyturn.cli.list_runs", LISTS), ("polyturn.cli.show", LISTS), ("polyturn.api.given", {"torch", "transformers"})],
-)
-def test_what_lists_reads_no_configuration_and_what_reads_one_loads_no_model(module: str, heavy: set[str]):
-    code = f"import sys, {module}\nprint(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert heavy & set(loaded) == set()
+def test_lists_load_no_config_and_configs_load_no_model():
+    lists = {"torch", "transformers", "pydantic", "omegaconf", "jinja2", "duckdb", "aiohttp"}
+    for modules, heavy in ("polyturn.cli.list_runs, polyturn.cli.show", lists), ("polyturn.api.given", {"torch"}):
+        code = f"import sys, {modules}\nprint(*sys.modules)"
+        loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        assert heavy & set(loaded) == set()
 
 
 @pytest.mark.parametrize("call", ["main(['train', 'config.yaml'])", "polyturn.train(config='config.yaml')"])
-def test_a_run_says_that_it_begins_before_pytorch_is_imported_and_again_while_it_is(tmp_path: Path, call: str):
+def test_run_logs_before_and_while_pytorch_is_imported(tmp_path: Path, call: str):
     write_tiny_run(tmp_path)
     script = f"""
 import logging, os, sys, threading

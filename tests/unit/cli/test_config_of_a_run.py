@@ -10,7 +10,7 @@ from polyturn.cli.main import main
 from support.runs import call_command, write_tiny_run
 
 
-def test_a_run_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_resumes_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "project").mkdir()
     called = call_command(main, "train", write_tiny_run(tmp_path / "project"), "train.steps=1")
     assert called.code == 0, called.err
@@ -22,7 +22,7 @@ def test_a_run_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.M
         assert (run / f"checkpoints/step-{steps:06d}").is_dir()
 
 
-def test_a_resume_that_is_refused_leaves_the_settings_and_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+def test_refused_resume_changes_nothing_of_the_run(tmp_path: Path) -> None:
     called = call_command(main, "train", write_tiny_run(tmp_path), "train.steps=1")
     assert called.code == 0, called.err
     (run,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
@@ -34,7 +34,7 @@ def test_a_resume_that_is_refused_leaves_the_settings_and_the_tokenizer_of_the_r
     assert (run / "config.yaml").read_text() == stored and marked.read_text() == "as it was"
 
 
-def test_a_folder_that_is_no_run_is_still_no_config(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: of a person\n")
     called = call_command(main, "train", tmp_path)
     assert called.code != 0 and "is a folder, not a config file" in called.err

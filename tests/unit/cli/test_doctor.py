@@ -10,7 +10,7 @@ import pytest
 from polyturn.cli import doctor
 
 
-def test_the_environment_every_extra_and_servers_of_other_environments_are_named(capsys: pytest.CaptureFixture[str]):
+def test_environment_extras_and_servers_are_named(capsys: pytest.CaptureFixture[str]):
     doctor.run(as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["torch"].startswith(metadata.version("torch"))
@@ -23,9 +23,7 @@ def test_the_environment_every_extra_and_servers_of_other_environments_are_named
     assert set(told["servers"]) == {"vllm", "sglang"}
 
 
-def test_what_is_missing_comes_with_the_command_that_brings_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_package_comes_with_its_install_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     real = metadata.version
 
     def version(package: str) -> str:

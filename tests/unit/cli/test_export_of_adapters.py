@@ -15,7 +15,7 @@ from support.models import tiny_model
 from support.runs import call_command, write_tiny_run
 
 
-def test_an_adapter_over_a_model_at_a_relative_path_is_merged_from_the_runs_folder(tmp_path: Path) -> None:
+def test_adapter_over_a_relative_model_path_is_merged(tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path)
     tokenizer = tiny_tokenizer()
     save_model(tiny_model(len(tokenizer), hidden=16, layers=1), tmp_path / "base", tokenizer=tokenizer)
@@ -32,7 +32,7 @@ def test_an_adapter_over_a_model_at_a_relative_path_is_merged_from_the_runs_fold
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 
-def test_a_model_whose_weights_are_cut_or_gone_is_not_exported(tmp_path: Path) -> None:
+def test_model_with_damaged_weights_is_not_exported(tmp_path: Path) -> None:
     model, out = tmp_path / "step-000001" / "model", tmp_path / "out"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")

@@ -27,7 +27,7 @@ WRITTEN, OF_ENV, IN_URL, SENT = "planted-written-1f3a", "planted-env-77c2", "pla
 SECRETS = (WRITTEN, OF_ENV, IN_URL, SENT)
 
 
-def test_a_run_keeps_none_of_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_run_writes_none_of_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PLANTED_TOKEN", OF_ENV)
     config = write_tiny_run(tmp_path, num_tasks=2)
     settings = {"api_key": WRITTEN, "headers": {"Authorization": f"Bearer {WRITTEN}"}, "token": "${oc.env:PLANTED_TOKEN}",
@@ -102,7 +102,7 @@ async def test_clients_bring_their_token_and_never_repeat_it(echo: str, monkeypa
     assert [one for one in said if SENT in one] == []
 
 
-def test_the_log_of_a_run_has_the_traceback_of_a_plugin_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_log_has_the_traceback_of_a_plugin_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of earlier commands know the secrets of their time
     monkeypatch.setenv("PLANTED_TOKEN", OF_ENV)
     (tmp_path / "bad.py").write_text(f"def worth(trajectory):\n    raise KeyError('no {OF_ENV}')\n")

@@ -47,7 +47,7 @@ def plan(tmp_path: Path, *arguments: object) -> Called:
     return call_command(main, "plan", write_tiny_run(tmp_path), *arguments)
 
 
-def test_a_run_that_fits_is_shown_by_process_and_no_weights_are_read(tmp_path: Path) -> None:
+def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
     called = plan(tmp_path, *SERVERS, "model.dtype=bfloat16", "--gpus", 4, "--gpu-memory", 1)
     assert called.code == 0, called.err
     for words in ("2 ranks and 2 servers of 1 GPUs", "float32 masters", "room for conversations", "over 50 GB/s"):
@@ -55,18 +55,18 @@ def test_a_run_that_fits_is_shown_by_process_and_no_weights_are_read(tmp_path: P
     assert re.search(r"GPUs +4 of 4", called.out)
 
 
-def test_more_gpus_than_there_are_is_refused_with_the_layout_that_fits(tmp_path: Path) -> None:
+def test_too_many_gpus_are_refused_with_a_layout_that_fits(tmp_path: Path) -> None:
     called = plan(tmp_path, *SERVERS, "--gpus", 3, "--gpu-memory", 1)
     assert called.code != 0
     assert "takes 4 GPUs and there are 3" in called.err and "2 ranks and 1 servers of 1 GPUs would fit" in called.err
 
 
-def test_gpus_too_small_for_any_layout_say_so(tmp_path: Path) -> None:
+def test_gpus_too_small_for_any_layout_are_refused(tmp_path: Path) -> None:
     called = plan(tmp_path, *SERVERS, "--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000")
     assert called.code != 0 and "no layout on 8 GPUs fits" in called.err
 
 
-def test_ranks_of_megatron_are_planned_by_how_a_row_splits_its_copy(tmp_path: Path) -> None:
+def test_megatron_ranks_are_planned_by_their_split(tmp_path: Path) -> None:
     backend = ["train.backend=megatron", "train.distributed={ranks: 4, tensor_parallel: 2, expert_parallel: 2}"]
     config = write_tiny_run(tmp_path)
     of_backend, of_torch = (load_of(open_place(config, given)[0], tokens=10) for given in (backend, ["train.epochs=1"]))
@@ -77,29 +77,23 @@ def test_ranks_of_megatron_are_planned_by_how_a_row_splits_its_copy(tmp_path: Pa
     assert called.code != 0 and "raise tensor_parallel or pipeline_parallel" in called.err
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e308", "80GB"])
+@pytest.mark.parametrize("value", ["nan", "-1", "80GB"])
 @pytest.mark.parametrize("option", ["--gpus", "--gpu-memory", "--link"])
-def test_a_number_that_no_machine_has_is_refused(tmp_path: Path, option: str, value: str) -> None:
+def test_impossible_number_is_refused(tmp_path: Path, option: str, value: str) -> None:
     called = plan(tmp_path, option, value)
     assert called.code == 2 and f"Invalid value for '{option}'" in called.err
-
-
-@pytest.mark.parametrize("value", ["-1", ".nan", ".inf", "many"])
-def test_an_amount_of_a_resource_that_no_machine_has_is_refused(tmp_path: Path, value: str) -> None:
-    called = plan(tmp_path, f"cluster.engines={{count: 2, resources: {{GPU: {value}}}}}")
-    assert called.code == 2 and "cluster.engines.resources.GPU is" in called.err
 
 
 @pytest.mark.parametrize(
     ("gpus", "limit_gb", "found"),
     [(8, 60, GpuLayout(4, 4, 1)), (8, 40, GpuLayout(6, 2, 1)), (8, 12, None), (64, 12, GpuLayout(44, 6, 2)), (4, 40, None)],
 )
-def test_the_nearest_layout_adds_ranks_then_widens_servers(gpus: int, limit_gb: int, found: GpuLayout | None) -> None:
+def test_nearest_layout_adds_ranks_then_widens_servers(gpus: int, limit_gb: int, found: GpuLayout | None) -> None:
     demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192)
     assert nearest(demand, GpuLayout(4, 6, 1), gpus=gpus, limit=limit_gb * GB) == found
 
 
-def test_a_conversation_too_long_for_a_rank_is_split_over_a_row_of_them() -> None:
+def test_conversation_too_long_for_a_rank_is_split() -> None:
     demand = Demand(EIGHT_BILLION, RankLoad(tokens=131_072, recomputes=True), context=131_072)
     layout, limit = GpuLayout(6, 2, 1), 50 * GB
     assert nearest(demand, layout, gpus=16, limit=limit) is None
@@ -109,7 +103,7 @@ def test_a_conversation_too_long_for_a_rank_is_split_over_a_row_of_them() -> Non
     assert with_split_context(demand, layout, gpus=16, limit=12 * GB) is None
 
 
-def test_ranks_that_see_the_same_samples_are_added_together(tmp_path: Path) -> None:
+def test_ranks_with_the_same_samples_are_added_together(tmp_path: Path) -> None:
     wide = ["train.backend=megatron", "train.distributed={ranks: 8, tensor_parallel: 2, context_parallel: 4}"]
     row = demand_of(open_place(write_tiny_run(tmp_path), wide)[0]).row
     demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192, row=row)
@@ -120,7 +114,7 @@ def test_ranks_that_see_the_same_samples_are_added_together(tmp_path: Path) -> N
 SHARED = ["engine={kind: vllm, update: sleep, num_slots: null}", "model.dtype=bfloat16"]
 
 
-def test_gpus_that_ranks_and_servers_share_are_counted_by_phase(tmp_path: Path) -> None:
+def test_shared_gpus_are_counted_by_phase(tmp_path: Path) -> None:
     called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 1)
     assert called.code == 0, called.err
     assert "2 ranks and 2 servers of 1 GPUs, on the same GPUs" in called.out and re.search(r"GPUs +2 of 2", called.out)
@@ -137,12 +131,12 @@ def test_gpus_that_ranks_and_servers_share_are_counted_by_phase(tmp_path: Path) 
         (15, None),
     ],
 )
-def test_the_nearest_layout_of_shared_gpus_adds_ranks_and_a_server_with_each(limit_gb: int, found: GpuLayout | None) -> None:
+def test_nearest_shared_layout_adds_a_server_with_each_rank(limit_gb: int, found: GpuLayout | None) -> None:
     demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192)
     assert nearest(demand, GpuLayout(2, 2, 1, is_shared=True), gpus=8, limit=limit_gb * GB) == found
 
 
-def test_shared_gpus_that_are_too_small_are_refused_with_the_phase_that_does_not_fit(tmp_path: Path) -> None:
+def test_shared_gpus_too_small_are_refused_with_their_phase(tmp_path: Path) -> None:
     called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000")
     assert called.code != 0 and "each GPU in an update holds" in called.err and "each GPU in rollout" not in called.err
 
@@ -157,5 +151,5 @@ def test_shared_gpus_that_are_too_small_are_refused_with_the_phase_that_does_not
         (["engine={kind: sglang}", "cluster.engines={count: 3, resources: {GPU: 4}}"], GpuLayout(1, 3, 4)),
     ],
 )
-def test_the_layout_is_that_of_the_config(settings: list[str], found: GpuLayout) -> None:
+def test_layout_is_that_of_the_config(settings: list[str], found: GpuLayout) -> None:
     assert layout_of(load_config(RunConfig, None, ["model.path=none", *settings]).config) == found

@@ -1,4 +1,4 @@
-"""A distribution of somebody else's offers an engine, an estimator, a loss, a tracker, an environment and a dialect."""
+"""An installed distribution offers an engine, an estimator, a loss, a tracker, an environment and a dialect."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def for_any_engine(config: Path) -> Path:
     return config
 
 
-def test_an_engine_an_estimator_a_loss_and_a_tracker_of_a_distribution_train(config: Path, tmp_path: Path) -> None:
+def test_engine_estimator_loss_and_tracker_of_a_distribution(config: Path, tmp_path: Path) -> None:
     called = call(
         "train",
         config,
@@ -153,7 +153,7 @@ def test_an_engine_an_estimator_a_loss_and_a_tracker_of_a_distribution_train(con
     assert len((run / "notes.txt").read_text().splitlines()) >= 2
 
 
-def test_an_environment_of_a_distribution_is_played(config: Path, tmp_path: Path) -> None:
+def test_environment_of_a_distribution_is_played(config: Path, tmp_path: Path) -> None:
     plain = ["rollout.tools.functions=[]", "rollout.interactions=null", "data.train=null", "evaluation.data=null"]
     called = call("train", config, "env={name: 'rooms:quiet', tasks: 4}", *plain, "train.steps=1", "reward.routes={}")
     assert called.code == 0, called.err
@@ -162,7 +162,7 @@ def test_an_environment_of_a_distribution_is_played(config: Path, tmp_path: Path
     assert 0.25 <= line["reward/mean"] <= 1.0
 
 
-def test_a_config_in_a_dialect_of_a_distribution_is_trained_recognised_and_described(config: Path, tmp_path: Path) -> None:
+def test_dialect_of_a_distribution_is_trained_and_recognised(config: Path, tmp_path: Path) -> None:
     told = tmp_path / "terse.yaml"
     told.write_text("{steps: 1, like: config.yaml}")
     called = call("train", "--terse", told, "engine.kind=babbler")
@@ -183,29 +183,23 @@ def test_a_config_in_a_dialect_of_a_distribution_is_trained_recognised_and_descr
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("engine.kind=babler", "engine.kind: there is no 'babler'. Did you mean 'babbler'"),
-        ("engine.kind=vlm", "engine.kind: there is no 'vlm'. Did you mean 'vllm'"),
-        ("engine.kind=seven", "'seven', which made-plugins 1.0 offers as 'made_parts:not_an_engine', is 7; it must be"),
-        ("engine={kind: babbler, kwargs: {frist: 3}}", "the engine 'babbler' takes no 'frist'. Did you mean 'first'"),
-        (
-            "engine.kwargs={first: 3}",
-            "It is for engine.kind one of your own, and that is 'embedded'; set kind, or leave kwargs out",
-        ),
-        ("engine={kind: embedded, kwargs: {first: 3}}", "It is for engine.kind one of your own, and that is 'embedded'"),
-        ("engine={kind: vlm, num_slots: 3}", "engine.kind: there is no 'vlm'. Did you mean 'vllm'"),
-        ("engine={kind: seven, num_slots: 3}", "It is for engine.kind embedded, and that is 'seven'; set kind"),
-        ("algorithm.advantage=centered", "algorithm.advantage: there is no 'centered'. Did you mean 'centred'"),
-        ("algorithm.loss=double", "algorithm.loss: there is no 'double'. Did you mean 'doubled'"),
-        ("tracking=[{name: nots}]", "tracking: there is no 'nots'. Did you mean 'notes'"),
-        ("env=room:quiet", "there is no prefix 'room'. Did you mean 'rooms'"),
+        ("engine.kind=babler", ["engine.kind", "'babler'", "'babbler'"]),
+        ("engine.kind=seven", ["'seven'", "made-plugins 1.0", "made_parts:not_an_engine"]),
+        ("engine={kind: babbler, kwargs: {frist: 3}}", ["'babbler'", "'frist'", "'first'"]),
+        ("engine={kind: seven, num_slots: 3}", ["engine.kind embedded", "'seven'"]),
+        ("algorithm.advantage=centered", ["algorithm.advantage", "'centered'", "'centred'"]),
+        ("algorithm.loss=double", ["algorithm.loss", "'doubled'"]),
+        ("tracking=[{name: nots}]", ["tracking", "'notes'"]),
+        ("env=room:quiet", ["'room'", "'rooms'"]),
     ],
 )
-def test_a_name_that_is_not_there_comes_with_the_nearest(config: Path, override: str, words: str) -> None:
+def test_unknown_name_comes_with_the_nearest_installed(config: Path, override: str, words: list[str]) -> None:
     called = call("train", config, override)
-    assert called.code == 2 and words in " ".join(called.err.split()), called.err
+    shown = " ".join(called.err.split())
+    assert called.code == 2 and [word for word in words if word not in shown] == [], shown
 
 
-def test_a_broken_distribution_is_one_sentence_with_its_name(install: Callable[..., None], tmp_path: Path) -> None:
+def test_broken_distribution_is_one_sentence_with_its_name(install: Callable[..., None], tmp_path: Path) -> None:
     install("broken-plugins", {"polyturn.engines": {"broken": "broken_parts:x"}}, broken_parts="raise OSError('no card')")
     called = call("train", for_any_engine(write_tiny_run(tmp_path)), "engine.kind=broken")
     said = " ".join(called.err.split())

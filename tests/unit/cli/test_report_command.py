@@ -80,7 +80,7 @@ def page_of(out: Path, *runs: Path) -> Page:
     return Page(write_report(runs, out / "report.html").read_text())
 
 
-async def test_the_page_stands_alone_and_its_policy_names_its_one_script(tmp_path: Path):
+async def test_report_is_one_file_with_a_strict_policy(tmp_path: Path):
     text = write_report([await record(tmp_path / "one")], tmp_path / "report.html").read_text()
     page = Page(text)
     assert set(page.tags).isdisjoint({"img", "iframe", "object"}) and page.tags.count("script") == 2
@@ -92,7 +92,7 @@ async def test_the_page_stands_alone_and_its_policy_names_its_one_script(tmp_pat
     assert any(HOSTILE in json.dumps(answer) for name, answer in page.answers.items() if "trajectory" in name)
 
 
-async def test_it_shows_the_highlights_with_why(tmp_path: Path):
+async def test_report_shows_highlights_once_each(tmp_path: Path):
     folder = await record(tmp_path / "one")
     found = {t.title: t for t in highlights(open_store(folder))}
     assert found["repaired"].record.trajectory.task.id == "repaired-1"
@@ -114,7 +114,7 @@ async def test_two_runs_stand_side_by_side(tmp_path: Path):
     assert answers["runs/0/overview"]["stop_reasons"].keys() <= {"stop", "env_done", "max_turns"}
 
 
-async def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Path):
+async def test_report_names_damage_and_shows_the_rest(tmp_path: Path):
     folder = await record(tmp_path / "one")
     (folder / "trajectories" / "part-00000.parquet").write_bytes(b"half")
     (folder / "config.yaml").unlink()
@@ -129,7 +129,7 @@ async def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Path)
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
 
 
-async def test_the_commands_write_what_they_say(tmp_path: Path):
+async def test_report_and_plot_write_their_files(tmp_path: Path):
     runs = [str(await record(tmp_path / name)) for name in ("a", "b")]
     page, picture = tmp_path / "out" / "r.html", tmp_path / "out" / "c.png"
     assert CliRunner().invoke(app, ["report", *runs, "-o", str(page)]).exit_code == 0
@@ -139,7 +139,7 @@ async def test_the_commands_write_what_they_say(tmp_path: Path):
     assert isinstance(wrong.exception, DataError) and "rollout/success" in str(wrong.exception)
 
 
-def test_before_is_the_evaluation_before_any_update_and_no_later_one(tmp_path: Path):
+def test_before_is_the_evaluation_of_step_zero_only(tmp_path: Path):
     begin(tmp_path / "run", "name: x\n")
     lines = [{"step": 0, "eval/greedy/success": 0.1}, {"step": 15, "eval/greedy/success": 0.8, "eval/late/success": 0.9}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""Keys that nobody reads under the other values of a configuration: whoever set one is told, and nobody else."""
+"""Keys without effect under the other values of a configuration: the log names each one that was set."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def said(caplog: pytest.LogCaptureFixture, overrides: Sequence[str]) -> list[str
 
 
 @pytest.mark.parametrize(("idle", "read"), ONE_FOR_EACH_SECTION)
-def test_a_key_that_nobody_reads_is_told_until_another_one_makes_it_matter(
+def test_idle_key_is_named_until_another_makes_it_matter(
     caplog: pytest.LogCaptureFixture, idle: list[str], read: str
 ) -> None:
     lines = said(caplog, idle)
@@ -51,23 +51,22 @@ def test_a_key_that_nobody_reads_is_told_until_another_one_makes_it_matter(
     assert not any(" has no effect while " in line for line in said(caplog, [*idle, read]))
 
 
-def test_who_wrote_a_key_that_nobody_reads_is_named_and_what_would_make_it_matter(caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_key_is_named_with_its_origin_and_remedy(caplog: pytest.LogCaptureFixture) -> None:
     origin = {("algorithm", "aggregate", "norm_length"): "actor.scale (in theirs.yaml)"}
     values = {"model": {"path": "none"}, "algorithm": {"aggregate": {"norm_length": 512}}}
 
     load_values(RunConfig, values, origin=origin)
 
-    assert caplog.messages == [
-        "actor.scale (in theirs.yaml) is 512, as algorithm.aggregate.norm_length, which has no effect while "
-        "algorithm.aggregate.name is 'token-mean'; it is read where that is 'seq-mean-token-sum-norm'"
-    ]
+    (message,) = caplog.messages
+    for word in ("actor.scale (in theirs.yaml)", "512", "algorithm.aggregate.norm_length", "seq-mean-token-sum-norm"):
+        assert word in message
 
 
-def test_a_configuration_of_defaults_is_read_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_defaults_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert said(caplog, []) == []
 
 
-def test_every_rule_names_keys_that_its_section_has() -> None:
+def test_rules_name_existing_keys() -> None:
     for section, rules in READ_WITH.items():
         for dotted in (one for key, (other, _) in rules.items() for one in (key, other)):
             assert dotted.split(".")[0] in keys_of(section), (section, dotted)

@@ -29,7 +29,7 @@ def river(number: int, name: str) -> Passage:
 PASSAGES = [river(number, name) for number, name in enumerate(RIVERS)]
 
 
-def test_the_rarest_word_of_a_sentence_is_missing():
+def test_rarest_word_of_a_sentence_is_missing():
     passages = [Passage(id="1", contents="t\nThe quick brown animal jumps over the lazy animal every Wednesday."), *PASSAGES]
     first = make_questions(passages)[0]
     assert first.sentence.count(BLANK) == 1
@@ -37,18 +37,18 @@ def test_the_rarest_word_of_a_sentence_is_missing():
     assert first.answer in ("quick", "brown", "jumps", "over", "lazy", "every", "Wednesday")
 
 
-def test_a_sentence_that_fits_several_words_is_no_question():
+def test_sentence_of_several_answers_is_left_out():
     same = [Passage(id=n, contents=f"t\nThe capital of the country that we mean is {n}.") for n in ("Oslo", "Rome")]
     assert make_questions(same) == []
 
 
-def test_a_part_of_a_name_or_number_is_never_missing():
+def test_part_of_a_name_or_number_is_never_missing():
     text = "Call os.path.join with 3.1415 or __init__ to a b c d."
     (question,) = make_questions([Passage(id="1", contents=f"t\n{text}")])
     assert question.answer == "with"
 
 
-def test_rows_are_tasks_of_the_search_tool_with_an_index_that_answers_them(tmp_path: Path):
+def test_index_answers_each_question(tmp_path: Path):
     written = prepare_cloze(PASSAGES, out=tmp_path / "data")
     assert [path.name for path in written] == ["train.parquet", "test.parquet", "passages.jsonl", "index"]
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == sorted(path.name for path in written)
@@ -69,7 +69,7 @@ def test_rows_are_tasks_of_the_search_tool_with_an_index_that_answers_them(tmp_p
     assert len(asked) == 12
 
 
-def test_too_little_text_and_a_folder_that_is_taken_are_said(tmp_path: Path):
+def test_too_little_text_and_a_taken_folder_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="2 passages give 2 questions, and a training and a test set need 10"):
         prepare_cloze(PASSAGES[:2], out=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -82,12 +82,12 @@ def test_too_little_text_and_a_folder_that_is_taken_are_said(tmp_path: Path):
 def test_python_documents_itself():
     passages = {passage.title: passage.text for passage in python_documentation()}
     assert len(passages) > 1500
-    assert "evenly" in passages["statistics.linear_regression"] or "linear" in passages["statistics.linear_regression"]
+    assert "linear" in passages["statistics.linear_regression"]
     assert passages["str.casefold"].startswith("Return a version of the string")
     assert len(set(passages.values())) == len(passages)
 
 
-def test_the_command_makes_questions_over_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_command_makes_questions_over_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "rivers").mkdir()
     for passage in PASSAGES:
         (tmp_path / "rivers" / f"{passage.id}.txt").write_text(passage.text)

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from polyturn.build.tasks import build_tasks
 from polyturn.config.models import TaskSourceConfig
 from polyturn.core.errors import DataError
-from polyturn.data.dataset import TaskDataset
 
 ASKS = {"prompt": "question", "ground_truth": "answer"}
 
@@ -42,14 +41,14 @@ def source(**given: Any) -> TaskSourceConfig:
     return TaskSourceConfig(**given)
 
 
-def test_rows_become_tasks_under_the_names_that_columns_gives(repository: Path) -> None:
+def test_rows_become_tasks_under_renamed_columns(repository: Path) -> None:
     wanted = source(dataset="sums", subset="main", columns=ASKS)
     tasks = build_tasks(wanted, base=repository.parent, split="train")
     assert [t.prompt[0].text for t in tasks] == [f"{i} + 1?" for i in range(5)]
     assert tasks[4].id == "train-4" and tasks[4].ground_truth == "5" and tasks[4].extra == {"level": 4}
 
 
-def test_an_evaluation_takes_the_test_split_unless_it_names_another(repository: Path) -> None:
+def test_evaluation_takes_the_test_split_by_default(repository: Path) -> None:
     wanted = source(dataset="sums", subset="large", columns=ASKS)
     assert len(build_tasks(wanted, base=repository.parent, split="eval")) == 2
     part = source(dataset="sums", subset="large", split="train[1:4]", columns=ASKS)
@@ -74,7 +73,7 @@ def test_streaming_fetches_the_first_rows(repository: Path) -> None:
         ({"dataset": "damaged"}, "JSON.*; see `subset` and `split`, or name its files by `files`"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(repository: Path, given: dict[str, Any], says: str) -> None:
+def test_missing_part_is_one_sentence(repository: Path, given: dict[str, Any], says: str) -> None:
     for path, text in (("code/game.py", ""), ("damaged/rows.jsonl", '{"prompt": "1 + 1?"}\n{"prom')):
         (repository.parent / path).parent.mkdir()
         (repository.parent / path).write_text(text)
@@ -98,28 +97,16 @@ def test_columns_of_files_are_renamed_too(tmp_path: Path, suffix: str) -> None:
         build_tasks(source(files=f"*{suffix}", columns={"prompt": "questoin"}), base=tmp_path, split="train")
 
 
-def test_a_row_without_a_prompt_is_told_of_columns(repository: Path) -> None:
+def test_row_without_a_prompt_names_the_key_columns(repository: Path) -> None:
     tasks = build_tasks(source(dataset="sums", subset="main"), base=repository.parent, split="train")
     with pytest.raises(DataError, match=r"no 'prompt'.*columns: \{prompt: question\}"):
         tasks[0]
 
 
-def test_a_name_without_a_network_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_without_a_network_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyturn.data.hub_dataset.unreachable", lambda: "no route")
     with pytest.raises(DataError, match=r"'openai/gsm8k' cannot be opened: the hub cannot be reached \(no route\)"):
         build_tasks(source(dataset="openai/gsm8k", subset="main"), base=tmp_path, split="train")
-
-
-def test_a_name_in_the_place_of_files_is_told_where_it_belongs(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="`dataset: openai/gsm8k` in place of `files`"):
-        TaskDataset.open("openai/gsm8k", split="train", base=tmp_path)
-
-
-def test_a_row_of_sharegpt_is_told_how_to_become_one_with_messages(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}\n')
-    with pytest.raises(DataError, match="ShareGPT's form: write 'messages'"):
-        TaskDataset.open(path, split="train")[0]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def sources(step: Sequence[str]) -> Counter[str]:
     return Counter(name[0] for name in step)
 
 
-def test_every_step_has_its_share_of_each_source_and_fractions_are_made_up_for():
+def test_every_step_has_its_share_of_each_source():
     steps = steps_of(mix({"a": 3, "b": 1, "c": 0}), 4)
     assert [sources(step) for step in steps] == [Counter(a=6, b=2)] * 4
     total: Counter[str] = Counter()
@@ -43,7 +43,7 @@ def test_every_step_has_its_share_of_each_source_and_fractions_are_made_up_for()
     assert all(79 <= total[name] <= 81 for name in "abc")
 
 
-def test_each_source_is_visited_in_passes_every_task_once_in_a_new_order():
+def test_each_source_is_visited_in_passes():
     visits = [name for step in steps_of(mix({"a": 1, "b": 1, "c": 0}), 5) for name in step if name[0] == "a"]
     assert sorted(visits[:10]) == sorted(visits[10:20]) == [f"a{i}" for i in range(10)] and visits[:10] != visits[10:]
 
@@ -54,7 +54,7 @@ def test_weights_change_with_the_step_along_straight_lines():
     assert shares[0] == 0 and 1 <= shares[2] <= 4 and sum(shares[4:12]) in range(31, 34)
 
 
-def test_sources_in_which_half_of_the_episodes_succeed_are_preferred():
+def test_sources_with_half_success_are_preferred():
     sampler = mix({"a": 1, "b": 1, "c": 1}, by_success=1.0)
     for _ in range(50):
         sampler.learn({"a": 0.5, "b": 0.98, "c": 0.0})
@@ -63,7 +63,7 @@ def test_sources_in_which_half_of_the_episodes_succeed_are_preferred():
     assert sources(steps_of(sampler, 1)[0])["a"] >= 6
 
 
-def test_any_place_can_be_sought_and_what_was_drawn_stays_whatever_is_learnt_later():
+def test_drawn_tasks_stay_when_success_changes():
     state = MixState()
     whole = steps_of(mix({"a": 1, "b": 1, "c": 1}, by_success=2.0, state=state), 6)
     later = mix({"a": 1, "b": 1, "c": 1}, by_success=2.0, state=state)
@@ -71,7 +71,7 @@ def test_any_place_can_be_sought_and_what_was_drawn_stays_whatever_is_learnt_lat
     assert [TASKS[later.at(n).task].id for n in (17, 3, 46)] == [whole[2][1], whole[0][3], whole[5][6]]
 
 
-def test_it_goes_on_from_a_checkpoint_with_what_it_knew():
+def test_mix_resumes_from_a_checkpoint():
     first = mix({"a": 1, "b": 1, "c": 1}, by_success=2.0)
     first.learn({"a": 0.5, "b": 0.01, "c": 0.99})
     steps_of(first, 3)
@@ -82,7 +82,7 @@ def test_it_goes_on_from_a_checkpoint_with_what_it_knew():
         mix({"a": 1, "b": 1, "c": 1}, seed=1).load_state_dict(first.state_dict())
 
 
-def test_a_task_that_stands_in_is_of_the_same_source():
+def test_substitute_task_is_of_the_same_source():
     sampler = mix({"a": 1, "b": 1, "c": 1})
     for number in range(16):
         visit = sampler.at(number)
@@ -96,12 +96,12 @@ def test_a_task_that_stands_in_is_of_the_same_source():
         ({"a": 1, "b": 1}, "no weight for the data_source 'c' of 6 tasks; 0 leaves them out"),
     ],
 )
-def test_weights_and_sources_that_do_not_belong_together_are_refused(weights: dict[str, float], says: str):
+def test_weights_without_their_source_are_refused(weights: dict[str, float], says: str):
     with pytest.raises(ConfigError, match=says):
         mix(weights)
 
 
-def test_a_mix_has_no_epochs_and_needs_a_weight():
+def test_mix_has_no_epochs_and_needs_a_weight():
     with pytest.raises(ConfigError, match=r"set train\.steps"):
         mix({"a": 1, "b": 1, "c": 1}).visits(1)
     with pytest.raises(ConfigError, match="weight 0 at step 0"):

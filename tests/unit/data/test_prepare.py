@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import DataError
 from polyturn.data.dataset import TaskDataset, check_tasks
 from polyturn.data.prepare import final_answer, prepare_gsm8k
 
@@ -25,7 +25,7 @@ def source(folder: Path, answer: str = "It is 1,250.\n#### 1,250") -> Path:
     return folder
 
 
-def test_the_interaction_variant_has_the_documented_columns(tmp_path: Path) -> None:
+def test_interaction_variant_has_the_documented_columns(tmp_path: Path) -> None:
     """Users rely on these names: other programs read the same files."""
     written = prepare_gsm8k(source(tmp_path / "in"), variant="interaction", out=tmp_path / "out")
     assert written == [tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet"]
@@ -44,7 +44,7 @@ def test_the_interaction_variant_has_the_documented_columns(tmp_path: Path) -> N
     }
 
 
-def test_the_tool_variant_tells_the_tool_the_ground_truth(tmp_path: Path) -> None:
+def test_tool_variant_gives_the_tool_the_ground_truth(tmp_path: Path) -> None:
     written = prepare_gsm8k(source(tmp_path / "in"), variant="tool", out=tmp_path / "out")
     row = pq.read_table(written[0]).to_pylist()[0]
     assert "calc_gsm8k_reward" in row["prompt"][0]["content"]
@@ -53,7 +53,7 @@ def test_the_tool_variant_tells_the_tool_the_ground_truth(tmp_path: Path) -> Non
     assert row["extra_info"]["interaction_kwargs"] == {"query": row["prompt"][1]["content"], "ground_truth": "1250"}
 
 
-def test_a_wording_of_ones_own_stands_in_every_row(tmp_path: Path) -> None:
+def test_own_wording_stands_in_every_row(tmp_path: Path) -> None:
     """Rows then equal those of another project that were written with the same sentences."""
     said = {"system": "Solve it.", "instruction": "End with ####."}
     for path in prepare_gsm8k(source(tmp_path / "in"), variant="interaction", out=tmp_path / "out", **said):
@@ -63,7 +63,7 @@ def test_a_wording_of_ones_own_stands_in_every_row(tmp_path: Path) -> None:
             assert row["extra_info"]["interaction_kwargs"]["query"] == asked
 
 
-def test_a_final_answer_loses_its_commas_and_must_be_there() -> None:
+def test_final_answer_loses_its_commas_and_is_required() -> None:
     assert final_answer("so\n#### -1,234,567 ") == "-1234567"
     with pytest.raises(DataError, match="must end in '#### <number>'; this one ends in 'no mark'"):
         final_answer("no mark")
@@ -81,25 +81,20 @@ def test_a_final_answer_loses_its_commas_and_must_be_there() -> None:
         ),
     ],
 )
-def test_a_source_that_cannot_be_used_is_said(tmp_path: Path, change: Any, says: str) -> None:
+def test_unusable_source_is_refused(tmp_path: Path, change: Any, says: str) -> None:
     folder = source(tmp_path / "in")
     change(folder)
     with pytest.raises(DataError, match=says):
         prepare_gsm8k(folder, variant="tool", out=tmp_path / "out")
 
 
-def test_an_unknown_variant_is_named_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"no gsm8k variant 'tools'. Did you mean 'tool'"):
-        prepare_gsm8k(Path(), variant="tools", out=Path())  # type: ignore[arg-type]
-
-
-def test_a_hub_that_cannot_be_reached_says_what_to_do_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_leads_to_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyturn.data.prepare.unreachable", lambda: "no route to the hub")
     with pytest.raises(DataError, match=r"cannot be fetched .*no route to the hub.*name their folder with --from"):
         prepare_gsm8k(None, variant="tool", out=tmp_path)
 
 
-def test_the_hub_files_are_read_where_it_is_reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_hub_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(repo: str, name: str, *, repo_type: str, **options: Any) -> str:
         assert (repo, repo_type) == ("openai/gsm8k", "dataset")
         path = tmp_path / name.replace("/", "_")
@@ -112,9 +107,9 @@ def test_the_hub_files_are_read_where_it_is_reachable(tmp_path: Path, monkeypatc
     assert TaskDataset.open(test, split="test")[0].ground_truth == "7"
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="../shared/data/gsm8k is not beside this checkout")
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real problems are not beside this checkout")
 @pytest.mark.parametrize("variant", ["tool", "interaction"])
-def test_the_real_problems_become_tasks(tmp_path: Path, variant: Any) -> None:
+def test_real_problems_become_tasks(tmp_path: Path, variant: Any) -> None:
     train, test = prepare_gsm8k(REAL, variant=variant, out=tmp_path)
     for path, size in ((train, 7473), (test, 1319)):
         dataset = TaskDataset.open(path, split=path.stem)

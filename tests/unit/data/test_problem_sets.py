@@ -25,7 +25,7 @@ def source(folder: Path, row: dict[str, Any]) -> Path:
     return folder
 
 
-def test_a_figure_is_shown_in_the_prompt_and_given_to_the_zoom_tool(tmp_path: Path) -> None:
+def test_figure_is_in_the_prompt_and_given_to_the_tool(tmp_path: Path) -> None:
     written = prepare_geo3k(source(tmp_path / "in", PROBLEM), out=tmp_path / "out")
     assert [path.name for path in written] == ["train.parquet", "test.parquet"]
     task = TaskDataset.open(written[0], split="train")[0]
@@ -35,12 +35,12 @@ def test_a_figure_is_shown_in_the_prompt_and_given_to_the_zoom_tool(tmp_path: Pa
     assert shown["image"].startswith("data:image/png;base64,")
 
 
-def test_a_problem_that_points_at_no_figure_shows_it_first(tmp_path: Path) -> None:
+def test_problem_without_a_pointer_shows_its_figure_first(tmp_path: Path) -> None:
     written = prepare_geo3k(source(tmp_path / "in", {**PROBLEM, "problem": "Find x."}), out=tmp_path / "out")
     assert TaskDataset.open(written[0], split="train")[0].prompt[1].content[0]["type"] == "image"
 
 
-def test_a_question_has_the_search_tool_and_all_its_right_answers(tmp_path: Path) -> None:
+def test_question_has_the_search_tool_and_its_answers(tmp_path: Path) -> None:
     written = prepare_search(source(tmp_path / "in", QUESTION), out=tmp_path / "out")
     task = TaskDataset.open(written[1], split="test")[0]
     assert task.data_source == "searchR1_nq" and task.tools == ("search",)
@@ -55,26 +55,20 @@ def test_a_question_has_the_search_tool_and_all_its_right_answers(tmp_path: Path
         ({**PROBLEM, "images": ["figure.png"]}, "a figure must be bytes"),
     ],
 )
-def test_a_row_that_is_no_problem_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+def test_unusable_problem_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence) as refused:
         prepare_geo3k(source(tmp_path / "in", row), out=tmp_path / "out")
     assert "train-00000-of-00001.parquet, row 0" in str(refused.value)
 
 
-def test_a_row_that_is_no_question_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a list 'golden_answers'"):
-        prepare_search(source(tmp_path / "in", {"question": "Who?"}), out=tmp_path / "out")
-
-
-def test_a_folder_without_a_split_is_refused_with_what_it_holds(tmp_path: Path) -> None:
-    folder = source(tmp_path / "in", QUESTION)
-    (folder / "data" / "test-00000-of-00001.parquet").unlink()
-    with pytest.raises(DataError, match=r"has no test\*\.parquet; it holds \['train-00000-of-00001\.parquet'\]"):
-        prepare_search(folder, out=tmp_path / "out")
-
-
-def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+def test_unusable_questions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'golden_answers'"):
+        prepare_search(source(tmp_path / "row", {"question": "Who?"}), out=tmp_path / "out")
     folder = source(tmp_path / "in", QUESTION)
     (folder / "data" / "train-00000-of-00001.parquet").write_text("no")
-    with pytest.raises(DataError, match="cannot be read as parquet"):
+    with pytest.raises(DataError, match="parquet"):
+        prepare_search(folder, out=tmp_path / "out")
+    folder = source(tmp_path / "half", QUESTION)
+    (folder / "data" / "test-00000-of-00001.parquet").unlink()
+    with pytest.raises(DataError, match=r"test\*\.parquet.*\['train-00000-of-00001\.parquet'\]"):
         prepare_search(folder, out=tmp_path / "out")

@@ -39,7 +39,7 @@ def prompt_of(row: dict[str, Any], source: str = "data/tasks.jsonl") -> list[tup
     return [(str(part["type"]), part[str(part["type"])]) for part in content]
 
 
-def test_images_take_the_places_that_the_text_points_at() -> None:
+def test_images_take_the_places_of_their_pointers() -> None:
     row = {
         "prompt": [{"role": "user", "content": "<image>\nand <image>, which is red?"}],
         "images": [picture("red"), picture("blue")],
@@ -53,7 +53,7 @@ def test_images_and_videos_are_counted_apart() -> None:
     assert prompt_of(row) == [("video", "data/b.mp4"), ("text", " or "), ("image", "data/a.png"), ("text", "?")]
 
 
-def test_images_that_nothing_points_at_come_first_in_the_first_user_message() -> None:
+def test_images_without_pointers_come_first() -> None:
     row = {"prompt": [{"role": "system", "content": "Look."}, {"role": "user", "content": "Which?"}], "images": ["a.png"]}
     task = task_from_row(row, index=0, split="train", source="data/x.jsonl")
     assert task.prompt[0] == Message(role="system", content="Look.")
@@ -66,7 +66,7 @@ def test_parts_without_a_source_take_the_next_item() -> None:
     assert prompt_of(row) == [("image", "data/a.png"), ("text", "or"), ("image", "data/b.png")]
 
 
-def test_without_the_column_a_pointer_is_text() -> None:
+def test_pointer_without_a_column_is_text() -> None:
     task = task_from_row({"prompt": "Write <image> in HTML."}, index=0, split="train", source="x.jsonl")
     assert task.prompt[0].content == "Write <image> in HTML."
 
@@ -81,7 +81,7 @@ def test_without_the_column_a_pointer_is_text() -> None:
         np.array(picture("red")),
     ],
 )
-def test_an_item_is_an_image_in_any_of_the_usual_forms(value: Any) -> None:
+def test_image_may_have_any_usual_form(value: Any) -> None:
     ((kind, source), _) = prompt_of({"prompt": "<image>?", "images": [value]})
     assert kind == "image"
     assert np.array_equal(np.array(load_image(source)), np.array(picture("red")))
@@ -108,7 +108,7 @@ def test_bytes_come_back_from_parquet(tmp_path: Path) -> None:
     assert np.array_equal(np.array(load_image(task.prompt[0].media[0].source)), np.array(picture("blue")))  # type: ignore[arg-type]
 
 
-def test_a_sound_is_samples_or_a_wav_file(tmp_path: Path) -> None:
+def test_sound_is_samples_or_a_wav_file(tmp_path: Path) -> None:
     with wave.open(str(tmp_path / "a.wav"), "wb") as out:
         out.setnchannels(1), out.setsampwidth(2), out.setframerate(16000)
         out.writeframes(np.array([0, 16384, -32768], "<i2").tobytes())
@@ -130,6 +130,6 @@ def test_a_sound_is_samples_or_a_wav_file(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "an image cannot be read from None"),
     ],
 )
-def test_a_row_that_does_not_fit_is_named(row: dict[str, Any], message: str) -> None:
+def test_row_that_does_not_fit_is_named(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"data/tasks.jsonl, row 3: .*{message}"):
         task_from_row(row, index=3, split="train", source="data/tasks.jsonl")

@@ -23,7 +23,7 @@ def test_every_epoch_visits_every_task_exactly_once(size: int, seed: int, epochs
 
 
 @given(size=st.integers(1, 30), seed=st.integers(0, 99), before=st.integers(0, 70), after=st.integers(1, 70))
-def test_a_resumed_order_is_exactly_the_rest(size: int, seed: int, before: int, after: int) -> None:
+def test_resumed_order_is_exactly_the_rest(size: int, seed: int, before: int, after: int) -> None:
     whole = TaskSampler(size, seed=seed)
     expected = [whole.next() for _ in range(before + after)][before:]
     first = TaskSampler(size, seed=seed)
@@ -34,7 +34,7 @@ def test_a_resumed_order_is_exactly_the_rest(size: int, seed: int, before: int, 
     assert [second.next() for _ in range(after)] == expected
 
 
-def test_the_order_is_pinned_so_that_a_checkpoint_resumes_on_another_machine() -> None:
+def test_order_is_pinned_across_machines() -> None:
     """Users rely on this: an order that changed would repeat and skip tasks after a resume."""
     sampler = TaskSampler(8, seed=17)
     assert [sampler.next().task for _ in range(8)] == PINNED
@@ -52,7 +52,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert epoch(0, 0) != epoch(1, 0)
 
 
-def test_without_shuffling_tasks_come_as_they_stand() -> None:
+def test_unshuffled_tasks_keep_their_order() -> None:
     sampler = TaskSampler(3, seed=0, shuffle=False)
     assert [tuple(sampler.next()) for _ in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
@@ -65,12 +65,12 @@ def test_without_shuffling_tasks_come_as_they_stand() -> None:
         (TaskSampler(5, seed=1, shuffle=False), "shuffle True and this run has False"),
     ],
 )
-def test_the_state_of_another_order_is_refused(other: TaskSampler, says: str) -> None:
+def test_state_of_another_order_is_refused(other: TaskSampler, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         other.load_state_dict(TaskSampler(5, seed=1).state_dict())
 
 
-def test_nothing_to_sample_from_and_a_negative_seed_are_errors() -> None:
+def test_no_tasks_and_negative_seed_are_refused() -> None:
     with pytest.raises(DataError, match="there are 0 tasks"):
         TaskSampler(0, seed=0)
     with pytest.raises(DataError, match="seed is -1"):
@@ -102,7 +102,7 @@ def staged(*counts: int) -> list[Task]:
     return [Task(id=str(i), prompt=(), interaction=InteractionRef(name=name, kwargs={})) for i, name in enumerate(names)]
 
 
-def test_a_curriculum_changes_the_mix_of_interactions_by_epoch() -> None:
+def test_curriculum_changes_tasks_by_epoch() -> None:
     tasks = staged(3, 2, 4)
     sampler = ByStage(tasks, seed=5)
     visits = [sampler.next() for _ in range(sampler.visits(6))]
@@ -113,7 +113,7 @@ def test_a_curriculum_changes_the_mix_of_interactions_by_epoch() -> None:
 
 
 @given(before=st.integers(0, 40), seed=st.integers(0, 20))
-def test_a_curriculum_resumes_anywhere(before: int, seed: int) -> None:
+def test_curriculum_resumes_anywhere(before: int, seed: int) -> None:
     tasks = staged(3, 1, 4)
     whole, sought, loaded = (ByStage(tasks, seed=seed) for _ in range(3))
     for _ in range(before):
@@ -131,7 +131,7 @@ class Chooses(Curriculum):
         return self.chosen
 
 
-def test_an_epoch_without_tasks_and_a_task_that_is_not_there_are_refused() -> None:
+def test_empty_epoch_and_unknown_task_are_refused() -> None:
     with pytest.raises(DataError, match="chose no task for epoch 0"):
         Chooses(staged(1, 1, 1), seed=0)
     beyond = type("Beyond", (Chooses,), {"chosen": (0, 3)})
@@ -139,6 +139,6 @@ def test_an_epoch_without_tasks_and_a_task_that_is_not_there_are_refused() -> No
         beyond(staged(1, 1, 1), seed=0)
 
 
-def test_a_task_may_be_chosen_more_than_once() -> None:
+def test_task_may_be_chosen_more_than_once() -> None:
     often = type("Often", (Chooses,), {"chosen": (1, 1, 2)})(staged(1, 1, 1), seed=0)
     assert sorted(often.next().task for _ in range(3)) == [1, 1, 2]

@@ -23,16 +23,16 @@ def test_sequences_are_one_behind_the_other() -> None:
     assert [JOINED[i].id for i in (0, 1, 2, 5, -1, -6)] == ["a", "b", "c", "f", "f", "a"]
 
 
-def test_a_slice_is_a_list_of_tasks() -> None:
+def test_slice_is_a_list_of_tasks() -> None:
     assert ids(JOINED[1:4]) == "bcd" and ids(JOINED[::-2]) == "fdb" and JOINED[9:] == []
 
 
 @pytest.mark.parametrize("index", [6, -7])
-def test_an_index_beyond_the_ends_is_an_index_error(index: int) -> None:
+def test_index_beyond_the_ends_is_an_index_error(index: int) -> None:
     with pytest.raises(IndexError, match=f"task {index} of 6"):
         JOINED[index]
 
 
-def test_some_tasks_and_changed_ones_are_looked_up_when_they_are_looked_at() -> None:
+def test_subset_and_changed_tasks_are_lazy() -> None:
     changed = Changed(TASKS, lambda task: dataclasses.replace(task, id=task.id.upper()))
     assert ids(Subset(changed, [4, 0])) == "EA" and Subset(changed, [4, 0])[-1].id == "A"

@@ -1,4 +1,4 @@
-"""The pages of a column say what a reader decodes, whatever the footer of the file says."""
+"""The size of a column is read from its pages, because the footer of a file may lie."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLE = pa.table(
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("use_dictionary", [True, False])
 def test_pages_hold_what_an_honest_footer_says(tmp_path: Path, version: Any, compression: Any, use_dictionary: bool) -> None:
     path = tmp_path / "honest.parquet"
@@ -46,7 +46,7 @@ def test_pages_hold_what_an_honest_footer_says(tmp_path: Path, version: Any, com
                 assert 0 < found.num_bytes <= column.total_uncompressed_size
 
 
-def test_a_footer_that_says_less_than_the_pages_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_footer_that_understates_its_pages_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num = 3_000_000
     path = tmp_path / "lies.parquet"
     pq.write_table(pa.table({"ids": pa.array([np.zeros(num, np.int32)])}), path, compression="zstd")
@@ -62,7 +62,7 @@ def test_a_footer_that_says_less_than_the_pages_is_not_believed(tmp_path: Path, 
         BoundedFile(path).read(["ids"])
 
 
-def test_pages_that_are_no_pages_are_refused(tmp_path: Path) -> None:
+def test_damaged_pages_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "damaged.parquet"
     pq.write_table(TABLE, path, compression="zstd")
     column = pq.read_metadata(path).row_group(0).column(0)
@@ -90,12 +90,12 @@ def test_pages_that_are_no_pages_are_refused(tmp_path: Path) -> None:
         "structs for a number",
     ],
 )
-def test_headers_made_by_hand_are_refused_in_one_sentence(header: bytes) -> None:
+def test_forged_header_is_refused(header: bytes) -> None:
     with pytest.raises(DataError, match="the header of a page of the column 'ids' cannot be read"):
         sum_pages(io.BytesIO(header), _chunk(len(header)))
 
 
-def test_pages_that_hold_nothing_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_pages_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = b"\x25\x00\x15\x00\x2c\x15\x00\x00\x00"  # no bytes, before and after, and no values
     assert sum_pages(io.BytesIO(empty * 50), _chunk(len(empty) * 50)) == (0, 0, 50)
     with pytest.raises(DataError, match="more than 32768 pages"):

@@ -29,7 +29,7 @@ def write(folder: Path, *, steps: int = 3, settings: StoreSettings | None = None
             store.flush()
 
 
-def test_a_run_is_narrowed_by_sql_conditions_and_by_values(tmp_path: Path) -> None:
+def test_run_is_narrowed_by_conditions_and_values(tmp_path: Path) -> None:
     write(tmp_path)
     run = polyturn.Run(tmp_path)
     assert [t.id for t in run.filter("reward >= 1 and num_turns = 1").trajectories()] == ["g1/0", "g1/1", "g2/0", "g2/1"]
@@ -43,16 +43,7 @@ def test_a_run_is_narrowed_by_sql_conditions_and_by_values(tmp_path: Path) -> No
         run.select(stepp=1)
 
 
-def test_a_condition_reads_and_writes_no_file(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "secret.csv").write_text("a\n1\n")
-    with pytest.raises(DataError, match="not valid"):
-        open_store(tmp_path).sql(f"select * from read_csv('{tmp_path}/secret.csv')")
-    with pytest.raises(DataError, match="not valid"):
-        open_store(tmp_path).sql(f"copy trajectories to '{tmp_path}/out.csv'")
-
-
-def test_what_training_made_of_a_trajectory_stands_on_its_sampled_tokens(tmp_path: Path) -> None:
+def test_training_results_stand_on_sampled_tokens(tmp_path: Path) -> None:
     trained = Trained(advantages=np.float32([0.5, -0.5]), policy_logprobs=np.float32([-1, -2]), weights=np.float32([0, 1]))
     trained = dataclasses.replace(trained, entropies=np.float32([0.25, 2]))
     with ParquetStore(tmp_path) as store:
@@ -68,7 +59,7 @@ def test_what_training_made_of_a_trajectory_stands_on_its_sampled_tokens(tmp_pat
     assert rows == [{"num_trained_tokens": 1, "dropped": None}, {"num_trained_tokens": 0, "dropped": "zero_variance"}]
 
 
-def test_a_run_that_goes_on_is_read_as_far_as_it_is_written(tmp_path: Path) -> None:
+def test_growing_run_is_read_as_far_as_written(tmp_path: Path) -> None:
     with ParquetStore(tmp_path) as store:
         store.add(group("g0"), step=0, split="train")
         store.flush()
@@ -79,7 +70,7 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_is_written(tmp_path: Path) -> N
         assert run.refresh() and len(run) == 4
 
 
-def test_small_parts_are_joined_and_a_reader_that_listed_them_before_still_finds_each(tmp_path: Path) -> None:
+def test_reader_finds_records_after_parts_are_joined(tmp_path: Path) -> None:
     write(tmp_path, steps=3)
     before = open_store(tmp_path)
     with ParquetStore(tmp_path, join_at=2) as store:
@@ -95,7 +86,7 @@ def test_small_parts_are_joined_and_a_reader_that_listed_them_before_still_finds
     assert after.trajectory("g4/0").same_as(trajectory("g4/0", reward=1.0))
 
 
-def test_a_kill_between_joining_and_deleting_leaves_nothing_twice(tmp_path: Path) -> None:
+def test_kill_between_joining_and_deleting_duplicates_nothing(tmp_path: Path) -> None:
     write(tmp_path, steps=2)
     folder = tmp_path / "trajectories"
     parts = list_parts(folder)
@@ -107,7 +98,7 @@ def test_a_kill_between_joining_and_deleting_leaves_nothing_twice(tmp_path: Path
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_the_oldest_training_parts_go_when_the_store_is_too_large_and_evaluations_stay(tmp_path: Path) -> None:
+def test_oldest_training_parts_go_when_the_store_is_full(tmp_path: Path) -> None:
     with ParquetStore(tmp_path, StoreSettings(max_gb=1e-9)) as store:
         store.add(group("e0"), step=0, split="eval/greedy")
         store.flush()
@@ -117,7 +108,7 @@ def test_the_oldest_training_parts_go_when_the_store_is_too_large_and_evaluation
     assert [g.id for g in open_store(tmp_path).groups()] == ["e0", "g2"]
 
 
-def test_a_share_of_the_groups_is_the_same_share_every_time_and_evaluations_are_whole(tmp_path: Path) -> None:
+def test_share_of_groups_is_stable_and_evaluations_are_whole(tmp_path: Path) -> None:
     kept = []
     for name in ("a", "b"):
         with ParquetStore(tmp_path / name, StoreSettings(share=0.25)) as store:
@@ -131,7 +122,7 @@ def test_a_share_of_the_groups_is_the_same_share_every_time_and_evaluations_are_
     assert 70 <= len(kept[0]) - 1 <= 130 and kept[0][-1] == "e"
 
 
-def test_a_store_of_the_first_version_is_read_beside_the_present_one(tmp_path: Path) -> None:
+def test_store_of_the_first_version_is_read(tmp_path: Path) -> None:
     write(tmp_path, steps=1)
     old = trajectory("g7/0")
     row = {"id": "g7/0", "group": "g7", "step": 7, "split": "train", "task_id": "train-0", "data_source": "openai/gsm8k",
@@ -146,7 +137,7 @@ def test_a_store_of_the_first_version_is_read_beside_the_present_one(tmp_path: P
     ]
 
 
-def test_a_store_of_a_later_version_is_named_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_store_of_a_later_version_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, steps=1)
     part = tmp_path / "trajectories" / "part-00000.parquet"
     pq.write_table(pq.read_table(part).replace_schema_metadata({"polyturn_store": "9"}), part)
@@ -157,7 +148,7 @@ def test_a_store_of_a_later_version_is_named_as_such(tmp_path: Path, caplog: pyt
     assert "version 9 and this polyturn reads up to 2" in caplog.text
 
 
-def test_other_tools_read_tokens_and_messages_without_us(tmp_path: Path) -> None:
+def test_other_tools_read_tokens_and_messages(tmp_path: Path) -> None:
     write(tmp_path, steps=1)
     table = pq.read_table(tmp_path / "trajectories" / "part-00000.parquet")
     row = table.slice(0, 1).to_pylist()[0]

@@ -1,4 +1,4 @@
-"""Search in what was said: words anywhere in a trajectory, expressions in one text, within bounds, as the run goes on."""
+"""Text search: words anywhere in a trajectory, expressions in one text, within bounds, as the run goes on."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def ids(run: StoredRun) -> list[str]:
         ("", False, ["a", "b", "c"]),
     ],
 )
-def test_words_and_expressions_find_what_was_said(run: StoredRun, text: str, is_expression: bool, found: list[str]):
+def test_words_and_expressions_find_messages(run: StoredRun, text: str, is_expression: bool, found: list[str]):
     assert ids(run.search(text, is_expression=is_expression)) == found
     assert ids(run.search(text, is_expression=is_expression)) == found, "again, from what is held"
 
 
-async def test_what_is_recorded_later_is_found_and_a_damaged_part_costs_itself_alone(run: StoredRun, tmp_path: Path):
+async def test_later_records_are_found_and_damaged_parts_skipped(run: StoredRun, tmp_path: Path):
     assert ids(run.search("apples")) == ["a", "b"]
     with ParquetStore(tmp_path) as store:
         store.add(await said("d", ["More apples."]), step=3, split="train")
@@ -67,7 +67,7 @@ async def test_what_is_recorded_later_is_found_and_a_damaged_part_costs_itself_a
     assert ids(fresh.search("apples")) == ["d"] and first.name in fresh.problems
 
 
-def test_a_search_has_bounds(run: StoredRun, monkeypatch: pytest.MonkeyPatch):
+def test_search_has_bounds(run: StoredRun, monkeypatch: pytest.MonkeyPatch):
     for wrong in ("(", "(" * 400, "a{1000}{1000}{1000}"):
         with pytest.raises(DataError, match="no regular expression"):
             run.search(wrong, is_expression=True)

@@ -15,7 +15,7 @@ SHORT = ["Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct"]
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_the_folder_loads_as_the_published_one_does(name: str, tmp_path: Path) -> None:
+def test_folder_loads_as_the_published_one(name: str, tmp_path: Path) -> None:
     folder = polyturn.testing.tiny(name, tmp_path / "model")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == PUBLISHED[name]["model_type"]
@@ -25,13 +25,7 @@ def test_the_folder_loads_as_the_published_one_does(name: str, tmp_path: Path) -
     assert "Alibaba Cloud" in (folder / "LICENSE").read_text()
 
 
-def test_the_licence_travels_with_the_files_and_they_are_small() -> None:
-    folder = Path(polyturn.testing.__file__).parent / "qwen"
-    assert "Apache License" in (folder / "LICENSE").read_text()
-    assert sum(f.stat().st_size for f in folder.iterdir()) < 100_000
-
-
-def test_it_is_made_once_and_in_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_made_once_and_always_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     first = tiny(SHORT[0])
@@ -42,7 +36,7 @@ def test_it_is_made_once_and_in_the_same_way(tmp_path: Path, monkeypatch: pytest
     assert tiny(SHORT[0], seed=1) != first
 
 
-def test_about_one_token_in_so_many_ends_a_turn(tmp_path: Path) -> None:
+def test_turn_tokens_sets_the_length_of_a_turn(tmp_path: Path) -> None:
     folder = tiny(SHORT[0], tmp_path / "model", turn_tokens=10)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("<|im_start|>user\nHow much is it?<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt").input_ids
@@ -50,7 +44,7 @@ def test_about_one_token_in_so_many_ends_a_turn(tmp_path: Path) -> None:
     assert 0.05 < ends.item() < 0.2
 
 
-def test_a_text_survives_and_only_qwen3_has_tags_of_thinking() -> None:
+def test_text_survives_and_only_qwen3_has_thinking_tags() -> None:
     thinks, speaks = map(published_tokenizer, SHORT)
     text = "  17 + 25 = 42\n\n\t日本語 é 🙂 ... ####"
     for tokenizer in (thinks, speaks):
@@ -60,17 +54,17 @@ def test_a_text_survives_and_only_qwen3_has_tags_of_thinking() -> None:
 
 
 @pytest.mark.skipif(not REAL.is_file(), reason="Qwen's vocabulary is not beside this checkout")
-def test_the_ids_of_text_are_qwens_own() -> None:
+def test_ids_of_text_are_qwens_own() -> None:
     vocabulary = json.loads(REAL.read_text())["model"]["vocab"]
     ours = {word: number for word, number in published_tokenizer(SHORT[0]).get_vocab().items() if number < 4096}
     assert len(ours) == 4096 and all(vocabulary[word] == number for word, number in ours.items())
 
 
-def test_a_config_alone_has_the_published_sizes(tmp_path: Path) -> None:
+def test_config_has_the_published_sizes(tmp_path: Path) -> None:
     written = json.loads((published_config("Qwen/Qwen3-8B", tmp_path) / "config.json").read_text())
     assert (written["hidden_size"], written["num_hidden_layers"], written["vocab_size"]) == (4096, 36, 151936)
 
 
-def test_a_name_that_is_not_known_gets_the_nearest() -> None:
+def test_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no model 'Qwen/Qwen3-06B'.*Qwen/Qwen3-0\.6B"):
         tiny("Qwen/Qwen3-06B")

@@ -20,37 +20,37 @@ PINNED = ((175, 1235, 488), [25.803421, 37.911242])
 SMALL = Workload(name="small", tasks=6, group=4, replicas=2, slots=4, turns=3, turn_tokens=60)
 
 
-def test_eight_workloads_are_shipped_and_can_be_read() -> None:
+def test_shipped_workloads_can_be_read() -> None:
     assert len(shipped()) == 8
     assert all(Workload.load(name).name == name for name in shipped())
 
 
-def test_a_workload_is_the_same_on_every_machine() -> None:
+def test_workload_is_the_same_on_every_machine() -> None:
     """Results are compared by its name, so that its episodes never change."""
     plan = Workload.load("swe_like").plans()["g0/0"]
     assert (plan.lengths[:3], [round(wait, 6) for wait in plan.waits[:2]]) == PINNED
 
 
-def test_a_simulation_gives_the_same_numbers_every_time() -> None:
+def test_simulation_gives_the_same_numbers_every_time() -> None:
     first, second = simulate(SMALL), simulate(SMALL)
     assert first == second
 
 
 @pytest.mark.parametrize("policy", ["fifo", "least_loaded", "longest_first", ORACLE])
-def test_no_order_beats_the_lower_bound_and_every_turn_is_run(policy: str) -> None:
+def test_no_policy_beats_the_lower_bound(policy: str) -> None:
     result = simulate(SMALL, policy=policy)
     assert 0 < result.efficiency <= 1
     assert result.turns == sum(len(plan.lengths) for plan in SMALL.plans().values())
 
 
-def test_the_lower_bound_is_the_longest_alone_or_all_at_the_best_rate() -> None:
+def test_lower_bound_is_longest_episode_or_best_rate() -> None:
     alone = dataclasses.replace(SMALL, giant=(2, 5000), tool_s=1.0)
     assert alone.lower_bound_s(replicas=2) == pytest.approx(10_000 * 0.00812 + 1.0)
     total = sum(sum(plan.lengths) for plan in SMALL.plans().values())
     assert SMALL.lower_bound_s(replicas=1) == pytest.approx(total * (0.008 + 4 * 0.00012) / 4)
 
 
-def test_predicting_comes_near_an_order_that_knows_all_lengths() -> None:
+def test_prediction_comes_near_the_oracle() -> None:
     """What `longest_first` is for, on the workload where order matters most."""
     workload = Workload.load("heavy_short_tools")
     known, predicted, fifo = (simulate(workload, policy=p).makespan_s for p in (ORACLE, "longest_first", "fifo"))
@@ -58,12 +58,12 @@ def test_predicting_comes_near_an_order_that_knows_all_lengths() -> None:
     assert predicted < fifo
 
 
-def test_the_timeline_is_drawn(tmp_path: Path) -> None:
+def test_timeline_is_drawn(tmp_path: Path) -> None:
     draw(simulate(SMALL), tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_prints_what_it_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_prints_its_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("tasks: 2\ngroup: 2\nreplicas: 1\nslots: 2\nturns: 2\nturn_tokens: 20\n")
     app(["simulate", str(path), "--policy", "fifo", "--policy", "longest_first"], standalone_mode=False)
@@ -95,14 +95,14 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
         ("{a: [", "line 2: this is not YAML"),
     ],
 )
-def test_a_workload_that_cannot_be_is_one_sentence(text: str, complaint: str, tmp_path: Path) -> None:
+def test_wrong_workload_is_one_sentence(text: str, complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text + "\n")
     with pytest.raises(ConfigError, match=complaint):
         Workload.load(str(path))
 
 
-def test_the_command_simulates_at_a_speed_that_was_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_simulates_at_a_measured_speed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "tasks: 1\ngroup: 1\nreplicas: 1\nslots: 2\nturns: 1\nturn_tokens: 100\nturn_sigma: 0\n"
     )
@@ -111,14 +111,14 @@ def test_the_command_simulates_at_a_speed_that_was_measured(capsys: pytest.Captu
     assert float(capsys.readouterr().out.split("lower bound")[1].split()[0]) > 20
 
 
-def test_the_command_wants_a_workload_or_a_server() -> None:
+def test_command_needs_a_workload_or_a_server() -> None:
     with pytest.raises(typer.BadParameter, match="WORKLOAD"):
         app(["simulate"], standalone_mode=False)
     with pytest.raises(UnknownNameError, match="vllm"):
         app(["simulate", "--fit", "http://127.0.0.1:1", "--engine", "vlm"], standalone_mode=False)
 
 
-def test_the_guide_shows_what_the_command_prints(
+def test_guide_shows_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")

@@ -9,12 +9,12 @@ from support.models import tiny_model
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def test_the_tokenizer_is_always_the_same() -> None:
+def test_tokenizer_is_always_the_same() -> None:
     assert tiny_tokenizer().get_vocab() == tiny_tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize("size", [265, 384, 600])
-def test_the_vocabulary_has_the_size_that_was_asked_for(size: int) -> None:
+def test_vocabulary_has_the_given_size(size: int) -> None:
     tokenizer = tiny_tokenizer(size)
     assert len(tokenizer) == size
     assert sorted(tokenizer.get_vocab().values()) == list(range(size))
@@ -34,7 +34,7 @@ def test_turn_tokens_are_special_and_tags_are_not() -> None:
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == "<tool_call>x</tool_call>"
 
 
-def test_the_template_renders_tools_calls_and_results() -> None:
+def test_template_renders_tools_calls_and_results() -> None:
     text = tiny_tokenizer().apply_chat_template(
         [
             {"role": "user", "content": "1+1?"},
@@ -56,10 +56,9 @@ def test_the_template_renders_tools_calls_and_results() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
-def test_a_model_of_each_kind_scores_tokens(kind: str) -> None:
+def test_model_of_each_kind_scores_tokens(kind: str) -> None:
     import torch
 
-    torch.set_num_threads(1)
     tokenizer = tiny_tokenizer()
     model, again = tiny_model(tokenizer, kind, seed=3), tiny_model(tokenizer, kind, seed=3)
     ids = torch.tensor([tokenizer.encode("2 + 2 = 4")])
@@ -69,7 +68,7 @@ def test_a_model_of_each_kind_scores_tokens(kind: str) -> None:
         assert torch.equal(logits, again(ids).logits)
 
 
-def test_an_unknown_kind_and_a_small_vocabulary_are_refused_with_a_sentence() -> None:
+def test_unknown_kind_and_small_vocabulary_are_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'qwen3'"):
         tiny_model(384, "qwen")
     with pytest.raises(ConfigError, match="at least 265, not 100"):

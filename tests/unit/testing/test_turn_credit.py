@@ -1,4 +1,4 @@
-"""Where each turn has its own share of the reward, estimators of turns need at most half the episodes of one of outcomes."""
+"""Estimators of turns need at most half the episodes of an outcome estimator where each turn has its own reward."""
 
 import functools
 
@@ -19,7 +19,7 @@ def test_credit_per_turn_needs_at_most_half_the_episodes(name: str) -> None:
     assert episodes(name) <= 0.5 * episodes("grpo")
 
 
-def test_the_game_can_be_learned_from_outcomes_alone_and_takes_all_episodes_where_it_is_not() -> None:
+def test_game_can_be_learned_from_outcomes_alone() -> None:
     game = Game(max_steps=100)
     assert episodes("grpo") < game.max_steps * 8
     assert Learner(game=game, name="grpo", lr=0.0).episodes_needed() == 800

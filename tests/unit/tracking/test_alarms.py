@@ -24,9 +24,7 @@ def names(alarms: Alarms, metric: str, values: list[float | None]) -> list[tuple
         ("rollout/tool_errors", 0.05, 0.4, "tool_errors"),
     ],
 )
-def test_each_alarm_is_raised_after_three_steps_past_its_threshold(
-    metric: str, early: float, late: float, name: str
-) -> None:
+def test_alarm_is_raised_after_three_steps_past_its_threshold(metric: str, early: float, late: float, name: str) -> None:
     assert names(Alarms(), metric, [early] * 8 + [late] * 6) == [(10, name)]
 
 
@@ -45,25 +43,23 @@ def test_ordinary_change_raises_nothing(metric: str, early: float, late: float) 
     assert names(Alarms(), metric, [early] * 5 + [late] * 10) == []
 
 
-def test_an_alarm_comes_again_only_after_a_recovery() -> None:
+def test_alarm_comes_again_after_a_recovery_only() -> None:
     values: list[float | None] = [1.0] * 5 + [0.1] * 5 + [1.0] + [0.1] * 3
     assert [step for step, _ in names(Alarms(), "policy/entropy", values)] == [7, 13]
 
 
-def test_a_short_dip_and_missing_numbers_raise_nothing() -> None:
+def test_short_dip_and_missing_numbers_raise_nothing() -> None:
     values: list[float | None] = [1.0] * 5 + [0.1, 0.1, 1.0, 0.1, None, math.nan, 0.1]
     assert names(Alarms(), "policy/entropy", values) == []
 
 
-def test_one_odd_early_step_does_not_move_the_early_median() -> None:
+def test_one_odd_early_step_does_not_move_the_median() -> None:
     assert names(Alarms(), "policy/entropy", [1.0, 1.0, 90.0, 1.0, 1.0, 0.5, 0.5, 0.5]) == []
 
 
-def test_an_alarm_says_what_the_value_and_where_to_look() -> None:
+def test_alarm_names_step_metric_value_and_keys_to_change() -> None:
     alarms = Alarms(AlarmThresholds(early_steps=1, patience=1))
     alarms.feed(0, {"policy/entropy": 1.0})
     (alarm,) = alarms.feed(1, {"policy/entropy": 0.0412})
-    assert alarm.message == (
-        "step 1: policy/entropy is 0.0412, for 1 steps in a row below 20% of its early median 1: the policy hardly explores "
-        "any more; lower train.optim.lr, raise algorithm.loss.clip_high or set algorithm.entropy_coef"
-    )
+    for word in ("step 1", "policy/entropy is 0.0412", "20%", "train.optim.lr", "algorithm.entropy_coef"):
+        assert word in alarm.message

@@ -36,7 +36,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-async def test_a_line_has_the_documented_keys_and_turns_and_roles(tmp_path: Path) -> None:
+async def test_line_has_the_documented_keys(tmp_path: Path) -> None:
     """Users' scripts read these names."""
     (line,) = write(tmp_path, await played(acc=1.0))
     assert {key: line[key] for key in ("gts", "score", "step", "acc", "request_id", "uid")} == {
@@ -54,7 +54,7 @@ async def test_a_line_has_the_documented_keys_and_turns_and_roles(tmp_path: Path
     assert line["stop_reason"] == "env_done"
 
 
-async def test_what_a_reward_function_returned_keeps_its_name(tmp_path: Path) -> None:
+async def test_extra_results_of_a_reward_keep_their_names(tmp_path: Path) -> None:
     (line,) = write(tmp_path, await played(turns=2, step=99))
     assert line["turns"] == 2 and line["step"] == 7
 
@@ -67,7 +67,7 @@ async def test_every_line_of_a_step_has_the_same_keys(tmp_path: Path) -> None:
     assert first["input"] != "mine"
 
 
-async def test_a_step_that_is_taken_again_overwrites_its_file(tmp_path: Path) -> None:
+async def test_repeated_step_overwrites_its_file(tmp_path: Path) -> None:
     made = await played()
     write(tmp_path, made, made)
     assert len(write(tmp_path, made)) == 1

@@ -13,7 +13,7 @@ from polyturn.core.protocols import Tracker
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_logged_and_holds_no_nan(tmp_path: Path) -> None:
+def test_line_is_flushed_at_once_and_holds_no_nan(tmp_path: Path) -> None:
     tracker: Tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
     tracker.log(0, {"a": 1.5, "b": math.nan, "c": -math.inf, "d": float(np.float32(2))})
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -21,7 +21,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged_and_holds_no_nan(tmp_path: Pa
     tracker.close()
 
 
-def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
+def test_resumed_run_drops_repeated_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = JsonlTracker(path)
     for step in range(5):
@@ -35,7 +35,7 @@ def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 0, "a": 0}, {"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 3, "a": 30}]
 
 
-def test_a_new_run_keeps_an_older_file_under_another_name(tmp_path: Path) -> None:
+def test_new_run_keeps_the_older_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for run in range(3):
         tracker = JsonlTracker(path)
@@ -54,7 +54,7 @@ def test_several_lines_of_one_step_are_read_as_one(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0, "a": 0}, {"step": 1, "a": 1, "b": 2}]
 
 
-def test_lines_that_are_parsed_together_are_those_that_are_parsed_alone() -> None:
+def test_lines_parse_together_as_they_parse_alone() -> None:
     """Also where one of them is damaged, holds two objects, or begins what the next one ends."""
     good = [json.dumps({"step": s, "a": s / 7, "b": None}).encode() for s in range(600)]
     for bad in (

@@ -37,7 +37,7 @@ def drawn(live: LiveStatus, width: int = 120) -> str:
     return out.getvalue()
 
 
-def test_in_a_notebook_each_picture_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch):
+def test_notebook_replaces_its_picture(monkeypatch: pytest.MonkeyPatch):
     shown: list[str] = []
     display = SimpleNamespace(
         HTML=str, display=lambda html, display_id: shown.append(html) or SimpleNamespace(update=lambda h: shown.append(h))
@@ -53,7 +53,7 @@ def test_in_a_notebook_each_picture_takes_the_place_of_the_one_before(monkeypatc
     assert shown[2:] == [""]
 
 
-def test_it_shows_step_success_reward_speed_turns_tool_errors_and_the_time_left():
+def test_status_shows_figures_and_time_left():
     live = LiveStatus(100, terminal()[0])
     for step in (11, 12):
         live.step(step, STEP | {"rollout/success": 0.04 * step + 0.04}, eta="4m32s")
@@ -65,7 +65,7 @@ def test_it_shows_step_success_reward_speed_turns_tool_errors_and_the_time_left(
     assert "tool errors 1.2 %" in text and "rollout 1 of 256" in text
 
 
-def test_it_fits_a_narrow_terminal_and_a_step_without_calls():
+def test_status_fits_a_narrow_terminal():
     live = LiveStatus(100, terminal()[0])
     live.step(1, STEP | {"rollout/tool_errors": float("nan"), "reward/mean": float("nan")}, eta="")
     live.stop()
@@ -91,7 +91,7 @@ async def groups() -> list[TrajectoryGroup]:
     return await RolloutPool(scripted_context(["#### 4"])).run([GroupSpec(id="g0", task=task(), size=1)])
 
 
-async def test_a_run_shows_it_in_a_terminal_only(tmp_path: Path):
+async def test_status_is_shown_in_a_terminal_only(tmp_path: Path):
     found = await groups()
     shown = {}
     for name, is_terminal in (("terminal", True), ("file", False)):
@@ -105,5 +105,5 @@ async def test_a_run_shows_it_in_a_terminal_only(tmp_path: Path):
     assert shown["file"] == ""
 
 
-def test_a_small_curve_is_scaled_to_its_values():
+def test_sparkline_is_scaled_to_its_values():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([1.0]) == "" and sparkline([2.0, 2.0]) == "▁▁"

@@ -22,13 +22,13 @@ def metrics(folder: Path) -> Path:
     return path
 
 
-def test_the_curve_is_a_png(tmp_path: Path) -> None:
+def test_curve_is_a_png(tmp_path: Path) -> None:
     out = plot_learning_curve(metrics(tmp_path), tmp_path / "plots" / "curve.png", title="demo")
     assert out == tmp_path / "plots" / "curve.png"
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_evaluations_are_curves_of_their_own_and_missing_numbers_are_gaps() -> None:
+def test_each_evaluation_is_a_curve_with_gaps() -> None:
     steps = [
         {"step": 0, "eval/greedy/success": 0.3, "rollout/success": None},
         {"step": 1, "rollout/success": 0.4, "eval/greedy/success_rate": 9.0},
@@ -40,7 +40,7 @@ def test_evaluations_are_curves_of_their_own_and_missing_numbers_are_gaps() -> N
     }
 
 
-def test_no_metrics_and_no_matplotlib_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_metrics_and_matplotlib_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"no step in .*nothing\.jsonl"):
         plot_learning_curve(tmp_path / "nothing.jsonl", tmp_path / "curve.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

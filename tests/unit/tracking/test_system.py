@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,15 +42,13 @@ def machine(folder: Path, *, busy: int, idle: int, available: int = 250) -> Path
     return folder
 
 
-def test_processors_and_power_are_means_of_a_step_and_memory_is_its_peak(tmp_path: Path) -> None:
+def test_shares_are_means_of_a_step_and_memory_is_its_peak(tmp_path: Path) -> None:
     sampler = SystemSampler(proc=machine(tmp_path, busy=100, idle=100), nvml=two_gpus)
-    from polyturn.tracking.system import _Gpus
-
-    gpus = _Gpus(two_gpus())
-    sampler._look(gpus)
+    sampler.find_gpus()
+    sampler.look()
     for busy, idle, available in ((190, 110, 100), (240, 160, 500)):
         machine(tmp_path, busy=busy, idle=idle, available=available)
-        sampler._look(gpus)
+        sampler.look()
     found = sampler.read()
     assert found == {
         "system/cpu_share": pytest.approx((0.9 + 0.5) / 2),
@@ -64,20 +63,22 @@ def test_processors_and_power_are_means_of_a_step_and_memory_is_its_peak(tmp_pat
     assert all(meaning(name) for name in found) and sampler.read() == {}
 
 
-def test_a_machine_that_tells_nothing_gives_no_metrics(tmp_path: Path) -> None:
+def test_machine_without_counters_gives_no_metrics(tmp_path: Path) -> None:
     def no_driver() -> None:
         raise NvmlError("Driver Not Loaded")
 
-    with SystemSampler(proc=tmp_path / "missing", nvml=no_driver, every_s=0.001) as sampler:
-        sampler._thread.join(0.05)
-        assert sampler.read() == {}
-    sampler._thread.join(10)
-    assert not sampler._thread.is_alive()
+    sampler = SystemSampler(proc=tmp_path / "missing", nvml=no_driver)
+    sampler.find_gpus()
+    sampler.look()
+    assert sampler.read() == {}
 
 
-def test_this_machine_is_looked_at_while_a_sampler_is_open() -> None:
+def test_sampler_looks_while_it_is_open_and_its_thread_ends() -> None:
+    before = set(threading.enumerate())
     with SystemSampler(every_s=0.001) as sampler:
+        (thread,) = set(threading.enumerate()) - before
         seen: dict[str, float] = {}
         while "system/process_gb" not in seen and Path("/proc/meminfo").exists():
             seen |= sampler.read()
+    thread.join()
     assert all(0 <= value <= 1 for name, value in seen.items() if name.endswith("_share"))

@@ -70,7 +70,7 @@ def spec(make: Callable[..., Any], into: list[Any]) -> TrackerSpec:
     return TrackerSpec(name=make.__name__.lower(), make=make, kwargs={"into": into})
 
 
-async def test_a_run_passes_on_its_numbers_and_some_trajectories_of_each_step(tmp_path: Path):
+async def test_run_passes_on_numbers_and_samples_of_each_step(tmp_path: Path):
     seen: list[Any] = []
     with RunObserver(tmp_path, total_steps=1, also=AlsoRecord(trackers=[spec(Kept, seen)])) as observer:
         observer.on_step(1, {"reward/mean": 0.5}, await groups())
@@ -82,7 +82,7 @@ async def test_a_run_passes_on_its_numbers_and_some_trajectories_of_each_step(tm
 
 
 @pytest.mark.parametrize(("tracker", "reason"), [(Raises, "No space left on device"), (NeverOpens, "no account")])
-def test_a_tracker_that_fails_is_said_once_and_counted(
+def test_failing_tracker_is_logged_once_and_its_losses_counted(
     tracker: Callable[..., Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     seen: list[Any] = []
@@ -96,7 +96,7 @@ def test_a_tracker_that_fails_is_said_once_and_counted(
     assert "lost 5 records; metrics.jsonl has everything" in caplog.text
 
 
-def test_a_tracker_that_hangs_holds_nobody_up_and_is_left_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_hanging_tracker_is_left_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     trackers = Trackers([spec(Hangs, [])], run_info(tmp_path), queue_size=4, close_s=0.2)
     for step in range(50):
         trackers.log(step, {})
@@ -105,7 +105,7 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_is_left_behind(tmp_path: Path,
     assert trackers.lost["hangs"] >= 45 and "did not finish in time" in caplog.text
 
 
-def test_a_tracker_may_be_a_class_in_a_file(tmp_path: Path):
+def test_tracker_may_be_a_class_in_a_file(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "class Mine:\n"
         "    def __init__(self, run, *, to):\n        self.file = open(run.folder / to, 'w')\n"
@@ -120,7 +120,7 @@ def test_a_tracker_may_be_a_class_in_a_file(tmp_path: Path):
     assert trackers.lost == {"mine.py:Mine": 0}
 
 
-def test_what_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch):
+def test_unusable_tracker_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"tracking: there is no 'tensorbord'.*tensorboard"):
         tracker_spec("tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -133,7 +133,7 @@ def test_what_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPa
         tracker_spec("tensorboard", folderr="x")
 
 
-async def test_samples_reach_from_the_worst_to_the_best_and_long_ones_are_cut():
+async def test_long_samples_are_cut():
     found = await groups(asks="word " * 2000)
     rows = samples(1, "train", found, 1)
     assert len(rows) == 1 and len(rows[0].conversation) < MAX_TEXT + 100
@@ -141,7 +141,7 @@ async def test_samples_reach_from_the_worst_to_the_best_and_long_ones_are_cut():
     assert "\x1b" not in conversation((await groups("\x1b[31mred"))[0].trajectories[0])
 
 
-async def test_tensorboard_has_the_curves_and_a_table_and_a_resumed_run_goes_on(tmp_path: Path):
+async def test_tensorboard_has_curves_and_samples_and_resumes(tmp_path: Path):
     pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -162,7 +162,7 @@ async def test_tensorboard_has_the_curves_and_a_table_and_a_resumed_run_goes_on(
     assert b"samples/train" in written and b"<script>" not in written
 
 
-async def test_spans_of_episodes_turns_and_calls_lie_inside_each_other(tmp_path: Path):
+async def test_spans_of_episodes_turns_and_calls_nest(tmp_path: Path):
     pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -196,7 +196,7 @@ async def test_spans_of_episodes_turns_and_calls_lie_inside_each_other(tmp_path:
     )
 
 
-def test_spans_go_where_the_standard_variables_say(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_spans_follow_the_standard_variables(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
     unknown = Trackers([tracker_spec("otel")], run_info(tmp_path, environ={"OTEL_TRACES_EXPORTER": "zipkn"}))
     unknown.record(1, "train", [])
@@ -247,7 +247,7 @@ async def test_trackio_keeps_a_run_on_this_machine(tmp_path: Path, monkeypatch: 
     assert contents(tmp_path, "*.db")
 
 
-def test_a_sample_is_plain_data(tmp_path: Path):
+def test_run_info_reads_the_config_and_keeps_ids(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("train:\n  steps: 5\n")
     info = run_info(tmp_path)
     assert info.config() == {"train": {"steps": 5}}

@@ -56,7 +56,7 @@ def asked(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", each(4, UNREADABLE))
-def test_a_trajectory_that_cannot_be_read_costs_itself_alone(run: Path, name: str, caplog: pytest.LogCaptureFixture):
+def test_unreadable_trajectory_costs_itself_alone(run: Path, name: str, caplog: pytest.LogCaptureFixture):
     damaged = change_row(run, UNREADABLE[name])
     view = RunView(run)
     assert len(list(view.export({}).records())) == 17
@@ -68,7 +68,7 @@ def test_a_trajectory_that_cannot_be_read_costs_itself_alone(run: Path, name: st
 
 
 @pytest.mark.parametrize("name", each(4, SHOWN))
-def test_a_trajectory_with_odd_values_is_shown(run: Path, name: str):
+def test_trajectory_with_odd_values_is_shown(run: Path, name: str):
     change_row(run, SHOWN[name])
     answers = asked(run)
     assert answers["trajectories"]["total"] == 18
@@ -76,7 +76,7 @@ def test_a_trajectory_with_odd_values_is_shown(run: Path, name: str):
 
 
 @pytest.mark.parametrize("name", each(4, FILES))
-def test_a_damaged_file_breaks_no_page_and_no_report(run: Path, name: str):
+def test_damaged_file_breaks_no_page_and_no_report(run: Path, name: str):
     FILES[name](run)
     answers = asked(run)
     assert answers["runs"][0]["name"] == "run"

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from polyturn.viewer.distributions import BINS, COLUMNS, TOKENS, _spaced, distribution, reward_parts
+from polyturn.viewer.distributions import BINS, COLUMNS, TOKENS, distribution, reward_parts, spaced
 from polyturn.viewer.run_view import RunView
 from support.viewer_runs import write_run
 
 
-def test_every_finite_value_falls_into_one_bin_of_its_steps_column():
+def test_every_finite_value_falls_into_one_bin():
     rng = np.random.default_rng(0)
     step, value = np.repeat(np.arange(1, 601), 16), rng.normal(size=600 * 16)
     value[::100] = np.nan
@@ -29,14 +29,14 @@ def test_every_finite_value_falls_into_one_bin_of_its_steps_column():
     assert same is not None and np.sum(same["counts"]) == 16
 
 
-def test_a_list_gives_at_most_some_of_its_numbers_evenly_spaced():
+def test_long_list_gives_evenly_spaced_numbers():
     lists = pa.array([[1.0, 2.0], None, [float(i) for i in range(10 * TOKENS)], []], pa.list_(pa.float32()))
-    row, length, value = _spaced(lists)
+    row, length, value = spaced(lists)
     assert length.tolist() == [2, 0, 10 * TOKENS, 0]
     assert value[row == 0].tolist() == [1, 2] and value[row == 2].tolist() == [10.0 * i for i in range(TOKENS)]
 
 
-def test_parts_of_the_reward_are_means_over_all_trajectories_of_a_step():
+def test_parts_of_the_reward_are_means_of_a_step():
     parts = pa.array([[("a", 1.0), ("b", 2.0)], [("a", 3.0)], None, [("b", 5.0)]], pa.map_(pa.string(), pa.float64()))
     table = pa.table({"step": [1, 1, 1, 2], "reward": [3.0, 6.0, None, 0.0], "components": parts})
     means = {"a": [pytest.approx(4 / 3), 0], "b": [pytest.approx(2 / 3), 5]}
@@ -47,7 +47,7 @@ def test_parts_of_the_reward_are_means_over_all_trajectories_of_a_step():
     assert reward_parts(table.slice(3), {}) == {"steps": [2], "parts": {"b": [5]}, "is_sum": False}
 
 
-def test_a_run_shows_those_of_its_trajectories_and_tokens(tmp_path: Path):
+def test_run_has_distributions_of_trajectories_and_tokens(tmp_path: Path):
     write_run(tmp_path / "first")
     found = {one["name"]: one for one in RunView(tmp_path / "first").distributions("train")["distributions"]}
     assert found["reward"]["steps"] == [1, 2, 3] and np.sum(found["num_turns"]["counts"], 1).tolist() == [6, 6, 6]

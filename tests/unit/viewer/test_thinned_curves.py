@@ -11,7 +11,7 @@ from polyturn.viewer.curves import COLUMNS, Window, draw, thinned
 LINES = [{"step": s, "reward/mean": float(s), "time/step_s": 0.5} for s in range(10)]
 
 
-def test_the_thinned_curve_has_the_extremes_of_every_column_and_few_points():
+def test_thinned_curve_keeps_extremes_of_every_column():
     rng = np.random.default_rng(0)
     x, y = np.arange(100_000.0), rng.normal(size=100_000)
     kept = thinned(x, y)
@@ -23,7 +23,7 @@ def test_the_thinned_curve_has_the_extremes_of_every_column_and_few_points():
         assert (y[mine].min(), y[mine].max()) == (y[of].min(), y[of].max())
 
 
-def test_a_curve_is_drawn_over_steps_seconds_or_tokens_and_in_part():
+def test_curve_is_drawn_over_steps_seconds_or_tokens():
     found = draw(LINES, ["reward/mean"], Window("time", 1.0, 3.0))["reward/mean"]
     assert found["x"] == [1.0, 1.5, 2.0, 2.5, 3.0] and found["y"] == [1, 2, 3, 4, 5] and found["total"] == 5
     assert draw(LINES, ["reward/mean"], Window("tokens"))["reward/mean"]["x"] == [], "the run counted none"
@@ -31,7 +31,7 @@ def test_a_curve_is_drawn_over_steps_seconds_or_tokens_and_in_part():
         draw(LINES, ["reward/mean"], Window("stpe"))
 
 
-def test_what_stands_apart_is_sparse_and_a_constant_stays_one_when_smoothed():
+def test_smoothed_constant_stays_constant():
     lines = [line | ({"eval/a/success": 0.5} if line["step"] % 3 == 0 else {}) for line in LINES]
     found = draw(lines, ["eval/a/success", "reward/mean"], Window(smoothing=0.9))
     assert found["eval/a/success"]["is_sparse"] and not found["reward/mean"]["is_sparse"]

@@ -47,7 +47,7 @@ def recorded(group: TrajectoryGroup, estimator: Any) -> list[StoredTrajectory]:
         ("opo", opo, {}),
     ],
 )
-def test_the_formula_gives_what_the_estimator_gives(name: str, estimator: Any, options: Mapping[str, Any]):
+def test_formula_gives_the_advantage_of_the_estimator(name: str, estimator: Any, options: Mapping[str, Any]):
     rows = recorded(group_of([1.0, 0.0, 0.25, 1.0]), bind_estimator(estimator, offered={}, kwargs=options))
     for row in rows:
         said = why_advantage(row, rows, {"algorithm": {"advantage": {"name": name, **options}}})
@@ -57,19 +57,19 @@ def test_the_formula_gives_what_the_estimator_gives(name: str, estimator: Any, o
         assert said["numbers"] and said["formula"].startswith("A = ") and len(said["members"]) == 4
 
 
-def test_a_recorded_advantage_that_the_formula_does_not_give_is_said():
+def test_advantage_of_another_formula_is_noted():
     rows = recorded(group_of([1.0, 0.0]), rloo)
     assert "another one" in why_advantage(rows[0], rows, {"algorithm": {"advantage": "grpo"}})["note"]
 
 
 @pytest.mark.parametrize("config", [{}, {"algorithm": "grpo"}, {"algorithm": {"advantage": ["a"], "advantage_kwargs": 3}}])
-def test_a_config_that_says_nothing_or_nonsense_leaves_what_was_recorded(config: dict[str, Any]):
+def test_recorded_advantage_is_shown_without_a_config(config: dict[str, Any]):
     rows = recorded(group_of([1.0, 0.0]), grpo)
     said = why_advantage(rows[0], rows, config)
     assert said["advantage"] == pytest.approx(0.707, abs=1e-3) and said["mean"] == 0.5 and said["value"] is None
 
 
-def test_what_was_never_compared_is_said_and_no_plug_in_of_the_run_is_loaded():
+def test_evaluation_is_noted_and_no_plugin_is_loaded():
     rows = recorded(group_of([1.0, 0.0]), grpo)
     evaluated = StoredTrajectory(trajectory=rows[0].trajectory, group="g0", step=3, split="eval/greedy")
     said = why_advantage(evaluated, [evaluated], {"algorithm": {"advantage": "evil.py:estimator"}})

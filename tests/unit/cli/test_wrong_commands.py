@@ -1,0 +1,389 @@
+"""A wrong command ends with exit code 2 and a sentence, before weights are loaded and without a run folder.
+
+What the sentence says of a key is tested in `unit/config/test_wrong_values.py`; here, that it reaches the user.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import polyturn
+from polyturn import build
+from polyturn.api import training
+from polyturn.build import parts as parts_module
+from polyturn.cli.arguments import Command
+from polyturn.cli.console import command, program
+from polyturn.cli.main import app, main
+from polyturn.cli.serve import ServeOptions
+from polyturn.core.errors import ConfigError
+from polyturn.tokens.hub import only_cached
+from support.runs import Called, call_command, write_tiny_run
+
+pytestmark = pytest.mark.timeout(300)
+call = functools.partial(call_command, main)
+
+
+def assert_refused(called: Called, *words: str) -> None:
+    shown = " ".join(called.err.split())
+    assert called.code == 2, called
+    assert [word for word in words if word not in shown] == [], shown
+    assert "Traceback" not in shown
+
+
+PLUGINS = """\
+import math
+import polyturn
+from polyturn.data.sampler import Curriculum
+
+
+class Chooses(Curriculum):
+    def chose(self, epoch):
+        return [0]
+
+
+class Ends(polyturn.MultiTurnScheduler):
+    def __init__(self):
+        raise SystemExit(0)
+
+
+class Estimator:
+    def __call__(self, rewards_G, samples_G):
+        return []
+
+
+class Yields(polyturn.BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        yield True, "x", 1.0, {}
+
+
+def one_argument(rewards):
+    return rewards
+
+
+def yields(trajectory, samples=None):
+    yield 1.0
+
+
+def numbers():
+    return [1]
+
+
+def raises():
+    raise OSError("gone")
+"""
+TOOL = '''\
+import polyturn
+
+
+@polyturn.tool
+def counts(to: int):
+    """Count.
+
+    Args:
+        to: How far.
+    """
+    yield from range(to)
+'''
+MISTAKES = [
+    # what the configuration itself tells
+    ("train.stesp=3", ["'train.stesp'", "'train.steps'?"]),
+    ("engine.num_slots=many", ["engine.num_slots is 'many'"]),
+    ("algorithm.kl.target=0.1", ["algorithm.kl", "coef"]),
+    # names
+    ("algorithm.advantage=groop", ["algorithm.advantage", "'groop'", "'grpo'?"]),
+    ("algorithm.loss=ppo", ["algorithm.loss", "'ppo'", "'cispo'"]),
+    ("reward.function=gsm9k", ["'gsm9k'", "'gsm8k'"]),
+    ("rollout.scheduler=gymm", ["rollout.scheduler", "'gymm'"]),
+    # files, and the names in them
+    ("algorithm.advantage=turn.py:nothing", ["turn.py"]),
+    ("reward.function=plugins.py:nothing", ["nothing"]),
+    ("rollout.tools.functions=['nowhere.py:f']", ["nowhere.py"]),
+    ("rollout.interactions=[{name: other, class_name: 'plugins.py:Coach', config: {}}]", ["'coach'"]),
+    ("rollout.interactions=[{name: coach, class_name: 'plugins.py:Nothing', config: {}}]", ["Nothing"]),
+    ("evaluation.data.files=nowhere.jsonl", ["nowhere.jsonl"]),
+    ("warm_start={steps: 3, conversations: shwn.jsonl}", ["warm_start.conversations", "'shwn.jsonl'"]),
+    ("warm_start={steps: 3, conversations: null}", ["warm_start.conversations"]),
+    ("plugins=[broken.py]", ["a_module_that_is_nowhere"]),
+    ("reward.function=fails.py:score", ["fails.py", "line 3", "ValueError"]),
+    ("plugins=[ends.py]", ["ends.py", "SystemExit: 3"]),
+    ("rollout.scheduler=interrupts.py:S", ["interrupts.py", "KeyboardInterrupt"]),
+    # plug-ins of the wrong form
+    ("rollout.scheduler=mine.py:Ends", ["mine.py, line 13"]),
+    ("data.sampler=mine.py:Chooses", ["mine.py:Chooses"]),
+    ("algorithm.advantage=mine.py:one_argument", ["mine.py:one_argument"]),
+    ("algorithm.advantage=mine.py:Estimator", ["Estimator"]),
+    ("algorithm.loss=mine.py:one_argument", ["mine.py:one_argument"]),
+    ("rollout.tools.functions=['counts.py:counts']", ["counts"]),
+    ("reward.routes.tiny=mine.py:yields", ["mine.py:yields"]),
+    ("rollout.interactions=[{name: coach, class_name: 'mine.py:Yields', config: {}}]", ["Yields"]),
+    ("model.tokenizer.corpus=mine.py:numbers", ["model.tokenizer.corpus", "1"]),
+    ("model.tokenizer.corpus=mine.py:raises", ["model.tokenizer.corpus", "OSError: gone", "mine.py"]),
+    # values that do not go together
+    ("train.minibatches=40", ["minibatches"]),
+    ("evaluation={every: 2, data: null}", ["evaluation"]),
+    # folders of runs
+    ("name=../elsewhere", ["`out`", "../elsewhere"]),
+    ("name=a/../../b", ["`out`", "a/../../b"]),
+    (f"name={'é' * 101}", ["200 bytes"]),
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run beside plug-ins with mistakes, whose weights must not be loaded."""
+    for name, text in (
+        ("mine.py", PLUGINS),
+        ("counts.py", TOOL),
+        ("broken.py", "import a_module_that_is_nowhere\n"),
+        ("fails.py", "import math\n\nSIZE = math.sqrt(-1)\n"),
+        ("ends.py", "import sys\n\nsys.exit(3)\n"),
+        ("interrupts.py", "raise KeyboardInterrupt\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(parts_module, "build_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    return write_tiny_run(tmp_path)
+
+
+@pytest.mark.parametrize(("override", "words"), MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_mistake_ends_train_before_weights_are_loaded(config: Path, override: str, words: list[str]) -> None:
+    assert_refused(call("train", config, override), *words)
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.loss_scale=last", ["algorithm.loss_scale", "'last'"]),
+        ("rollout.parser=hermess", ["rollout.parser", "'hermess'", "'hermes'?"]),
+    ],
+)
+def test_mistake_that_needs_the_model_leaves_no_run_folder(tmp_path: Path, override: str, words: list[str]) -> None:
+    assert_refused(call("train", write_tiny_run(tmp_path), override), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_mistake_that_needs_no_model_is_found_without_pytorch(tmp_path: Path) -> None:
+    write_tiny_run(tmp_path)
+    rows = (tmp_path / "tasks.jsonl").read_text()
+    (tmp_path / "unknown.jsonl").write_text(rows.replace('"coach"', '"couch"'))
+    script = """
+import sys
+from polyturn.cli.main import main
+for command, override in (
+    ("train", "train.stesp=3"),
+    ("train", "reward.function=plugins.py:nothing"),
+    ("train", "out=/proc/none"),
+    ("train", "evaluation={every: 2, data: null}"),
+    ("train", "data.train.files=unknown.jsonl"),
+    ("train", "rollout.scheduler=gymm"),
+    ("eval", "evaluation.data.files=unknown.jsonl"),
+    ("rollout", "data.train.files=unknown.jsonl"),
+    ("sft", "warm_start={steps: 1, conversations: nowhere.jsonl}"),
+):
+    try:
+        main([command, "config.yaml", override])
+    except SystemExit as ended:
+        assert ended.code == 2, (command, override, ended.code)
+    else:
+        raise AssertionError((command, override))
+    assert "torch" not in sys.modules, (command, override)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_folder_of_a_model_is_not_sought_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: ../models/mine}\ndata: {train: {files: tasks.jsonl}}\n")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "2+2?"}\n')
+    assert_refused(call("train", tmp_path / "run.yaml"), "models/mine'", "'../models/mine'")
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
+    for name in (str(tmp_path), "./nowhere", "/nowhere/at/all", "a/b/c", "~/models"):
+        assert only_cached(name) is False
+
+
+@pytest.mark.slow
+def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
+    """In a process of its own, because the library reads its settings when it is imported."""
+    asked = (
+        "import urllib.request, polyturn.tokens.codec as c\n"
+        "n = []; real = urllib.request.urlopen\n"
+        "urllib.request.urlopen = lambda *a, **k: (n.append(1), real(*a, **k))[1]\n"
+        "try: c.load_codec('nobody/nothing')\n"
+        "except Exception as problem: print(type(problem).__name__, len(n), problem)\n"
+    )
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # does not listen
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "http_proxy", "HTTP_PROXY"):
+            environment.pop(name, None)
+        for offline, words in ({}, "ConfigError 1"), ({"HF_HUB_OFFLINE": "1"}, "ConfigError 0"):
+            line = [sys.executable, "-c", asked]
+            done = subprocess.run(line, env=environment | offline, capture_output=True, text=True, check=True)
+            assert done.stdout.startswith(words) and "'nobody/nothing'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("check models/of/mine", "there is no folder 'models/of/mine'"),
+        ("check .", "holds no tokenizer"),
+        ("check config.yaml", "is a file"),
+        ("serve --openai", "--model FOLDER"),
+        ("serve --deadline=5", "--model FOLDER"),
+        ("serve --openai --model empty", "no model in empty"),
+        # options that have no meaning beside the others
+        ("serve --sandbox --model x", "--model means nothing with --sandbox"),
+        ("serve --sandbox rollout.limits.max_turns=3", "rollout.limits.max_turns=3 means nothing with --sandbox"),
+        ("serve --search x --openai", "--openai means nothing with --search"),
+        ("serve --mcp tools.yaml --stdio --port 3", "--port means nothing with --stdio"),
+        ("serve --openai --model x --scheduler gym", "--scheduler means nothing with --openai"),
+        ("serve --model x --record run", "--record means nothing"),
+        ("eval config.yaml --tries 2", "--tries means nothing without --endpoint"),
+        # options that are given twice
+        ("rollout c.yaml --tasks 3 -n 5", "--tasks is given 2 times"),
+        ("train c.yaml --resume --no-resume", "--resume is given 2 times"),
+        ("config migrate c.yaml --out a --out b --out c", "--out is given 3 times"),
+        ("run-as --dry-run --dry-run verl -- echo --x 1 --x 2", "--dry-run is given 2 times"),
+    ],
+)
+def test_wrong_words_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str) -> None:
+    monkeypatch.chdir(config.parent)
+    Path("empty").mkdir()
+    assert_refused(call(*words.split()), said)
+
+
+def test_every_command_refuses_an_option_given_twice() -> None:
+    def commands(group: Any) -> Iterator[Any]:
+        for each in group.commands.values():
+            yield from commands(each) if hasattr(each, "commands") else (each,)
+
+    found = list(commands(typer.main.get_command(app)))
+    assert len(found) > 20 and all(isinstance(each, Command) for each in found)
+    repeated = call("simulate", "nothing", "--policy", "fifo", "--policy", "oracle")
+    assert repeated.code == 2 and "times" not in repeated.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["name=a", "name=b", "+name=c", "train.steps=1", "train.steps=2"], "name, train.steps;"),
+        (["train.steps=3", "+train.steps=3"], ""),
+        (["train.optim={lr: 1}", "train.optim={betas: [0.5, 0.6]}", "more.yaml"], ""),
+    ],
+)
+def test_key_overridden_twice_is_logged(
+    config: Path, overrides: list[str], keys: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    Path("more.yaml").write_text("train: {steps: 7}")
+    call("config", "print", config, *overrides)
+    lines = [message for message in caplog.messages if "more than once" in message]
+    assert len(lines) == bool(keys) and all(keys in line for line in lines), lines
+
+
+def test_tool_of_a_row_that_the_run_lacks_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, tasks = write_tiny_run(tmp_path), tmp_path / "tasks.jsonl"
+    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    rows[0]["extra_info"]["tools_kwargs"] = {"shuot": {"create_kwargs": {}}}
+    rows[1] |= {"tools": ["shout"], "tools_kwargs": {"shuot": {}}}
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    called = call("train", config, "--dry-run")
+    assert called.code == 0, called.err
+    shown = called.err + caplog.text
+    assert "2 of 6 tasks name the tool 'shuot'" in shown and "'shout'?" in shown
+
+
+THEIRS = [
+    ("actor_rollout_ref: {model: {path: x}}\ntrainer: {total_epochs: 1}\n", "--verl"),
+    ("defaults: [ppo_trainer, _self_]\ndata: {train_files: a}\nactor_rollout_ref: {}\n", "--verl"),
+    ("algorithm: {adv_estimator: grpo}\ntrainer: {n_gpus_per_node: 8}\n", "--verl"),
+    ("hydra: {searchpath: [file://x]}\ndefaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 8}\n", "--verl"),
+    ("rlhf_type: grpo\nmodel: x\ndataset: [a]\n", "--swift"),
+]
+
+
+@pytest.mark.parametrize(("text", "flag"), THEIRS)
+def test_config_of_another_library_is_recognised(tmp_path: Path, text: str, flag: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    for words in ("train", "plan", "doctor", "config", "serve --config", "serve --openai --config"):
+        assert_refused(call(*words.split(), tmp_path / "c.yaml"), f"add {flag}")
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer: {steps: 1}\n", "modle: {path: x}\n", "data: {trian: x}\nalgorithm: {}\ndefaults: []\n"]
+)
+def test_mistake_in_our_config_is_not_taken_for_another_library(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    called = call("train", tmp_path / "c.yaml")
+    assert called.code == 2 and "add --" not in called.err
+
+
+def test_our_config_is_recognised_under_another_librarys_flag(config: Path, tmp_path: Path) -> None:
+    for flag in ("--verl", "--swift"):
+        called = call("train", config, flag)
+        assert_refused(called, "polyturn's own keys", f"leave out {flag}")
+        assert "Did you mean" not in called.err
+    assert_refused(call("config", "migrate", config), "polyturn's keys already")
+    shared = tmp_path / "shared.yaml"
+    shared.write_text("data: {shuffle: false}\n")
+    called = call("train", "--verl", shared, "actor_rollout_ref.rollout.name=hf", "data.train_files=gone.parquet")
+    assert called.code == 2 and "own keys" not in called.err and "gone.parquet" in called.err
+
+
+def test_folder_made_by_another_process_is_not_resumed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def another_begins(folder: Path, _: object) -> tuple[Path, Path]:
+        checkpoint = folder / "checkpoints/step-000000"
+        checkpoint.mkdir(parents=True)
+        return checkpoint, checkpoint
+
+    monkeypatch.setattr(training, "_checkpoints_of", another_begins)
+    assert_refused(call("train", config, "--resume"), "there is no checkpoint under")
+
+
+@pytest.mark.parametrize("flags", [(), ("--openai",)])
+def test_port_in_use_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    config = write_tiny_run(tmp_path)
+    monkeypatch.setattr(build, "build_parts", lambda *_, **__: pytest.fail("a model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_refused(call("serve", *flags, "--config", config, "--port", port), "Address already in use")
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
+            ServeOptions(port=port).bind()
+        with ServeOptions(first_port=port).bind() as found:
+            assert found.getsockname()[1] != port
+
+
+def test_printed_command_starts_this_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = command("show", "my run", "task 7; rm -rf/0")
+    assert shlex.split(line)[-3:] == ["show", "my run", "task 7; rm -rf/0"]
+    own = Path(sys.executable).with_name("polyturn")
+    if own.is_file():
+        monkeypatch.setenv("PATH", "/usr/bin:/bin")
+        assert Path(program()[0]).absolute() == own
+        monkeypatch.setenv("PATH", str(own.parent))
+        assert program() == ["polyturn"]
+    (tmp_path / "polyturn").write_text("#!/bin/sh\necho another\n")
+    (tmp_path / "polyturn").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() != ["polyturn"], "another program of this name is found first"
+
+
+def test_version_is_printed() -> None:
+    called = call("--version")
+    assert (called.code, called.out.strip()) == (0, f"polyturn {polyturn.__version__}")

@@ -1,0 +1,154 @@
+"""A mistake in a run's configuration is one sentence with the key, the value and what to write: one table for all keys.
+
+Other packages test only that this sentence reaches the user. How files and overrides are read is in `test_load.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from polyturn.algorithms.estimator_options import NamedEstimatorOptions
+from polyturn.algorithms.loss_options import NamedLossOptions
+from polyturn.config.load import load_config, schema_table
+from polyturn.config.models import RunConfig
+from polyturn.config.retired import successor
+from polyturn.config.schema import keys_of, kinds_of
+from polyturn.core.errors import ConfigError
+
+GUEST = {"policies": {"guest": {"model": {"path": "y"}}}}
+WRONG = [
+    # unknown keys of parts and sections, with the nearest
+    ("train.stesp=3", "'train.stesp' 3 'train.steps'?"),
+    ("train.lr=0.1", "'train.lr' mean 'train.optim.lr'"),
+    ("algorithm.advantage={name: gae, lma: 0.9}", "'algorithm.advantage.lam'?"),
+    ("rollout.parser={name: hermes, reasonning: qwen3}", "mean 'rollout.parser.reasoning'"),
+    ("train.optim.schedule={name: cosine, min_lr: 0.1}", "'train.optim.schedule.min_lr_ratio'?"),
+    # keys of another kind of part
+    ("engine.launch.replicas=2", "'engine.launch' engine.kind vllm or sglang 'embedded'"),
+    ("engine={kind: vllm, num_slots: 8}", "'engine.num_slots' engine.kind embedded 'vllm'"),
+    ("engine={kind: mine, max_in_flight: 8}", "'engine.max_in_flight' vllm or sglang 'mine'"),
+    ("engine.kwargs={first: 3}", "'engine.kwargs' engine.kind own 'embedded'"),
+    ("algorithm.advantage.lam=0.9", "algorithm.advantage.name gae or turn_gae or bilevel_gae"),
+    # retired keys, with what stands in their place
+    ("train.distributed.strategy=megatron", "'train.distributed.strategy' no key any more FSDP2"),
+    ("+model.lora.rank_stabilized=true", "'model.lora.rank_stabilized' model.lora.alpha"),
+    ("algorithm.kl_coef=0.1", "'algorithm.kl_coef' write algorithm.kl"),
+    ("algorithm.kl_in_reward.coef=0.1", "'algorithm.kl_in_reward' place: reward"),
+    ("algorithm.norm_length=9", "write algorithm.aggregate: seq-mean-token-sum-norm"),
+    ("algorithm.clip_low=0.1", "write algorithm.loss: ppo_clip clip_low"),
+    ("algorithm.critic.optim.min_lr_ratio=0.1", "write schedule: cosine min_lr_ratio"),
+    ("model.train_tokenizer.corpus=a.py:f", "write model.tokenizer: corpus"),
+    ("reward.function={name: 'a.py:f', kwargs: {bonus: 1}}", "no key any more beside the name"),
+    ("rollout.reasoning_parser=qwen3", "write rollout.parser: reasoning"),
+    ("policies.guest.train=true", "'policies.guest.train' one policy"),
+    ("policies.guest.model.reference=x", "'policies.guest.model.reference' leave it out"),
+    ("policies.guest.model.processor=none", "'policies.guest.model.processor' text only"),
+    ("policies.guest.model.gradient_checkpointing=true", "'policies.guest.model.gradient_checkpointing' not trained"),
+    # values of another type or form
+    ("train.steps=many", "train.steps 'many'"),
+    ("train.group_size=yes", "train.group_size True"),
+    ("algorithm.loss=5", "algorithm.loss 5"),
+    ("algorithm.advantage={name: gae, lam: x}", "algorithm.advantage.lam 'x'"),
+    ("algorithm.aggregate=tokenmean", "algorithm.aggregate 'tokenmean' override"),
+    ("algorithm.aggregate={name: tokenmean}", "algorithm.aggregate.name 'tokenmean'"),
+    ("train.optim.schedule=cosinus", "train.optim.schedule 'cosinus'"),
+    ("train.layout=dense", "train.layout 'dense'"),
+    ("train.layout={shared_prefix: on}", "train.layout.shared_prefix"),
+    ("engine.process=owm", "engine.process 'owm'"),
+    ("engine=5", "engine 5"),
+    ("evaluation.sets={a: {sampling: 5}}", "evaluation.sets.a.sampling 5"),
+    ("reward.sandbox={a: b}", "'reward.sandbox.a'"),
+    ("model.lora={target_modules: [1]}", "model.lora.target_modules.0 1"),
+    ("evaluation=null", "evaluation None section leave it out"),
+    ("model=Qwen/x", "model section path"),
+    ("data.train=rows.jsonl", "data.train section files"),
+    ("tracking=wandb", "tracking list [wandb]"),
+    ("rollout.interactions={name: a}", "rollout.interactions {'name': 'a'}"),
+    ("name=off", "name YAML quotes"),
+    ("name=5", "name 5 quotes"),
+    # values out of their range
+    ("train.optim.warmup_steps=.inf", "train.optim.warmup_steps inf"),
+    ("train.optim.betas=[0.9, 1.0]", "train.optim.betas.1 1.0"),
+    ("train.optim.eps=-1", "train.optim.eps -1"),
+    ("train.optim.lr=-1", "train.optim.lr -1 greater"),
+    ("reward.weights={outcome: .nan}", "reward.weights.outcome nan"),
+    ("env={name: 'a.py:B', forfeit: .nan}", "env.forfeit nan"),
+    ("data.sampler={name: mix, weights: {a: [[0, .inf]]}}", "data.sampler.weights.a.0.1 inf"),
+    ("data.sampler={name: mix, weights: {a: 0}}", "weight above 0"),
+    ("algorithm.loss={name: 'a.py:f', correction: {negative_bound: .inf}}", "correction.negative_bound inf"),
+    ("algorithm.loss={name: 'mine.py:f', correction: {cap: -1}}", "algorithm.loss.correction.cap -1"),
+    ("algorithm.loss={name: clip_cov, clip_cov_lb: 5, clip_cov_ub: 1}", "between"),
+    ("algorithm.kl={target: 1.5}", "coef 0"),
+    ("algorithm.kl=[{coef: 0.1}, {coef: 0.2}]", "place"),
+    ("rollout.tools.max_concurrency={search: 0}", "rollout.tools.max_concurrency.search 0"),
+    ("engine.num_slots=4611686018427387904", "engine.num_slots 4611686018427387904"),
+    ("model.lora.rank=4611686018427387904", "model.lora.rank 4611686018427387904"),
+    *(
+        (f"train.checkpoint_every={value}", "train.checkpoint_every")
+        for value in ("-1", "ten", "0m", "10 m", "1d", "[10]", "null")
+    ),
+    *(
+        (f"cluster.engines={{count: 2, resources: {{GPU: {value}}}}}", "cluster.engines.resources.GPU")
+        for value in ("-1", ".nan", ".inf", "many")
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), WRONG, ids=[override for override, _ in WRONG])
+def test_wrong_value_is_one_sentence_with_its_key(override: str, words: str) -> None:
+    given = {"model": {"path": "x"}, **(GUEST if "guest" in override else {})}
+    with pytest.raises(ConfigError) as caught:
+        load_config(RunConfig, None, [override], defaults=given)
+    message = str(caught.value)
+    assert [word for word in words.split() if word not in message] == [], message
+    assert "\n" not in message
+
+
+def test_key_that_is_no_text_is_unknown() -> None:
+    with pytest.raises(ConfigError, match=r"'algorithm\.advantage\.3'"):
+        load_config(RunConfig, None, ["model.path=x"], defaults={"algorithm": {"advantage": {"name": "grpo", 3: 4}}})
+
+
+def test_no_retired_key_is_in_use() -> None:
+    assert [row.key for row in schema_table(RunConfig) if successor(row.key) is not None] == []
+
+
+def numbers() -> dict[str, str]:
+    """Return the keys that every run has and that are one number, with their types."""
+    rows = [row for row in schema_table(RunConfig) if not row.of and "<" not in row.key and "[" not in row.key]
+    types = {row.key: row.type.split(" | ") for row in rows if not row.key.startswith(("env", "data", "evaluation.data"))}
+    found = {key: " ".join(of) for key, of in types.items() if of[0] in ("int", "float") and "str" not in of}
+    assert len(found) > 60 and "train.steps" in found
+    return found
+
+
+def test_numbers_are_finite_and_fit_torch() -> None:
+    for key, types in numbers().items():
+        for value in ("true", ".nan", ".inf", *(() if "float" in types else ("9223372036854775808",))):
+            with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
+                load_config(RunConfig, None, ["model.path=x", f"{key}={value}"])
+
+
+def test_bound_may_be_infinite() -> None:
+    correction = "algorithm.loss.correction={cap: .inf, reject: {seq_mean_k1: [0.9, .inf]}}"
+    load_config(RunConfig, None, ["model.path=x", "algorithm.loss={clip_low: .inf, dual_clip: .inf}", correction])
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "-7"])
+@pytest.mark.parametrize("union", [NamedEstimatorOptions, NamedLossOptions])
+def test_no_option_of_a_part_is_a_number_without_meaning(union: Any, value: str) -> None:
+    """A bound may be infinite, which means none, and some weights below 0; no value may make every loss NaN."""
+    section = "advantage" if union is NamedEstimatorOptions else "loss"
+    may_be = {"clip_low": ".inf", "clip_high": ".inf", "dual_clip": ".inf"}
+    signed = {"clip_cov_lb", "clip_cov_ub", "outcome_weight", "step_weight"}
+    for options in get_args(union):
+        name, *_ = kinds_of(options)["name"]
+        for key, found in keys_of(options).items():
+            if "float" not in str(found.annotation) or key in ("correction", "distill", "weights"):
+                continue
+            if may_be.get(key) == value or (value == "-7" and key in signed):
+                continue
+            with pytest.raises(ConfigError, match=key):
+                load_config(RunConfig, None, ["model.path=x", f"algorithm.{section}={{name: {name}, {key}: {value}}}"])
