@@ -20,6 +20,7 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.viewer.run_view import RunView
 from support.runs import call_command
 
+pytestmark = pytest.mark.timeout(300)
 call = functools.partial(call_command, main)
 HOSTILE = "a\x1b[31mred [bold]b[/] <b>"
 

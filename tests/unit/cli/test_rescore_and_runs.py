@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,6 +27,7 @@ from polyturn.testing.episodes import scripted_context, task
 from support.forked import run_forked
 from support.runs import write_tiny_run
 
+pytestmark = pytest.mark.timeout(300)
 LENGTH = """
 def length(data_source, solution_str, ground_truth, extra_info=None):
     if "boom" in solution_str:
@@ -75,12 +77,7 @@ def test_reward_that_changes_directory_moves_no_file(run_folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        "return '1.0'",
-        "raise ValueError('half a pair: \\ud800')",
-        "return OddMapping(score=1.0)",
-    ],
+    "code", ["return '1.0'", "raise ValueError('half a pair: \\ud800')", "return OddMapping(score=1.0)"]
 )
 def test_rescoring_fails_with_reasons_where_nothing_is_scored(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
@@ -91,25 +88,6 @@ def test_rescoring_fails_with_reasons_where_nothing_is_scored(
         rescore.run(run_folder, reward="mine.py:f", where=None, out=Path("x.parquet"))
     rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
     assert all(row["error"].startswith("reward 'mine.py:f' of trajectory ") for row in rows)
-
-
-@pytest.mark.parametrize("own", ["trajectories/part-000000.parquet", "."])
-def test_rescoring_writes_no_file_of_the_run(run_folder: Path, monkeypatch: pytest.MonkeyPatch, own: str):
-    monkeypatch.chdir(run_folder)
-    with pytest.raises(ConfigError, match="is among the run's own files; name another --out"):
-        rescore.run(Path(), reward="mine.py:f", where=None, out=Path(own))
-
-
-def test_impossible_output_is_refused_before_scoring(run_folder: Path):
-    with pytest.raises(ConfigError, match=r"cannot be written \(File name too long\); name another --out"):
-        rescore.run(run_folder, reward="mine.py:f", where=None, out=Path("x" * 300))
-
-
-@pytest.mark.parametrize("route", ["tools", "turns"])
-def test_route_without_scores_is_refused(run_folder: Path, route: str):
-    with pytest.raises(DataError, match=f"--reward {route}: none of the 2 trajectories holds such a score.*recorded are"):
-        rescore.run(run_folder, reward=route, where=None, out=None)
-    assert not (run_folder / "rescored").exists()
 
 
 @pytest.mark.parametrize("component", ["tool/search", "interaction"])
@@ -141,10 +119,28 @@ def test_condition_narrows_what_is_rescored(run_folder: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     rescore.run(run_folder, reward="mine.py:length", where="step = 0", out=tmp_path / "x.parquet")
     assert pq.read_table(tmp_path / "x.parquet").num_rows == 1
-    with pytest.raises(ConfigError, match="lenght"):
-        rescore.run(run_folder, reward="mine.py:lenght", where=None, out=None)
-    with pytest.raises(DataError, match="no trajectories where step = 9"):
-        rescore.run(run_folder, reward="mine.py:length", where="step = 9", out=None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"reward": "mine.py:lenght"}, ConfigError, "lenght"),
+        ({"where": "step = 9"}, DataError, "step = 9"),
+        ({"reward": "tools"}, DataError, "--reward tools: .*2 trajectories"),
+        ({"reward": "turns"}, DataError, "--reward turns: .*2 trajectories"),
+        ({"out": Path("runs/one")}, ConfigError, "--out"),
+        ({"out": Path("runs/one/trajectories/part-000000.parquet")}, ConfigError, "--out"),
+        ({"out": Path("x" * 300)}, ConfigError, "File name too long.*--out"),
+    ],
+)
+def test_impossible_rescoring_is_refused_and_writes_nothing(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Any, error: type[Exception], says: str
+):
+    (tmp_path / "mine.py").write_text(LENGTH)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=says):
+        rescore.run(run_folder, **{"reward": "mine.py:length", "where": None, "out": None, **changed})
+    assert not (run_folder / "rescored").exists()
 
 
 @pytest.mark.parametrize(
