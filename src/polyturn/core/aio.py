@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+def loop_clock() -> Callable[[], float]:
+    """Return the clock of the running event loop, or the monotonic clock if none runs; they differ only in virtual time."""
+    try:
+        return asyncio.get_running_loop().time
+    except RuntimeError:
+        return time.monotonic
 
 
 @contextmanager

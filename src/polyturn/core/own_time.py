@@ -11,11 +11,12 @@ So a deadline for code that may rightly wait for an engine for minutes need not 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
+
+from polyturn.core.aio import loop_clock
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -26,16 +27,22 @@ _RUNNING: ContextVar[tuple[OwnTime, ...]] = ContextVar("polyturn_own_time", defa
 class OwnTime:
     """The clock of one call of an author's method; the tasks that it starts share it."""
 
-    __slots__ = ("_num_asked", "_since")
+    __slots__ = ("_now", "_num_asked", "_since")
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        """Start the clock.
+
+        Args:
+            now: Returns the time in seconds; the clock of the running event loop by default.
+        """
+        self._now = now or loop_clock()
         self._num_asked = 0
-        self._since = time.monotonic()
+        self._since = self._now()
 
     @property
     def seconds(self) -> float:
         """Seconds that the code has been working by itself; 0 while the library works for it."""
-        return 0.0 if self._num_asked else time.monotonic() - self._since
+        return 0.0 if self._num_asked else self._now() - self._since
 
     @contextmanager
     def running(self) -> Iterator[OwnTime]:
@@ -52,7 +59,7 @@ class OwnTime:
 
         def begun() -> _Result:
             self._num_asked -= 1
-            self._since = time.monotonic()
+            self._since = self._now()
             return work()
 
         return begun
@@ -69,7 +76,7 @@ class OwnTime:
         finally:
             for clock in clocks:
                 clock._num_asked -= 1
-                clock._since = time.monotonic()
+                clock._since = clock._now()
 
 
 def not_own_time(method: Callable[_Args, Awaitable[_Result]]) -> Callable[_Args, Awaitable[_Result]]:

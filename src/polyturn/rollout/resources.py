@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
+from polyturn.core.aio import loop_clock
 from polyturn.core.errors import EngineError, InteractionError, SnapshotError, one_line
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import Lifecycle
@@ -69,7 +69,8 @@ class Resources:
         """Whether tools and interaction are."""
         self.on_turn: Callable[[], Awaitable[None]] | None = None
         """Called behind each complete turn and once the prompt is shown, for a journal; None where there is none."""
-        self.began = time.monotonic()
+        self._now = loop_clock()
+        self.began = self._now()
         """Moved back by the seconds that an earlier process spent."""
         self._context = context
         self.tools = context.tools.session(id)
@@ -223,16 +224,16 @@ class Resources:
     @property
     def elapsed_s(self) -> float:
         """Seconds that count for the time limit, the time between two processes left out."""
-        return self._before_s + (0.0 if self._num_pauses else time.monotonic() - self._since)
+        return self._before_s + (0.0 if self._num_pauses else self._now() - self._since)
 
     @property
     def duration_s(self) -> float:
         """Seconds since the episode began, whoever it waited for, the time between two processes left out."""
-        return time.monotonic() - self.began
+        return self._now() - self.began
 
     def spent(self, *, elapsed_s: float, duration_s: float) -> None:
         """Continue the clock of an earlier process."""
-        now = time.monotonic()
+        now = self._now()
         self._before_s, self._since, self.began = elapsed_s, now, now - duration_s
         self._reschedule()
 
@@ -265,7 +266,7 @@ class Resources:
         finally:
             self._num_pauses -= 1
             if not self._num_pauses:
-                self._since = time.monotonic()
+                self._since = self._now()
                 self._reschedule()
 
     def _rest_s(self) -> float | None:

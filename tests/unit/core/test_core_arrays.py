@@ -1,4 +1,4 @@
-"""Per-token arrays: compact, read-only in every way they can come about, and compared by content."""
+"""Per-token arrays: compact, read-only however they were made, and compared by content."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from polyturn.core.arrays import float_array, ids_array, same
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.trajectory import Span, SpanSource
 
 SPAN = Span(ids=[1, 2], source=SpanSource.SAMPLED, turn=0, logprobs=[-0.5, -np.inf], policy_version=3, weights=[1, 0])
@@ -22,8 +22,8 @@ def test_lists_become_int32_and_float32() -> None:
     assert ids_array([]).shape == (0,)
 
 
-def test_an_array_over_tokens_has_one_dimension() -> None:
-    with pytest.raises(ValueError, match=r"one-dimensional, this one has shape \(1, 2\)"):
+def test_array_of_tokens_has_one_dimension() -> None:
+    with pytest.raises(ValueError, match=r"\(1, 2\)"):
         ids_array([[1, 2]])
 
 
@@ -31,14 +31,14 @@ def test_an_array_over_tokens_has_one_dimension() -> None:
     "make",
     [lambda: np.array([1, 2], np.int32), lambda: array.array("i", [1, 2]), lambda: memoryview(array.array("i", [1, 2]))],
 )
-def test_what_the_caller_can_still_write_to_is_copied(make: object) -> None:
+def test_writable_input_is_copied(make: object) -> None:
     mine = make()  # type: ignore[operator]
     record = ids_array(mine)
-    mine[0] = 9
+    mine[0] = 9  # the caller can still write to it
     assert record.tolist() == [1, 2]
 
 
-def test_a_tensor_is_copied_too() -> None:
+def test_tensor_is_copied() -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.tensor([-1.0, -2.0])
     record = float_array(tensor)
@@ -46,14 +46,7 @@ def test_a_tensor_is_copied_too() -> None:
     assert record.tolist() == [-1.0, -2.0]
 
 
-def test_the_caller_may_go_on_writing_to_what_was_copied() -> None:
-    mine = np.array([1, 2], np.int32)
-    ids_array(mine)
-    mine[0] = 5
-    assert mine[0] == 5
-
-
-def test_a_read_only_array_is_not_copied() -> None:
+def test_read_only_array_is_shared() -> None:
     mine = ids_array([1, 2, 3])
     assert ids_array(mine) is mine
     assert np.shares_memory(ids_array(mine[1:]), mine)
@@ -62,32 +55,22 @@ def test_a_read_only_array_is_not_copied() -> None:
 @pytest.mark.parametrize(
     "again",
     [lambda s: s, lambda s: pickle.loads(pickle.dumps(s)), copy.copy, copy.deepcopy],
-    ids=["made", "unpickled", "copied", "deep"],
+    ids=["made", "pickle", "copy", "deep"],
 )
-def test_the_arrays_of_a_record_cannot_be_written_to(again: object) -> None:
+def test_arrays_of_a_record_are_read_only(again: object) -> None:
     span = again(SPAN)  # type: ignore[operator]
     assert span.same_as(SPAN)
     for values in (span.ids, span.logprobs, span.weights):
-        with pytest.raises(ValueError, match="read-only"):
-            values[0] = 1
+        assert not values.flags.writeable
 
 
-def test_unpickling_checks_again_what_the_constructor_checks() -> None:
+def test_unpickling_checks_again() -> None:
     rebuild, (cls, values) = SPAN.__reduce__()
     with pytest.raises(ValueError, match="1 logprobs"):
         rebuild(cls, {**values, "logprobs": [0.0]})
 
 
-def test_records_of_requests_and_completions_are_read_only_after_unpickling() -> None:
-    request = GenerateRequest(request_id="r", session_id="s", prompt_ids=[1, 2])
-    completion = Completion(token_ids=[1], logprobs=[-1.0], finish_reason=FinishReason.STOP)
-    assert not pickle.loads(pickle.dumps(request)).prompt_ids.flags.writeable
-    back = pickle.loads(pickle.dumps(completion))
-    assert not back.token_ids.flags.writeable
-    assert not back.logprobs.flags.writeable
-
-
-def test_same_compares_by_content_and_by_type() -> None:
+def test_same_compares_content_and_type() -> None:
     nan = float("nan")
     assert same({"a": [nan, -np.inf]}, {"a": [nan, -np.inf]})
     assert same(np.array([nan]), np.array([nan]))

@@ -1,4 +1,7 @@
-"""TrajectoryBuilder: appends tokens, splits by policy version, branches on a history edit, and copies nothing old."""
+"""TrajectoryBuilder: appends tokens, splits by policy version, branches on an edit, and copies nothing old.
+
+`tests/property/test_core_invariants.py` checks where branches begin and which segment grows.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def two_turns() -> TrajectoryBuilder:
     return builder
 
 
-def test_a_conversation_without_edits_is_one_segment() -> None:
+def test_conversation_without_edits_is_one_segment() -> None:
     (segment,) = two_turns().build()
     assert segment.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert segment.loss_weights.tolist() == [0, 0, 0, 1, 1, 0, 1]
@@ -36,7 +39,7 @@ def test_a_conversation_without_edits_is_one_segment() -> None:
     assert segment.parent is None
 
 
-def test_references_lead_to_the_spans_they_were_given_for() -> None:
+def test_references_lead_to_their_spans() -> None:
     builder = TrajectoryBuilder()
     assert builder.open([1]) == SpanRef(0, 0)
     assert builder.sample(completion([2]), turn=0) == (SpanRef(0, 1),)
@@ -57,65 +60,54 @@ def test_k_policy_versions_become_k_spans() -> None:
     assert segment.logprobs.tolist() == [0, -2, -3, -4, -5]
 
 
-def test_weights_of_another_length_are_refused_and_nothing_is_appended() -> None:
+def test_weights_of_another_length_append_nothing() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
-    with pytest.raises(AlignmentError, match="turn 0: 1 weights for 2 sampled tokens"):
+    with pytest.raises(AlignmentError, match="1 weights for 2"):
         builder.sample(completion([2, 3]), turn=0, weights=[1])
     assert builder.context.tolist() == [1]
 
 
-def test_weights_can_be_set_later_over_all_spans_of_a_turn() -> None:
+def test_weights_can_be_set_later_over_all_spans() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
     refs = builder.sample(completion([2, 3, 4], policy_versions=((0, 1), (2, 2))), turn=0)
     builder.reweigh(refs, [1, 0, 0.5])
     assert builder.build()[0].loss_weights.tolist() == [0, 1, 0, 0.5]
-    with pytest.raises(AlignmentError, match="2 weights for 3 sampled tokens"):
+    with pytest.raises(AlignmentError, match="2 weights for 3"):
         builder.reweigh(refs, [1, 1])
     for odd in (float("nan"), float("inf")):
-        with pytest.raises(AlignmentError, match=f"was given the loss weight {odd}"):
+        with pytest.raises(AlignmentError, match=f"{odd}"):
             builder.reweigh(refs, [1, odd, 1])
     assert builder.build()[0].loss_weights.tolist() == [0, 1, 0, 0.5]
 
 
-def test_only_sampled_spans_can_be_reweighed_and_a_refusal_changes_nothing() -> None:
+def test_only_sampled_spans_can_be_reweighed() -> None:
     builder = two_turns()
-    with pytest.raises(AlignmentError, match="this observation span cannot be weighted"):
+    with pytest.raises(AlignmentError, match="observation span"):
         builder.reweigh([SpanRef(0, 1), SpanRef(0, 2)], [0, 0, 0])
     assert builder.build()[0].loss_weights.tolist() == [0, 0, 0, 1, 1, 0, 1]
 
 
-def test_nothing_can_be_done_before_there_is_a_prompt() -> None:
-    with pytest.raises(AlignmentError, match="call `open` with the prompt first"):
+def test_builder_needs_a_prompt_first() -> None:
+    with pytest.raises(AlignmentError, match="`open`"):
         _ = TrajectoryBuilder().context
-    with pytest.raises(AlignmentError, match="call `open`"):
+    with pytest.raises(AlignmentError, match="`open`"):
         TrajectoryBuilder().observe([1], turn=0)
 
 
-def test_a_rewrite_without_any_segment_opens_the_first() -> None:
-    builder = TrajectoryBuilder()
-    builder.rewrite([1, 2], turn=0)
-    assert builder.build()[0].parent is None
-    assert builder.context.tolist() == [1, 2]
-
-
-def test_a_prompt_that_continues_the_segment_adds_only_what_is_new() -> None:
+def test_continued_prompt_adds_only_new_tokens() -> None:
     builder = two_turns()
     ref = builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1)
     assert ref == SpanRef(0, 4)
     assert builder.span(ref).source is SpanSource.OBSERVATION
     assert builder.span(ref).ids.tolist() == [8, 9]
-    assert len(builder.build()) == 1
+    assert builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1) is None
+    (segment,) = builder.build()
+    assert len(segment.spans) == 5
 
 
-def test_a_prompt_equal_to_the_segment_adds_nothing() -> None:
-    builder = two_turns()
-    assert builder.rewrite([1, 2, 3, 4, 5, 6, 7], turn=1) is None
-    assert len(builder.build()[0].spans) == 4
-
-
-def test_an_edited_history_opens_a_branch_in_which_replayed_tokens_weigh_nothing() -> None:
+def test_edit_opens_a_branch_whose_replays_weigh_nothing() -> None:
     builder = two_turns()
     assert builder.rewrite([1, 2, 3, 4, 6, 7, 8], turn=2) == SpanRef(1, 0)
     old, new = builder.build()
@@ -128,45 +120,7 @@ def test_an_edited_history_opens_a_branch_in_which_replayed_tokens_weigh_nothing
     assert builder.build()[1].loss_weights.tolist() == [0] * 7 + [1]
 
 
-def test_a_prefix_of_a_segment_is_a_branch_because_the_segment_goes_on_otherwise() -> None:
-    builder = two_turns()
-    builder.rewrite([1, 2, 3], turn=2)
-    assert builder.build()[1].parent == Branch(0, 3)
-
-
-def test_a_branch_without_a_common_token_has_no_parent() -> None:
-    builder = two_turns()
-    builder.rewrite([9, 9], turn=2)
-    assert builder.build()[1].parent is None
-
-
-def test_of_the_segments_that_a_prompt_continues_the_longest_grows() -> None:
-    builder = TrajectoryBuilder()
-    for prompt in ([1], [1, 2, 3], [1, 2]):
-        builder.open(prompt)
-    builder.rewrite([1, 2, 3, 4], turn=0)
-    assert [s.token_ids.tolist() for s in builder.build()] == [[1], [1, 2, 3, 4], [1, 2]]
-    builder.sample(completion([5]), turn=0)
-    assert builder.context.tolist() == [1, 2, 3, 4, 5]
-
-
-def test_a_branch_starts_where_it_shares_most() -> None:
-    builder = TrajectoryBuilder()
-    for prompt in ([1, 9, 9], [1, 2, 3, 9], [1, 2, 9]):
-        builder.open(prompt)
-    builder.rewrite([1, 2, 3, 4], turn=0)
-    assert builder.build()[3].parent == Branch(1, 3)
-
-
-def test_going_back_to_an_older_segment_lets_it_grow_on() -> None:
-    builder = two_turns()
-    builder.rewrite([1, 2, 8], turn=2)
-    builder.sample(completion([9]), turn=2)
-    builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8], turn=3)
-    assert [s.token_ids.tolist() for s in builder.build()] == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 8, 9]]
-
-
-def test_another_agents_segment_is_neither_continued_nor_branched_from() -> None:
+def test_segment_of_another_agent_is_left_alone() -> None:
     builder = TrajectoryBuilder(agent="critic")
     builder.open([1, 2, 3])
     builder.agent = "solver"
@@ -176,7 +130,7 @@ def test_another_agents_segment_is_neither_continued_nor_branched_from() -> None
     assert (solver.agent, solver.parent) == ("solver", None)
 
 
-def test_media_belongs_to_the_segment_that_grows() -> None:
+def test_media_belong_to_the_growing_segment() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
     builder.add_media("a.png")
@@ -185,18 +139,17 @@ def test_media_belongs_to_the_segment_that_grows() -> None:
     assert [s.media for s in builder.build()] == [("a.png",), ("b.png", "c.png")]
 
 
-def test_the_context_and_a_request_of_it_share_the_builders_memory() -> None:
+def test_context_and_request_share_the_builders_memory() -> None:
     builder = TrajectoryBuilder()
     builder.open([1, 2, 3])
     first = builder.context
     builder.sample(completion([4]), turn=0)
     request = GenerateRequest(request_id="r", session_id="s", prompt_ids=builder.context)
     assert np.shares_memory(request.prompt_ids, first)
-    with pytest.raises(ValueError, match="read-only"):
-        request.prompt_ids[0] = 9
+    assert not request.prompt_ids.flags.writeable
 
 
-def test_what_an_engine_still_holds_does_not_change_when_the_buffer_grows() -> None:
+def test_held_context_is_unchanged_when_the_buffer_grows() -> None:
     builder = TrajectoryBuilder()
     builder.open([1, 2, 3])
     held = builder.context
@@ -208,7 +161,7 @@ def test_what_an_engine_still_holds_does_not_change_when_the_buffer_grows() -> N
     assert len(builder.context) == 2003
 
 
-def test_a_turn_costs_its_new_tokens_however_long_the_history_is() -> None:
+def test_turn_costs_only_its_new_tokens() -> None:
     """The buffer doubles: 4096 turns of one token move it a handful of times, not 4096 times."""
     builder = TrajectoryBuilder()
     builder.open([0])
@@ -221,7 +174,7 @@ def test_a_turn_costs_its_new_tokens_however_long_the_history_is() -> None:
     assert moves <= 5
 
 
-def test_a_full_render_that_only_adds_a_few_tokens_does_not_keep_the_render_alive() -> None:
+def test_few_new_tokens_do_not_keep_a_full_render_alive() -> None:
     builder = TrajectoryBuilder()
     builder.open(range(1000))
     ref = builder.rewrite([*range(1000), 7], turn=0)

@@ -14,36 +14,26 @@ from polyturn.core.errors import PolyturnError, ToolError, did_you_mean, one_lin
 TREE = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, PolyturnError) and e is not PolyturnError]
 
 
-def test_every_error_is_also_the_standard_type_that_it_refines() -> None:
+def test_every_error_is_also_a_standard_error() -> None:
     for error in TREE:
         standard = [c for c in error.__mro__ if c.__module__ == "builtins" and c not in (Exception, BaseException, object)]
         with pytest.raises(standard[0], match=r"^the sentence$"):
             raise error("the sentence")
-
-
-def test_a_tool_error_is_outside_the_tree() -> None:
     assert not issubclass(ToolError, PolyturnError)
 
 
-def test_a_near_name_is_proposed() -> None:
-    assert did_you_mean("max_turn", ["max_turns", "seed"]) == " Did you mean 'max_turns'?"
-
-
-def test_two_near_names_are_both_proposed() -> None:
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("max_turn", ["max_turns", "seed"], "'max_turns'?"),
+        ("zzz", ["seed", "max_turns"], "'max_turns', 'seed'."),
+        ("zzz", [f"name_{i:02}" for i in range(40)], "'name_11', …."),
+        ("x", [], "Nothing is registered."),
+    ],
+)
+def test_hint_names_the_nearest_or_the_known(name: str, known: list[str], hint: str) -> None:
+    assert did_you_mean(name, known).endswith(hint)
     assert did_you_mean("turns", ["max_turns", "num_turns"]).count("'") == 4
-
-
-def test_without_a_near_name_the_known_ones_are_listed_sorted() -> None:
-    assert did_you_mean("zzz", ["seed", "max_turns"]) == " Known: 'max_turns', 'seed'."
-
-
-def test_a_long_list_of_known_names_is_cut() -> None:
-    hint = did_you_mean("zzz", [f"name_{i:02}" for i in range(40)])
-    assert hint.endswith("'name_11', ….")
-
-
-def test_nothing_registered_says_so() -> None:
-    assert did_you_mean("x", []) == " Nothing is registered."
 
 
 class Unreadable(Exception):
@@ -51,7 +41,7 @@ class Unreadable(Exception):
         raise SystemExit(9)
 
 
-def test_an_exception_becomes_one_line() -> None:
+def test_exception_becomes_one_line() -> None:
     assert one_line(Unreadable()) == "Unreadable: (its message cannot be read: SystemExit)"
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
     assert one_line(TimeoutError()) == "TimeoutError"
@@ -67,18 +57,18 @@ async def fail_beside_a_sleeper() -> None:
             tasks.create_task(fail())
 
 
-async def test_the_first_real_error_of_a_task_group_comes_out_alone() -> None:
+async def test_first_error_of_a_task_group_is_raised_alone() -> None:
     with pytest.raises(ValueError, match=r"^mine$") as caught:
         await fail_beside_a_sleeper()
     assert isinstance(caught.value.__cause__, ExceptionGroup)
 
 
-def test_an_error_outside_a_group_passes_unchanged() -> None:
+def test_error_outside_a_group_passes_unchanged() -> None:
     with pytest.raises(KeyError), first_error():
         raise KeyError("k")
 
 
-def test_a_cancellation_in_the_group_does_not_hide_the_error() -> None:
+def test_cancellation_in_a_group_does_not_hide_the_error() -> None:
     nested = BaseExceptionGroup("outer", [asyncio.CancelledError(), BaseExceptionGroup("inner", [OSError("disk")])])
     with pytest.raises(OSError, match="disk"), first_error():
         raise nested

@@ -1,4 +1,4 @@
-"""What an engine is asked and answers: impossible sampling and misaligned answers are refused at once."""
+"""Requests and completions: impossible sampling and misaligned answers are refused at once."""
 
 from __future__ import annotations
 
@@ -21,35 +21,28 @@ from polyturn.core.protocols import Engine, EngineCapabilities, Interaction, Too
         *({"top_k": v} for v in (-2, 1.5, 2**63, float("nan"))),
     ],
 )
-def test_sampling_that_cannot_work_names_the_field_and_its_value(bad: dict[str, Any]) -> None:
+def test_impossible_sampling_names_field_and_value(bad: dict[str, Any]) -> None:
     ((name, value),) = bad.items()
     with pytest.raises(ConfigError, match=re.escape(f"{name} is {value}")):
         SamplingParams(**bad)
-
-
-def test_greedy_is_temperature_zero() -> None:
     assert SamplingParams(temperature=0).temperature == 0
 
 
-def test_an_engine_returns_one_logprob_a_token() -> None:
-    with pytest.raises(AlignmentError, match="a completion of 2 tokens came with 1 logprobs"):
+def test_completion_needs_one_logprob_a_token() -> None:
+    with pytest.raises(AlignmentError, match=r"2 tokens .* 1 logprobs"):
         Completion(token_ids=[1, 2], logprobs=[-1.0], finish_reason=FinishReason.STOP)
 
 
-def test_a_finish_reason_is_one_of_the_three_also_by_its_name() -> None:
+def test_finish_reason_may_be_a_name() -> None:
     assert Completion(token_ids=[1], finish_reason="length").finish_reason is FinishReason.LENGTH  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'done' is not a valid FinishReason"):
+    with pytest.raises(ValueError, match="'done'"):
         Completion(token_ids=[1], finish_reason="done")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("runs", [(), ((1, 0),), ((0, 1), (0, 2)), ((0, 1), (5, 2), (3, 3))])
-def test_policy_versions_are_rising_runs_from_token_zero(runs: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(AlignmentError, match="rising runs that start at token 0"):
+def test_policy_versions_rise_from_token_zero(runs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(AlignmentError, match="token 0"):
         Completion(token_ids=[1] * 8, finish_reason=FinishReason.STOP, policy_versions=runs)
-
-
-def test_an_empty_completion_is_legal() -> None:
-    assert len(Completion(token_ids=[], logprobs=[], finish_reason=FinishReason.ABORT).token_ids) == 0
 
 
 class DuckEngine:
@@ -66,7 +59,7 @@ class DuckEngine:
     async def close(self) -> None: ...
 
 
-def test_a_plug_in_needs_the_methods_and_no_base_class() -> None:
+def test_plug_in_needs_no_base_class() -> None:
     assert isinstance(DuckEngine(), Engine)
     assert not isinstance(DuckEngine(), Tool)
     assert not isinstance(DuckEngine(), Interaction)

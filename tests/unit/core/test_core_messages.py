@@ -1,4 +1,4 @@
-"""Messages and their OpenAI form, the edge to files, templates and plug-ins."""
+"""Messages and their OpenAI form, in which files, templates and plug-ins see them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from polyturn.core.media import to_source
 from polyturn.core.messages import Message, ToolCall, to_openai
 
 
-def test_a_plain_message_has_only_role_and_content() -> None:
+def test_messages_have_the_openai_form() -> None:
     assert Message(role="user", content="hi").to_openai() == {"role": "user", "content": "hi"}
-
-
-def test_an_assistant_message_with_calls_has_openai_form_with_arguments_as_an_object() -> None:
     call = ToolCall(id="call_0", name="add", arguments={"a": 2})
     assert to_openai([Message(role="assistant", tool_calls=(call,), reasoning="hm")]) == [
         {
@@ -28,44 +25,37 @@ def test_an_assistant_message_with_calls_has_openai_form_with_arguments_as_an_ob
             "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
         }
     ]
-
-
-def test_a_tool_message_names_its_call_and_its_tool() -> None:
     message = Message(role="tool", content="4", tool_call_id="call_0", name="add")
     assert message.to_openai() == {"role": "tool", "content": "4", "tool_call_id": "call_0", "name": "add"}
 
 
-def test_text_joins_the_text_parts_and_leaves_images_out() -> None:
+def test_text_joins_text_parts_and_leaves_images_out() -> None:
     parts = ({"type": "text", "text": "a"}, {"type": "image", "image": "x.png"}, {"type": "text", "text": "b"})
     assert Message(role="user", content=parts).text == "ab"
     assert Message(role="user", content="plain").text == "plain"
 
 
-def test_changing_the_dict_does_not_change_the_message() -> None:
+def test_changing_the_dict_leaves_the_message() -> None:
     message = Message(role="user", content=({"type": "text", "text": "a"},))
     message.to_openai()["content"][0]["text"] = "b"
     assert message.text == "a"
 
 
-def test_content_none_is_empty_and_bare_strings_in_a_list_are_text_parts() -> None:
+def test_content_may_be_none_or_bare_strings() -> None:
     assert Message.from_openai({"role": "assistant", "content": None}).content == ""
     assert Message.from_openai({"role": "user", "content": ["a", {"type": "text", "text": "b"}]}).text == "ab"
-
-
-def test_a_message_passes_through() -> None:
-    message = Message(role="user", content="x")
-    assert Message.from_openai(message) is message
 
 
 @pytest.mark.parametrize(
     "call",
     [
+        {"id": "tool1", "function": {"name": "search", "arguments": '{"query": "why"}'}},
         {"id": "tool1", "type": "search", "arguments": {"query": "why"}},
         {"id": "tool1", "name": "search", "arguments": '{"query": "why"}'},
         {"id": "tool1", "type": "function", "function": {"name": "search", "arguments": {"query": "why"}}},
     ],
 )
-def test_a_call_may_be_flat_with_its_name_or_its_type_naming_the_tool(call: dict[str, object]) -> None:
+def test_call_may_be_flat_and_its_arguments_json(call: dict[str, object]) -> None:
     message = Message.from_openai({"role": "assistant", "content": "", "tool_calls": [call]})
     assert message.tool_calls == (ToolCall(id="tool1", name="search", arguments={"query": "why"}),)
 
@@ -75,13 +65,7 @@ def test_reasoning_is_read_under_both_names(key: str) -> None:
     assert Message.from_openai({"role": "assistant", "content": "", key: "why"}).reasoning == "why"
 
 
-def test_arguments_are_read_from_json_text_and_from_an_object() -> None:
-    for arguments in ('{"a": 1}', {"a": 1}):
-        data = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
-        assert Message.from_openai(data).tool_calls == (ToolCall(id="c", name="f", arguments={"a": 1}),)
-
-
-def test_calls_without_an_id_are_numbered_and_the_flat_form_is_read() -> None:
+def test_calls_without_an_id_are_numbered() -> None:
     message = Message.from_openai({"role": "assistant", "tool_calls": [{"name": "f"}, {"name": "g", "arguments": None}]})
     assert message.tool_calls == (ToolCall(id="call_0", name="f"), ToolCall(id="call_1", name="g"))
 
@@ -89,13 +73,13 @@ def test_calls_without_an_id_are_numbered_and_the_flat_form_is_read() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ('{"a": ', "not valid JSON (Expecting value at position 6)"),
-        ("[1]", "must be a JSON object, not list"),
-        ([1], "must be a JSON object, not list"),
-        ("null", "must be a JSON object, not NoneType"),
+        ('{"a": ', "position 6"),
+        ("[1]", "not list"),
+        ([1], "not list"),
+        ("null", "not NoneType"),
     ],
 )
-def test_arguments_that_cannot_be_read_are_kept_with_their_error(arguments: object, error: str) -> None:
+def test_unreadable_arguments_are_kept_with_their_error(arguments: object, error: str) -> None:
     message = Message.from_openai({"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]})
     (call,) = message.tool_calls
     assert call.arguments == {}
@@ -103,23 +87,24 @@ def test_arguments_that_cannot_be_read_are_kept_with_their_error(arguments: obje
     assert call.raw == str(arguments)
 
 
-def test_a_message_without_a_role_and_a_call_without_a_name_are_refused() -> None:
-    with pytest.raises(DataError, match=r"needs a 'role'; this one has the keys \['content'\]"):
+def test_message_needs_a_role_and_call_a_name() -> None:
+    with pytest.raises(DataError, match=r"'role'.*'content'"):
         Message.from_openai({"content": "x"})
-    with pytest.raises(DataError, match="a tool call needs a name"):
+    with pytest.raises(DataError, match="name"):
         Message.from_openai({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]})
     (call,) = Message.from_openai({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}).tool_calls
     assert call.error == "a tool call needs a name"  # what a model wrote and a scheduler repeats
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3), (2, 4)])
-def test_an_array_of_pixels_becomes_a_picture(shape: tuple[int, ...]):
+def test_array_of_pixels_becomes_a_picture(shape: tuple[int, ...]):
     pixels = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     picture = Image.open(io.BytesIO(base64.b64decode(to_source("image", pixels).partition(",")[2])))
     seen = np.asarray(picture)
-    assert seen.shape == (2, 4, 3) and np.array_equal(seen[..., 1], pixels[..., 1] if pixels.ndim == 3 else pixels)
+    assert seen.shape == (2, 4, 3)
+    assert np.array_equal(seen[..., 1], pixels[..., 1] if pixels.ndim == 3 else pixels)
 
 
-def test_an_array_of_another_shape_is_refused():
-    with pytest.raises(DataError, match=r"must have the shape \[height, width, 3\], not \[2, 4, 4, 3\]"):
+def test_array_of_another_shape_is_refused():
+    with pytest.raises(DataError, match=r"\[2, 4, 4, 3\]"):
         to_source("image", np.zeros((2, 4, 4, 3), np.uint8))

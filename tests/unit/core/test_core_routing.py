@@ -1,4 +1,4 @@
-"""Routes stay with their tokens: over turns, forks, edits, cuts and parts of a completion, and over every way of writing."""
+"""Routes of experts stay with their tokens: over turns, forks, edits, cuts, parts of a completion, pickle and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyturn.core.errors import AlignmentError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.routing import RouteShape, fill, has_route
 from polyturn.core.serde import from_json, to_json
-from polyturn.core.trajectory import Segment, Span, SpanSource
+from polyturn.core.trajectory import Span, SpanSource
 
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=8)
 
@@ -48,7 +48,7 @@ def check(builder: TrajectoryBuilder) -> None:
             assert np.array_equal(segment.routed_experts[known], routes_of(segment.token_ids)[known])
 
 
-def test_a_turn_brings_the_routes_of_its_prompt_and_of_all_but_its_last_token() -> None:
+def test_turn_brings_the_routes_of_all_but_its_last_token() -> None:
     builder = TrajectoryBuilder()
     builder.open([1, 2, 3])
     assert builder.num_routed == 0
@@ -68,7 +68,7 @@ def test_a_turn_brings_the_routes_of_its_prompt_and_of_all_but_its_last_token() 
 
 
 @given(st.lists(st.tuples(st.sampled_from(["turn", "fork", "edit", "cut"]), st.integers(0, 7)), max_size=12))
-def test_a_known_route_is_always_that_of_its_context(steps: list[tuple[str, int]]) -> None:
+def test_known_route_is_that_of_its_context(steps: list[tuple[str, int]]) -> None:
     builder = TrajectoryBuilder()
     builder.open([1, 2])
     places = [builder]
@@ -89,7 +89,7 @@ def test_a_known_route_is_always_that_of_its_context(steps: list[tuple[str, int]
         check(builder)
 
 
-def test_a_fork_asks_only_for_what_its_branch_does_not_share() -> None:
+def test_fork_asks_only_for_routes_that_it_does_not_share() -> None:
     builder = TrajectoryBuilder()
     builder.open([1, 2])
     builder.sample(answer([1, 2], [3, 4]), turn=0)
@@ -99,7 +99,7 @@ def test_a_fork_asks_only_for_what_its_branch_does_not_share() -> None:
     assert other.num_routed == builder.num_routed == 3
 
 
-def test_a_completion_in_parts_has_the_routes_of_all_parts() -> None:
+def test_completion_in_parts_has_the_routes_of_all() -> None:
     request = GenerateRequest(request_id="a", session_id="a", prompt_ids=[1, 2], routed_from=1)
     first = answer([1, 2], [3, 4], routed_from=1)
     rest = continued(request, [first])
@@ -109,7 +109,7 @@ def test_a_completion_in_parts_has_the_routes_of_all_parts() -> None:
     assert np.array_equal(whole.head(1, FinishReason.STOP).routed_experts, routes_of([1, 2])[1:])
 
 
-def test_routes_are_read_only_and_survive_pickle_and_json() -> None:
+def test_routes_survive_pickle_and_json_read_only() -> None:
     span = Span(ids=[1, 2], source=SpanSource.PROMPT, routed_experts=routes_of([1, 2]))
     assert not span.routed_experts.flags.writeable
     for back in (pickle.loads(pickle.dumps(span)), from_json(Span, json.loads(json.dumps(to_json(span))))):
@@ -121,7 +121,7 @@ def test_routes_are_read_only_and_survive_pickle_and_json() -> None:
     assert from_json(Span, json.loads(json.dumps(to_json(span)))).same_as(span)
 
 
-def test_a_token_keeps_the_route_that_it_has() -> None:
+def test_token_keeps_the_route_that_it_has() -> None:
     held = fill(None, 3, routes_of([1, 2])[:2], at=0)
     assert np.array_equal(fill(held, 3, routes_of([7, 7, 7]), at=0)[:2], held[:2])
 
@@ -141,7 +141,3 @@ def test_routes_of_another_model_are_refused_in_a_sentence() -> None:
     builder.open([1])
     with pytest.raises(AlignmentError, match="came with routes where"):
         builder.sample(answer([1, 2, 3], [4]), turn=0)
-
-
-def test_a_segment_knows_no_route_where_no_span_does() -> None:
-    assert Segment(spans=(Span(ids=[1], source=SpanSource.PROMPT),)).routed_experts is None

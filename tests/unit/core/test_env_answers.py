@@ -9,7 +9,7 @@ from polyturn.core.env import EnvStep, Seated
 
 @pytest.mark.parametrize("is_seated", [False, True])
 @pytest.mark.parametrize(("terminated", "truncated"), [(False, False), (True, False), (False, True), (True, True)])
-def test_a_limit_ends_an_episode_as_its_goal_does_and_is_told_apart(is_seated: bool, terminated: bool, truncated: bool):
+def test_limit_and_goal_both_end_an_episode(is_seated: bool, terminated: bool, truncated: bool):
     ended = {"terminated": terminated, "truncated": truncated}
     answer = Seated(seat=1, observation="", **ended) if is_seated else ("", 0.0, terminated, truncated, {})
     step = EnvStep.of(answer, name="game")

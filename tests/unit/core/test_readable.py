@@ -11,7 +11,7 @@ import pytest
 from polyturn.core.readable import is_readable
 
 
-def test_a_pipe_is_readable_when_something_or_its_end_has_come() -> None:
+def test_pipe_is_readable_with_data_or_at_its_end() -> None:
     read, write = os.pipe()
     assert not is_readable(read, timeout_s=-1.0)
     os.write(write, b"x")
@@ -22,7 +22,7 @@ def test_a_pipe_is_readable_when_something_or_its_end_has_come() -> None:
     os.close(read)
 
 
-def test_a_number_beyond_1023_is_waited_for_like_any_other() -> None:
+def test_descriptor_beyond_1023_works() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit <= 1100:
         pytest.skip(f"this shell allows {limit} open files; `ulimit -n 4096` lets the test run")

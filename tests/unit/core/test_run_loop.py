@@ -1,6 +1,6 @@
-"""`run_loop` and `end_process`: nothing that plug-ins leave behind keeps a process, and everything that is left is named.
+"""`run_loop` and `end_process`: nothing that plug-ins leave behind keeps a process, and leftovers are named.
 
-Each program runs in a process of its own, because what is tested is that the process ends.
+Each program runs in a process of its own, because its end is what is tested.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
 
@@ -84,35 +84,37 @@ sys.modules["polyturn.cli.end_process"].GRACE_S = 0.5
 
 
 def ended(work: str, *, then: str = "pass", before: str = "") -> subprocess.CompletedProcess[str]:
-    """Return what a program left whose coroutine did `work`."""
+    """Run a program whose coroutine does `work`."""
     program = PROGRAM.format(before=before, work=textwrap.indent(textwrap.dedent(work), "    "), then=then)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
 
 
-LEFT = [
-    ("leave(asyncio.create_task(ignores()))", "at the end of the run"),
-    ("leave(asyncio.create_task(blocks_at_last())); await asyncio.sleep(0)", "at the end of the run"),
-    ("await anext(leave(words()))", "at the end of the run"),
-    ("leave(asyncio.create_task(stands_still_when_cancelled())); await asyncio.sleep(0.1)", "because it stands still"),
-    ("await anext(leave(stands_still()))", "because it stands still"),
-    ("leave(asyncio.create_task(ignores())).get_loop().create_task(exits()); await asyncio.sleep(0)", "SystemExit(7)"),
-    ("leave(threading.Thread(target=time.sleep, args=(3600,), name='mine')).start()", "the thread 'mine'"),
-    ("leave(asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600))", "the thread 'asyncio_0'"),
-    ("atexit.register(time.sleep, 3600)", "an exit handler"),
-]
-"""Work, and what is said of it."""
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("work", "name"),
+    [
+        ("leave(asyncio.create_task(ignores()))", "at the end of the run"),
+        ("leave(asyncio.create_task(blocks_at_last())); await asyncio.sleep(0)", "at the end of the run"),
+        ("await anext(leave(words()))", "at the end of the run"),
+        ("leave(asyncio.create_task(stands_still_when_cancelled())); await asyncio.sleep(0.1)", "because it stands still"),
+        ("await anext(leave(stands_still()))", "because it stands still"),
+        ("leave(asyncio.create_task(ignores())).get_loop().create_task(exits()); await asyncio.sleep(0)", "SystemExit(7)"),
+        ("leave(threading.Thread(target=time.sleep, args=(3600,), name='mine')).start()", "the thread 'mine'"),
+        ("leave(asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600))", "the thread 'asyncio_0'"),
+        ("atexit.register(time.sleep, 3600)", "an exit handler"),
+    ],
+)
+def test_leftover_work_is_named_and_does_not_keep_the_process(work: str, name: str) -> None:
+    done = ended(work, before=IMPATIENT)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "abandoned" in done.stderr
+    assert name in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "was destroyed" not in done.stderr
 
 
-def test_what_is_left_is_named_and_keeps_nothing():
-    with ThreadPoolExecutor(len(LEFT)) as threads:  # each waits
-        ran = threads.map(lambda one: ended(one[0], before=IMPATIENT), LEFT)
-    for (_, named), done in zip(LEFT, ran, strict=True):
-        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-        assert "at the end of the" in done.stderr and "abandoned" in done.stderr and named in done.stderr
-        assert not any(words in done.stderr for words in ("Traceback", "was destroyed", "Exception ignored")), done.stderr
-
-
-def test_nothing_is_said_where_nothing_is_left():
+@pytest.mark.clock
+def test_run_without_leftovers_logs_nothing() -> None:
     work = """
     async def well_behaved():
         try:
@@ -131,7 +133,7 @@ def test_nothing_is_said_where_nothing_is_left():
 
 
 @pytest.mark.parametrize(
-    ("then", "code", "said"),
+    ("then", "code", "ending"),
     [
         ("sys.exit(3)", 3, ""),
         ("sys.exit()", 0, ""),
@@ -139,61 +141,53 @@ def test_nothing_is_said_where_nothing_is_left():
         ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
     ],
 )
-def test_a_process_ends_as_python_would_end_it(then: str, code: int, said: str):
+def test_process_ends_as_python_would_end_it(then: str, code: int, ending: str) -> None:
     done = ended("leave(asyncio.create_task(ignores()))", then=then, before=IMPATIENT)
     assert (done.returncode, done.stdout) == (code, "done\n")
-    assert done.stderr.endswith(said)
+    assert done.stderr.endswith(ending)
 
 
-def test_an_error_of_the_coroutine_is_raised_after_the_rest_was_cancelled():
-    done = ended(
-        "leave(asyncio.create_task(ignores()))\nawait asyncio.sleep(0)\nraise ValueError('wrong')", before=IMPATIENT
-    )
-    assert done.returncode == 1 and done.stderr.endswith("ValueError: wrong\n")
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        ("await asyncio.sleep(0)\nraise ValueError('wrong')", "ValueError: wrong"),
+        (
+            "asyncio.get_running_loop().call_soon(os.kill, os.getpid(), 2)\nawait asyncio.sleep(3600)",
+            "KeyboardInterrupt",
+        ),
+        (
+            "for delay_s in (0.1, 0.2):\n    asyncio.get_running_loop().call_later(delay_s, os.kill, os.getpid(), 2)\n"
+            "await ignores()",
+            "KeyboardInterrupt",
+        ),
+    ],
+    ids=["error", "ctrl-c", "second ctrl-c"],
+)
+def test_error_and_interrupt_are_raised_after_the_rest_was_cancelled(work: str, error: str) -> None:
+    done = ended(f"leave(asyncio.create_task(ignores()))\n{work}", before=IMPATIENT)
+    assert done.returncode == 1, done.stderr
+    assert error in done.stderr
     assert "abandoned at the end of the run" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("meddle", "said"),
-    [
-        (lambda: [task.cancel() for task in asyncio.all_tasks()], "cancelled every task"),
-        (lambda: asyncio.get_running_loop().stop(), "stopped the event loop"),
-    ],
+    "meddle",
+    [lambda: [task.cancel() for task in asyncio.all_tasks()], lambda: asyncio.get_running_loop().stop()],
+    ids=["cancels all", "stops the loop"],
 )
-def test_who_ends_what_everything_runs_in_is_told_in_a_sentence(meddle, said: str):
+def test_plug_in_that_ends_the_loop_is_a_rollout_error(meddle: Callable[[], None]) -> None:
     async def work() -> None:
         asyncio.get_running_loop().call_soon(meddle)
         await asyncio.sleep(60)
 
-    with pytest.raises(RolloutError, match=f"a plug-in .* {said}"):
+    with pytest.raises(RolloutError, match="a plug-in"):
         run_loop(work())
 
 
-def test_ctrl_c_ends_a_coroutine_that_plug_ins_surround():
-    work = """
-    leave(asyncio.create_task(ignores()))
-    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), 2)
-    await asyncio.sleep(3600)
-    """
-    done = ended(work, before=IMPATIENT)
-    assert done.returncode == 1 and done.stderr.endswith("KeyboardInterrupt\n"), done.stderr
-    assert "abandoned at the end of the run" in done.stderr
-
-
-def test_a_second_ctrl_c_ends_a_coroutine_that_ignores_the_first():
-    work = """
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.1, os.kill, os.getpid(), 2)
-    loop.call_later(0.2, os.kill, os.getpid(), 2)
-    await ignores()
-    """
-    done = ended(work, before=IMPATIENT)
-    assert done.returncode == 1 and "KeyboardInterrupt" in done.stderr, done.stderr
-    assert "abandoned at the end of the run" in done.stderr
-
-
-def test_a_loop_can_be_run_after_another():
+def test_loops_can_run_one_after_another() -> None:
     async def loop_id() -> int:
         return id(asyncio.get_running_loop())
 
-    assert isinstance(run_loop(loop_id()), int) and isinstance(run_loop(loop_id()), int)
+    assert isinstance(run_loop(loop_id()), int)
+    assert isinstance(run_loop(loop_id()), int)

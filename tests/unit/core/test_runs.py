@@ -15,7 +15,7 @@ VALUES = st.sampled_from([0.0, -0.0, 1.0, 0.7, float("nan"), float("-inf")])
 
 
 @given(st.lists(st.tuples(VALUES, st.integers(1, 90)), max_size=6))
-def test_any_array_comes_back_to_the_last_bit(runs):
+def test_any_array_comes_back_bit_for_bit(runs):
     array = np.concatenate([np.empty(0, np.float32), *(np.full(n, value, np.float32) for value, n in runs)])
     back = unpacked(packed(array))
     assert back.dtype == array.dtype and back.tobytes() == array.tobytes()
@@ -38,7 +38,7 @@ def sample(num_tokens: int) -> TrainSample:
     )
 
 
-def test_of_a_long_prompt_a_sample_carries_little_more_than_its_ids():
+def test_sample_with_a_long_prompt_pickles_small():
     short, long = sample(258), sample(4258)
     assert pickle.loads(pickle.dumps(long)).same_as(long)
     assert not pickle.loads(pickle.dumps(long)).loss_weights.flags.writeable

@@ -1,4 +1,4 @@
-"""Two processes call each other over one socket: answers, errors in their own words, cancellation, and the other's end."""
+"""Two processes call each other over one socket: answers, errors, cancellation, and the end of a peer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def pair(methods: dict[str, Callable[..., Any]]) -> tuple[Peer, Peer]:
     return peers[0], peers[1]
 
 
-async def test_calls_run_side_by_side_and_their_errors_are_in_their_own_words() -> None:
+async def test_calls_run_concurrently_and_keep_their_errors() -> None:
     may_go_on = asyncio.Event()
 
     async def wait(value: int) -> int:
@@ -48,7 +48,7 @@ async def test_calls_run_side_by_side_and_their_errors_are_in_their_own_words() 
     theirs.close()
 
 
-async def test_a_call_that_is_cancelled_is_cancelled_there_and_one_that_waits_learns_that_the_other_is_gone() -> None:
+async def test_cancellation_and_end_of_peer_reach_the_other_side() -> None:
     cancelled, begun = asyncio.Event(), asyncio.Event()
 
     async def wait() -> None:
@@ -65,8 +65,9 @@ async def test_a_call_that_is_cancelled_is_cancelled_there_and_one_that_waits_le
     running.cancel()
     await cancelled.wait()
     cancelled.clear()
+    begun.clear()
     running = asyncio.create_task(ours.call("wait"))
-    await asyncio.sleep(0.01)
+    await begun.wait()
     theirs.close()
     with pytest.raises(EngineError, match="the other is gone"):
         await running
@@ -75,7 +76,7 @@ async def test_a_call_that_is_cancelled_is_cancelled_there_and_one_that_waits_le
     await cancelled.wait()
 
 
-async def test_what_only_one_end_can_read_fails_one_call_and_no_other() -> None:
+async def test_unpicklable_value_fails_only_its_call() -> None:
     class Own:
         """Of no module: as the classes of a program's own file are."""
 

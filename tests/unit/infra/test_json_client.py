@@ -1,4 +1,4 @@
-"""The HTTP client reads no more than it may, goes nowhere by itself, shows no secret, and says what was not sent."""
+"""The HTTP client bounds answers, follows no redirect, shows no secret, and tells unsent requests from lost ones."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ async def server():
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port := free_port())
-    await site.start()
-    yield f"http://127.0.0.1:{port}"
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
 
 
-async def test_what_a_server_answers_and_what_it_cannot_do(server: str) -> None:
+async def test_client_reads_answers_and_bounds_them(server: str) -> None:
     client = JsonClient(headers=bearer("s3cret-token"), timeout_s=60)
     try:
         assert (await client.send("POST", f"{server}/", {"a": 1})).json() == {"asked": {"a": 1}}
@@ -57,7 +56,7 @@ async def test_what_a_server_answers_and_what_it_cannot_do(server: str) -> None:
         await client.close()
 
 
-async def test_nothing_was_sent_where_nobody_listens_and_only_that_is_tried_again() -> None:
+async def test_refused_connection_is_retried_where_asked() -> None:
     client, num_tries = JsonClient(timeout_s=60), 0
 
     async def ask() -> None:

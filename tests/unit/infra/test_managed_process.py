@@ -1,4 +1,4 @@
-"""A child process leaves nothing behind, outlives the thread that asked for it, and is told of by its last words."""
+"""A child process leaves nothing behind, outlives the thread that started it, and its log is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ time.sleep(600)
 """
 
 
-def test_a_process_and_what_it_started_end_together_and_ending_twice_is_fine(tmp_path: Path) -> None:
+def test_process_ends_with_its_children_and_twice(tmp_path: Path) -> None:
     log = tmp_path / "family.log"
     process = ManagedProcess([sys.executable, "-c", FAMILY], log=log)
     while "both" not in process.tail():
@@ -32,7 +32,7 @@ def test_a_process_and_what_it_started_end_together_and_ending_twice_is_fine(tmp
     assert log.read_text() == "both are there\n"
 
 
-def test_a_process_outlives_the_thread_that_started_it() -> None:
+def test_process_outlives_its_starting_thread() -> None:
     started: list[ManagedProcess] = []
     code = "import sys; print('ready', flush=True); print(sys.stdin.readline().strip(), flush=True)"
     thread = threading.Thread(target=lambda: started.append(ManagedProcess([sys.executable, "-c", code], pipes=True)))
@@ -49,7 +49,7 @@ def test_a_process_outlives_the_thread_that_started_it() -> None:
     process.end()
 
 
-def test_a_program_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
+def test_missing_program_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         ManagedProcess(["no-such-program"])
     (tmp_path / "text").write_text("no program")
