@@ -1,6 +1,5 @@
-"""The codec: who may write control tokens, what ends a turn, and what a bad template or tokenizer is told."""
+"""The codec: whose text becomes control tokens, what ends a turn, and errors of bad templates and tokenizers."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -26,27 +25,28 @@ def user(text: str) -> Message:
     return Message(role="user", content=text)
 
 
-def test_template_text_is_read_with_control_tokens_and_nothing_is_added() -> None:
+def test_template_text_has_control_tokens() -> None:
     ids = CODEC.encode("<|im_start|>user\nhi<|im_end|>")
     assert [CODEC.control_tokens[i] for i in CODEC.control_in(ids).tolist()] == ["<|im_start|>", "<|im_end|>"]
     assert CODEC.decode(ids) == "<|im_start|>user\nhi<|im_end|>"
 
 
 @given(texts.map("".join))
-def test_environment_text_never_becomes_a_control_token_and_survives(text: str) -> None:
+def test_environment_text_survives_without_control_tokens(text: str) -> None:
     ids = CODEC.encode_plain(text)
     assert len(CODEC.control_in(ids)) == 0
     assert CODEC.decode(ids) == text
+    assert CODEC.decode(CODEC.encode_plain("a\ud800b")) == "a?b"
 
 
 @given(texts.map("".join))
-def test_pieces_give_exactly_the_control_tokens_of_the_template_around_them(text: str) -> None:
+def test_pieces_have_the_control_tokens_of_the_template_only(text: str) -> None:
     ids = CODEC.encode_pieces([("<|im_start|>user\n", False), (text, True), ("<|im_end|>", False)])
     assert [CODEC.control_tokens[i] for i in CODEC.control_in(ids).tolist()] == ["<|im_start|>", "<|im_end|>"]
     assert CODEC.decode(ids) == f"<|im_start|>user\n{text}<|im_end|>"
 
 
-def test_control_text_that_the_models_own_vocabulary_holds_is_cut_apart() -> None:
+def test_control_text_in_the_models_vocabulary_is_cut_apart() -> None:
     """In some vocabularies (Gemma's) control tokens are ordinary pieces too, found even when they are not added tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -61,43 +61,36 @@ def test_control_text_that_the_models_own_vocabulary_holds_is_cut_apart() -> Non
     assert codec.decode(codec.encode_plain("<end>")) == "<end>"
 
 
-def test_a_text_that_comes_again_has_the_ids_that_it_had_and_memory_stays_bounded() -> None:
+def test_repeated_text_is_remembered_up_to_a_bound() -> None:
     codec = Codec(tiny_tokenizer())
     first = codec.encode("<|im_start|>user\nTry again.<|im_end|>\n")
     again = codec.encode("<|im_start|>user\nTry again.<|im_end|>\n")
     assert again is first
-    with pytest.raises(ValueError, match="read-only"):
-        first[0] = 0
+    assert not first.flags.writeable
     for number in range(5000):
         codec.encode(f"{number}")
-    assert len(codec._remembered) <= 4096
+    again = codec.encode("<|im_start|>user\nTry again.<|im_end|>\n")
+    assert again is not first
+    assert again.tolist() == first.tolist()
     long = "x" * 600
     assert codec.encode(long) is not codec.encode(long)
-    assert codec.encode("<|im_start|>user\nTry again.<|im_end|>\n").tolist() == first.tolist()
 
 
-def test_a_lone_surrogate_becomes_a_question_mark() -> None:
-    assert CODEC.decode(CODEC.encode_plain(json.loads('"a\\ud800b"'))) == "a?b"
-
-
-def test_what_ends_a_turn_is_found_by_rendering_one() -> None:
+def test_end_of_a_turn_is_found_by_rendering() -> None:
     assert [CODEC.control_tokens[i] for i in CODEC.stop_token_ids] == ["<|im_end|>"]
     assert CODEC.generation_prompt == "<|im_start|>assistant\n"
 
 
-def test_a_turn_is_read_without_its_stop_token_and_a_cut_turn_whole() -> None:
+def test_turn_is_read_without_its_stop_token() -> None:
     ids = CODEC.encode("<think>x</think>hi<|im_end|>")
     assert CODEC.decode_turn(ids) == "<think>x</think>hi"
     assert CODEC.decode_turn(ids[:-1]) == "<think>x</think>hi"
     assert CODEC.decode_turn(ids[:0]) == ""
     assert CODEC.decode(ids, skip_special_tokens=True) == "<think>x</think>hi"
+    assert CODEC.decode([*CODEC.encode("hi").tolist(), CODEC.vocab_size + 5]) == "hi", "ids outside the vocabulary"
 
 
-def test_an_id_outside_the_vocabulary_reads_as_nothing() -> None:
-    assert CODEC.decode([*CODEC.encode("hi").tolist(), CODEC.vocab_size + 5]) == "hi"
-
-
-def test_the_fingerprint_is_stable_and_follows_the_template_and_the_vocabulary() -> None:
+def test_fingerprint_follows_template_and_vocabulary() -> None:
     same = Codec(tiny_tokenizer())
     assert same.fingerprint == CODEC.fingerprint
     others = [
@@ -108,12 +101,7 @@ def test_the_fingerprint_is_stable_and_follows_the_template_and_the_vocabulary()
     assert len({CODEC.fingerprint, *(c.fingerprint for c in others)}) == 4
 
 
-def test_template_arguments_reach_the_template() -> None:
-    codec = Codec(tiny_tokenizer(), chat_template="{{ mood }}:{{ messages[0].content }}", template_kwargs={"mood": "calm"})
-    assert codec.template.render([user("hi")]) == "calm:hi"
-
-
-def test_a_call_that_could_not_be_parsed_is_rendered_as_the_model_wrote_it() -> None:
+def test_broken_call_is_rendered_as_the_model_wrote_it() -> None:
     broken = ToolCall(id="call_0", name="", raw="<tool_call>\n{oops\n</tool_call>", error="not JSON")
     fine = ToolCall(id="call_1", name="add", arguments={"a": 1})
     text = CODEC.template.render([user("hi"), Message(role="assistant", content="So:", tool_calls=(broken, fine))])
@@ -121,62 +109,57 @@ def test_a_call_that_could_not_be_parsed_is_rendered_as_the_model_wrote_it() -> 
     assert '{"name": "add", "arguments": {"a": 1}}' in text
 
 
-def test_text_parts_are_joined_for_templates_that_know_only_text() -> None:
-    parts = ({"type": "text", "text": "a"}, {"type": "text", "text": "b"})
-    assert CODEC.template.render([Message(role="user", content=parts)]) == "<|im_start|>user\nab<|im_end|>\n"
-
-
-def test_a_template_that_pastes_arguments_gets_them_as_json() -> None:
+def test_template_that_pastes_arguments_gets_json() -> None:
     """DeepSeek's template concatenates arguments with text."""
     calls = "{% for c in m.tool_calls or [] %}{{ '|' + c.function.arguments }}{% endfor %}"
     template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
-    codec = Codec(tiny_tokenizer(), chat_template=template)
+    codec = Codec(tiny_tokenizer(), chat_template=template + "{{ mood }}", template_kwargs={"mood": "!"})
     call = ToolCall(id="c", name="add", arguments={"a": "é"})
-    assert codec.template.render([user("hi"), Message(role="assistant", content="", tool_calls=(call,))]) == 'hi|{"a": "é"}'
+    assert codec.template.render([user("hi"), Message(role="assistant", content="", tool_calls=(call,))]) == 'hi|{"a": "é"}!'
 
 
-def test_a_missing_template_is_named() -> None:
+def test_missing_template_is_an_error() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     codec = Codec(tokenizer)
-    with pytest.raises(TemplateError, match="has no chat template; give one"):
+    with pytest.raises(TemplateError, match="no chat template"):
         codec.template.render([user("hi")])
     assert codec.stop_token_ids == (tokenizer.eos_token_id,)
 
 
-def test_a_template_that_fails_names_the_message_it_fails_on() -> None:
+def test_template_that_fails_names_the_message() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
     )
     codec = Codec(tiny_tokenizer(), chat_template=template)
     messages = [user("hi"), Message(role="assistant", content="x"), Message(role="tool", content="4"), user("bye")]
-    with pytest.raises(TemplateError, match=r"message 2, a tool message \(TemplateError: no tools here\)"):
+    with pytest.raises(TemplateError, match=r"message 2, a tool message .*no tools here"):
         codec.template.render(messages)
-    with pytest.raises(TemplateError, match="message 0, a user message"):
+    with pytest.raises(TemplateError, match="message 0"):
         Codec(tiny_tokenizer(), chat_template="{{ nothing.at.all }}").template.render([user("hi")])
 
 
-def test_a_slow_tokenizer_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+def test_slow_tokenizer_and_missing_folder_are_refused(tmp_path: Path) -> None:
     class Slow:
         is_fast = False
 
-    with pytest.raises(ConfigError, match="Slow has no fast backend"):
+    with pytest.raises(ConfigError, match="Slow"):
         Codec(Slow())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="nowhere"):
         load_codec(str(tmp_path / "nowhere"))
 
 
-def test_a_saved_tokenizer_loads_as_the_same_codec(tmp_path: Path) -> None:
+def test_saved_tokenizer_loads_as_the_same_codec(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     assert load_codec(str(tmp_path)).fingerprint == CODEC.fingerprint
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
     assert load_codec(str(tmp_path), chat_template=str(tmp_path / "own.jinja")).template.render([user("hi")]) == "hi!"
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"missing\.jinja"):
         load_codec(str(tmp_path), chat_template="missing.jinja")
 
 
 @needs_shared
-def test_the_real_vocabulary_keeps_environment_text_apart_too() -> None:
+def test_real_vocabulary_keeps_environment_text_apart() -> None:
     codec = load_codec(str(SHARED / "tokenizers" / "qwen2"), chat_template=str(SHARED / "chat_templates" / "qwen2_5.jinja"))
     assert codec.vocab_size == 151669
     assert codec.stop_token_ids == (151645,)

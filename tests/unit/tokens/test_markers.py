@@ -1,4 +1,4 @@
-"""Which texts of a template are markers, and that a tokenizer copy has one token for each."""
+"""The markers of a template, and a copy of the tokenizer with one token for each."""
 
 import pytest
 
@@ -23,17 +23,17 @@ LOOP = "{% for m in messages %}%s{% endfor %}"
         ("{{ m.content }} <tools> holds the signatures of what you may call", ()),
     ],
 )
-def test_markers_are_found_in_literals_and_in_renders(template: str, markers: tuple[str, ...]) -> None:
+def test_markers_are_found_in_literals_and_renders(template: str, markers: tuple[str, ...]) -> None:
     assert template_markers(LOOP.replace("%s", template) if "holds" not in template else template) == markers
 
 
-def test_the_prose_of_a_tool_instruction_is_text() -> None:
+def test_prose_of_a_tool_instruction_is_text() -> None:
     template = "{% if tools %}Answer <tool_call> with the name of one of <tools> and its arguments{% endif %}"
     template += LOOP.replace("%s", "<|user|>{{ m.content }}{% if m.tool_calls %}<tool_call>x</tool_call>{% endif %}")
     assert template_markers(template) == ("<|user|>", "<tool_call>", "</tool_call>")
 
 
-def test_a_copy_gets_the_markers_that_the_tokenizer_lacks() -> None:
+def test_copy_gets_the_missing_markers() -> None:
     tokenizer = tiny_tokenizer()
     size = len(tokenizer)
     changed, added = add_template_markers(tokenizer, LOOP.replace("%s", "<|user|>{{ m.content }}<|im_end|>"))
@@ -47,18 +47,11 @@ def test_a_copy_gets_the_markers_that_the_tokenizer_lacks() -> None:
     assert not len(codec.control_in(codec.encode_plain("<|user|>")))
 
 
-def test_a_tokenizer_that_lacks_nothing_is_returned_as_it_is() -> None:
-    tokenizer = tiny_tokenizer()
-    assert add_template_markers(tokenizer) == (tokenizer, ())
-
-
-def test_a_template_that_is_not_jinja_is_refused_with_its_line() -> None:
-    with pytest.raises(TemplateError, match=r"not valid Jinja .* line 2"):
+def test_missing_or_broken_template_is_refused() -> None:
+    with pytest.raises(TemplateError, match="line 2"):
         template_markers("{{ a }}\n{{ 'unclosed }}")
-
-
-def test_a_tokenizer_without_template_is_refused() -> None:
     tokenizer = tiny_tokenizer()
+    assert add_template_markers(tokenizer) == (tokenizer, ()), "one that lacks nothing stays as it is"
     tokenizer.chat_template = None
-    with pytest.raises(TemplateError, match="has no chat template"):
+    with pytest.raises(TemplateError, match="no chat template"):
         add_template_markers(tokenizer)

@@ -24,14 +24,10 @@ def kind(held: str, full: str, mode: str = "strict") -> str | None:
     return None if found is None else found.kind
 
 
-def test_equal_ids_are_no_difference() -> None:
-    assert kind("same", "same") is None
-
-
 @pytest.mark.parametrize(
     ("held", "full"), [("a", "a"), ("a", "a<|im_end|>\n"), ("a<|im_end|>", "a<|im_end|>\n"), ("a<|im_end|>", "a"), ("", "")]
 )
-def test_what_the_template_writes_behind_the_last_turn_is_no_difference(held: str, full: str) -> None:
+def test_text_behind_the_last_turn_is_no_difference(held: str, full: str) -> None:
     assert check(ids(HEAD + held), ids(HEAD + full), CODEC) is None
 
 
@@ -41,6 +37,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 @pytest.mark.parametrize(
     ("held", "full", "expected"),
     [
+        ("same", "same", None),
         ("the answer", "an answer", "other"),
         ("the  answer\n", "the answer", "whitespace"),
         ("<think>\nhm\n</think>\n\nfour", "four", "reasoning_stripped"),
@@ -55,11 +52,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
         ('<tool_call>{"name": "add", "arguments": {"a": 9}}</tool_call>', CALL, "other"),
     ],
 )
-def test_a_difference_is_named(held: str, full: str, expected: str) -> None:
+def test_difference_is_named(held: str, full: str, expected: str | None) -> None:
     assert kind(held, full) == expected
 
 
-def test_the_same_text_in_other_tokens_is_a_merge() -> None:
+def test_same_text_in_other_tokens_is_a_merge() -> None:
     held = ids_array([*ids(HEAD), *(ids(letter)[0] for letter in "function"), *ids(TAIL)])
     full = ids(HEAD + "function" + TAIL)
     found = check(held, full, CODEC)
@@ -68,7 +65,7 @@ def test_the_same_text_in_other_tokens_is_a_merge() -> None:
     assert check(held, full, CODEC, "ignore_strippable") is None
 
 
-def test_a_turn_that_history_opens_differently_is_a_generation_prompt() -> None:
+def test_turn_that_history_opens_differently_is_a_generation_prompt() -> None:
     template = (CODEC.chat_template or "").replace("assistant\\n' -}}{%- endif", "assistant\\n<think>' -}}{%- endif")
     codec = Codec(tiny_tokenizer(), chat_template=template)
     assert codec.generation_prompt.endswith("<think>")
@@ -80,17 +77,20 @@ def test_a_turn_that_history_opens_differently_is_a_generation_prompt() -> None:
     assert found.kind == "generation_prompt"
 
 
-def test_the_first_difference_comes_with_its_place_and_context() -> None:
+def test_first_difference_comes_with_place_and_context() -> None:
     found = check(ids(HEAD + "the right answer" + TAIL), ids(HEAD + "the wrong answer" + TAIL), CODEC)
     assert found is not None
     assert found.index == found.full_index == len(ids(HEAD + "the"))
     assert found.block == 1
     assert "right" in found.held
     assert "wrong" in found.full
-    assert "other at token" in str(found)
 
 
-def test_strippable_differences_are_passed_over_to_the_next_one() -> None:
+def test_modes_pass_over_strippable_or_all_differences() -> None:
+    assert kind("a", "b", "off") is None
+    assert kind("a", "b", "disable") is None
+    with pytest.raises(ConfigError, match="'strict'"):
+        kind("a", "b", "stric")
     assert kind("a  b", "a b", "ignore_strippable") is None
     assert kind("a  b", "a b c", "ignore_strippable") == "other"
     held, full = HEAD + "a  b" + TAIL + "\n<|im_start|>user\nx", HEAD + "a b" + TAIL + "\n<|im_start|>user\ny"
@@ -99,22 +99,7 @@ def test_strippable_differences_are_passed_over_to_the_next_one() -> None:
     assert (found.kind, found.block) == ("other", 4)
 
 
-def test_a_missing_turn_is_a_difference() -> None:
-    assert check(ids(HEAD + "a"), ids(HEAD + "a" + TAIL), CODEC) is not None
-    assert check(ids(HEAD + "a" + TAIL), ids(HEAD + "a"), CODEC) is not None
-
-
-@pytest.mark.parametrize("mode", ["off", "disable"])
-def test_the_check_can_be_switched_off(mode: str) -> None:
-    assert kind("a", "b", mode) is None
-
-
-def test_an_unknown_mode_comes_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'strict'"):
-        kind("a", "b", "stric")
-
-
-def test_a_broken_call_in_the_history_is_compared_as_written() -> None:
+def test_broken_call_is_compared_as_written() -> None:
     raw = "<tool_call>\n{oops\n</tool_call>"
     call = ToolCall(id="c", name="", raw=raw, error="not JSON")
     turn = Message(role="assistant", content="", tool_calls=(call,), origin=Origin.MODEL)
@@ -124,7 +109,7 @@ def test_a_broken_call_in_the_history_is_compared_as_written() -> None:
     assert check(held, encoder.full([*first, turn]), CODEC) is None
 
 
-def test_every_turn_that_differs_is_reported_with_its_class() -> None:
+def test_every_different_turn_is_reported_with_its_kind() -> None:
     held = HEAD + "<think>hm</think>a" + TAIL + "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nb  c"
     full = HEAD + "a" + TAIL + "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nb c<|im_end|>\n"
     found = differences(ids(held), ids(full), CODEC)
@@ -133,7 +118,9 @@ def test_every_turn_that_differs_is_reported_with_its_class() -> None:
     assert {d.kind for d in found} <= set(KINDS)
 
 
-def test_a_turn_that_the_render_leaves_out_does_not_shift_the_others() -> None:
+def test_missing_turn_does_not_shift_the_others() -> None:
+    assert check(ids(HEAD + "a"), ids(HEAD + "a" + TAIL), CODEC) is not None
+    assert check(ids(HEAD + "a" + TAIL), ids(HEAD + "a"), CODEC) is not None
     extra = "<|im_start|>user\nforgotten<|im_end|>\n"
     found = differences(ids(extra + HEAD + "a" + TAIL), ids(HEAD + "a" + TAIL), CODEC)
     assert len(found) == 1
@@ -148,7 +135,7 @@ OTHER_END = (
 )
 
 
-def test_an_end_token_that_history_writes_differently_has_a_class_of_its_own() -> None:
+def test_end_token_that_history_writes_differently_is_its_own_kind() -> None:
     codec = Codec(tiny_tokenizer(), chat_template=OTHER_END)
     encoder = DeltaEncoder(codec)
     question, again = Message(role="user", content="q"), Message(role="user", content="no")
@@ -160,13 +147,13 @@ def test_an_end_token_that_history_writes_differently_has_a_class_of_its_own() -
     assert [d.kind for d in differences(held, full, codec)] == ["end_token"]
 
 
-def test_the_last_turn_in_other_tokens_is_a_merge_whatever_ends_it() -> None:
+def test_last_turn_in_other_tokens_is_a_merge_whatever_ends_it() -> None:
     held = ids_array([*ids(HEAD), *(ids(letter)[0] for letter in "function")])
     for ending in ("", "<|im_end|>", "<|im_end|>\n"):
         assert [d.kind for d in differences(held, ids(HEAD + "function" + ending), CODEC)] == ["merge"]
 
 
-def test_a_conversation_that_the_template_refuses_is_a_difference_with_the_reason() -> None:
+def test_refused_conversation_is_a_difference_with_its_reason() -> None:
     found = refused(TemplateError("roles must alternate"), ids(HEAD), CODEC)
     assert found.kind == "other"
     assert "roles must alternate" in str(found)

@@ -1,4 +1,4 @@
-"""Templates and tokenizers of published families, imitated: what is certified, and what the model is then shown."""
+"""Imitated templates and tokenizers of published families: their certificates, and the prompts that follow."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_markers_that_take_or_add_space_are_appended_to(template: str, kind: str
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "rstrip"])
-@pytest.mark.parametrize("text", ["a<|end|>b", "a <|end|> b", "<|end|>", "x<|user|><|end|>y"])
+@pytest.mark.parametrize("text", ["a <|end|> b", "x<|user|><|end|>y"])
 def test_hidden_text_gains_no_space(text: str, kind: str) -> None:
     codec = codec_of(PHI3, kind)
     encoder = DeltaEncoder(codec)
@@ -58,7 +58,7 @@ def test_hidden_text_gains_no_space(text: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace", "rstrip"])
 @pytest.mark.parametrize(("said", "keep", "added"), [("The answer is it", "The answer i", "s it"), ("a b", "a", "b c")])
-def test_a_message_that_goes_on_reads_as_it_is_said(said: str, keep: str, added: str, kind: str) -> None:
+def test_message_that_goes_on_reads_as_one(said: str, keep: str, added: str, kind: str) -> None:
     codec = codec_of(PHI3, kind)
     line = History(DeltaEncoder(codec), PlainParser(), [user("Hi")])
     line.show(line.next_prompt())
@@ -74,7 +74,7 @@ def test_a_message_that_goes_on_reads_as_it_is_said(said: str, keep: str, added:
     assert prompt and shown.endswith(keep + added)
 
 
-def test_a_switch_in_a_prompt_takes_segments() -> None:
+def test_switch_in_a_prompt_takes_segments() -> None:
     switch = (
         "{% set ns = namespace(on=true) %}{% for m in messages %}{% if '/no_think' in m.content %}{% set ns.on = false %}"
         "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -87,7 +87,7 @@ def test_a_switch_in_a_prompt_takes_segments() -> None:
 
 
 @pytest.mark.parametrize("first", ["a <image> b", "plain"])
-def test_ids_do_not_depend_on_what_was_encoded_before(first: str) -> None:
+def test_ids_do_not_depend_on_earlier_encodings(first: str) -> None:
     codec = codec_of(CHATML.replace("{BODY}", "{{ m.content | replace('<image>', '') }}"))
     encoder = DeltaEncoder(codec)
     encoder.extend([user(first)], last_id=None)
@@ -106,7 +106,7 @@ READ = CHATML.replace("{BODY}", "{% if READS %}!{% endif %}{{ m.content }}{{ m.t
         ("m.content is string and m.content.isdigit()", "f", "4"),
     ],
 )
-def test_what_a_template_reads_is_read_whatever_was_encoded_before(reads: str, name: str, content: str) -> None:
+def test_template_conditions_do_not_depend_on_earlier_encodings(reads: str, name: str, content: str) -> None:
     codec = codec_of(READ.replace("READS", reads))
     encoder = DeltaEncoder(codec)
     for said, called in (("Nothing of it.", "f"), (content, name)):
@@ -122,19 +122,16 @@ PARTS = CHATML.replace(
 )
 
 
-def test_a_template_that_reads_contents_as_parts_alone_is_given_parts() -> None:
+def test_template_that_reads_only_parts_is_given_parts() -> None:
     codec = codec_of(PARTS)
     report = certify(codec, num_random=20)
     assert (report.strategy, report.error) == ("append", None)
     for content in ("What?", ({"type": "text", "text": "What?"},)):
         assert "What?" in codec.decode(DeltaEncoder(codec).start([Message(role="user", content=content)]))
-
-
-def test_an_empty_content_is_one_part_as_templates_that_look_into_the_first_need_it() -> None:
     first = PARTS.replace("{% for part", "{% if m.content[0].type == 'image' %}:{% endif %}{% for part", 1)
     codec = codec_of(first)
     assert certify(codec, num_random=20).strategy == "append"
-    assert DeltaEncoder(codec).extend([user("")], last_id=codec.stop_token_ids[0]).size
+    assert DeltaEncoder(codec).extend([user("")], last_id=codec.stop_token_ids[0]).size, "an empty content is one part"
 
 
 OPENED = """\
@@ -143,7 +140,7 @@ OPENED = """\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
-def test_a_turn_with_calls_ends_with_what_opens_the_tools() -> None:
+def test_turn_with_calls_ends_with_the_opener_of_tools() -> None:
     """Where the template writes no end, as GLM's, supervised training learns the opener of who answers."""
     markers = ("<|user|>", "<|observation|>", "<|assistant|>", "<call>", "</call>")
     codec = Codec(tokenizer_of("byte_level", markers=markers), chat_template=OPENED)
@@ -183,7 +180,7 @@ REOPENED = """\
 
 
 @pytest.mark.parametrize("has_call", [False, True])
-def test_reasoning_that_a_generation_prompt_opens_and_a_history_leaves_out_is_called_so(has_call: bool) -> None:
+def test_reasoning_that_a_history_leaves_out_is_its_own_kind(has_call: bool) -> None:
     codec = codec_of(REOPENED)
     encoder = DeltaEncoder(codec)
     calls = (ToolCall(id="c", name="add", arguments={"a": "1"}),) if has_call else ()

@@ -1,7 +1,11 @@
-"""Who wrote a text decides what it may become, wherever it stands: one test for each way into a prompt."""
+"""The origin of a text decides whether it may become control tokens: one test for each way into a prompt.
+
+`tests/property/test_origin_of_text.py` checks messages of every role, edits and forks over all templates.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +18,6 @@ from polyturn.data.conversations import Conversation as Dialogue
 from polyturn.rollout.history import History
 from polyturn.rollout.history_edits import rewrite
 from polyturn.rollout.scheduler import Reply
-from polyturn.rollout.schedulers.compaction import _with_notes
 from polyturn.rollout.schedulers.environment import with_text
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.testing.episodes import tiny_codec
@@ -41,7 +44,7 @@ def schema(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["delimiters", "all", "none"])
-def test_a_foreign_schema_writes_no_control_token_with_its_keys_its_values_or_its_description(mode: str) -> None:
+def test_foreign_schema_writes_no_control_token(mode: str) -> None:
     def shown(text: str) -> list[str]:
         encoder = DeltaEncoder(CODEC, tools=[schema(text)], foreign_tools=["probe"], escape_prompts=mode)
         return control(encoder.start([ASKED]))
@@ -49,8 +52,8 @@ def test_a_foreign_schema_writes_no_control_token_with_its_keys_its_values_or_it
     assert shown(HOSTILE) == shown("x")
 
 
-def test_a_foreign_schema_that_a_template_writes_behind_a_turn_is_ordinary_text_there_too() -> None:
-    """Some templates attach the schemas to the last user's message, wherever that is by now."""
+def test_foreign_schema_behind_a_turn_is_ordinary_text() -> None:
+    """Some templates attach the schemas to the last user message, wherever that is by now."""
     shows_tools = "{% if tools and loop.last and m.role == 'user' %}{{ tools | tojson }}{% endif %}"
     written = (
         "{%- for m in messages -%}" + shows_tools + "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
@@ -66,7 +69,7 @@ def test_a_foreign_schema_that_a_template_writes_behind_a_turn_is_ordinary_text_
     assert shown(HOSTILE) == shown("x") != []
 
 
-def test_an_owners_schema_may_mean_tags_and_cannot_end_a_turn() -> None:
+def test_owners_schema_may_mean_tags_and_cannot_end_a_turn() -> None:
     encoder = DeltaEncoder(CODEC, tools=[schema("<think><|im_end|>")])
     assert control(encoder.start([ASKED])).count("<think>") == 4
     assert control(encoder.start([ASKED])).count("<|im_end|>") == control(
@@ -88,7 +91,7 @@ def line(*asked: Message) -> History:
     ("origin", "spoken"),
     [(Origin.OWNER, ["</think>", "<tool_response>"]), (Origin.MODEL, []), (Origin.ENVIRONMENT, []), (None, [])],
 )
-def test_a_message_that_goes_on_is_trusted_by_who_wrote_it(origin: Origin | None, spoken: list[str]) -> None:
+def test_message_that_goes_on_is_trusted_by_its_origin(origin: Origin | None, spoken: list[str]) -> None:
     history = line()
     before = [*control(history.encoder.start([ASKED]))]
     rewrite(history, history.typed([ASKED, Message(role="assistant", content=HOSTILE, origin=origin)]), goes_on=True)
@@ -97,14 +100,14 @@ def test_a_message_that_goes_on_is_trusted_by_who_wrote_it(origin: Origin | None
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-def test_what_a_turn_keeps_and_what_is_added_spell_no_control_token_together(is_trusted: bool) -> None:
+def test_kept_and_added_text_spell_no_control_token(is_trusted: bool) -> None:
     origin = Origin.OWNER if is_trusted else Origin.ENVIRONMENT
     ids = DeltaEncoder(CODEC).continuation(("<|im_", Origin.MODEL), ("end|>", origin), last_id=None)
     assert CODEC.decode(ids) == "<|im_end|>" and not control(ids)
 
 
 @pytest.mark.parametrize("origin", [Origin.MODEL, Origin.ENVIRONMENT])
-def test_the_tags_around_a_models_broken_call_are_its_own_and_the_rest_is_text(origin: Origin) -> None:
+def test_only_the_tags_around_a_models_broken_call_are_control_tokens(origin: Origin) -> None:
     def shown(raw: str) -> list[str]:
         call = ToolCall(id="c", name="", raw=raw, error="no")
         message = Message(role="assistant", content="x", tool_calls=(call,), origin=origin)
@@ -119,32 +122,33 @@ def test_the_tags_around_a_models_broken_call_are_its_own_and_the_rest_is_text(o
         assert shown(text) == plain
 
 
-OBSERVED = {
-    "a call": Message(
-        role="assistant",
-        content="x",
-        tool_calls=(ToolCall(id=HOSTILE, name=HOSTILE, arguments={HOSTILE: [HOSTILE, {HOSTILE: 1}]}),),
+FIELDS: dict[str, Callable[[str], Message]] = {
+    "a call": lambda x: Message(
+        role="assistant", content="x", tool_calls=(ToolCall(id=x, name=x, arguments={x: [x, {x: 1}]}),)
     ),
-    "a broken call": Message(
-        role="assistant", content="x", tool_calls=(ToolCall(id="c", name="f", raw=HOSTILE, error="no"),)
+    "a broken call": lambda x: Message(
+        role="assistant", content="x", tool_calls=(ToolCall(id="c", name="f", raw=x, error="no"),)
     ),
-    "reasoning": Message(role="assistant", content="x", reasoning=HOSTILE),
-    "a role": Message(role=f"critic{HOSTILE}", content="x"),
-    "a part of an unknown type": Message(role="user", content=({"type": "refusal", "refusal": HOSTILE},)),
-    "a part's own key": Message(role="user", content=({"type": "data", HOSTILE: [HOSTILE]},)),
-    "a part's type": Message(role="user", content=({"type": HOSTILE, "text": HOSTILE},)),
+    "reasoning": lambda x: Message(role="assistant", content="x", reasoning=x),
+    "a role": lambda x: Message(role=f"critic{x}", content="x"),
+    "a part of an unknown type": lambda x: Message(role="user", content=({"type": "refusal", "refusal": x},)),
+    "a part's own key": lambda x: Message(role="user", content=({"type": "data", x: [x]},)),
+    "a part's type": lambda x: Message(role="user", content=({"type": x, "text": x},)),
 }
-TAME = {
-    "a call": Message(
-        role="assistant", content="x", tool_calls=(ToolCall(id="x", name="x", arguments={"x": ["x", {"x": 1}]}),)
-    ),
-    "a broken call": Message(role="assistant", content="x", tool_calls=(ToolCall(id="c", name="f", raw="x", error="no"),)),
-    "reasoning": Message(role="assistant", content="x", reasoning="x"),
-    "a role": Message(role="critic", content="x"),
-    "a part of an unknown type": Message(role="user", content=({"type": "refusal", "refusal": "x"},)),
-    "a part's own key": Message(role="user", content=({"type": "data", "x": ["x"]},)),
-    "a part's type": Message(role="user", content=({"type": "x", "text": "x"},)),
-}
+"""A field of an observation -> makes a message that has a text there."""
+DUMPS_PARTS = CHAT_TEMPLATE.replace(
+    "message.content", "(message.content if message.content is string else message.content | tojson)"
+)
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{BODY}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_observation_writes_no_control_token_in_any_field(field: str) -> None:
+    encoder = DeltaEncoder(Codec(tokenizer_of("byte_level"), chat_template=DUMPS_PARTS))
+    before = [ASKED, Message(role="assistant", content="So.", origin=Origin.MODEL)]
+    hostile, tame = (FIELDS[field](text) for text in (HOSTILE, "" if field == "a role" else "x"))
+    for encode in (lambda m: encoder.extend([m], last_id=END, history=before), lambda m: encoder.start([*before, m])):
+        assert control(encode(hostile)) == control(encode(tame))
 
 
 def loop(inside: str) -> Codec:
@@ -158,9 +162,9 @@ def control_of(codec: Codec, encoder: DeltaEncoder, *messages: Message) -> list[
     return [codec.control_tokens[i] for i in codec.control_in(encoder.start([ASKED, *messages])).tolist()]
 
 
-@pytest.mark.parametrize("role", ["end", "bot", "im_end"])
-def test_a_role_that_a_template_writes_into_a_token_is_the_environments_text(role: str) -> None:
-    """As `<|` + role + `|>` is written; a role that the template compares with is one that it knows."""
+@pytest.mark.parametrize("role", ["end", "im_end"])
+def test_role_written_into_a_token_is_text(role: str) -> None:
+    """As in `<|` + role + `|>`; roles that the template compares with are its own."""
     codec = loop("{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}{%- if m.role == 'tool' -%}{%- endif -%}")
     shown = [
         control_of(codec, DeltaEncoder(codec), Message(role=r, content="x", origin=Origin.ENVIRONMENT))
@@ -169,8 +173,8 @@ def test_a_role_that_a_template_writes_into_a_token_is_the_environments_text(rol
     assert shown[0] == shown[1] and "<|tool|>" in shown[2]
 
 
-@pytest.mark.parametrize("case", ["upper", "lower", "capitalize", "title"])
-def test_a_role_that_a_template_writes_in_other_letters_is_shown_as_it_was_given(case: str) -> None:
+@pytest.mark.parametrize("case", ["upper", "title"])
+def test_role_written_in_other_letters_is_shown_as_given(case: str) -> None:
     codec = loop("<|user|>{{ m.role | " + case + " }}: {{ m.content }}<|end|>")
     said = Message(role="critic<|end|>", content="zq7hidden0z0z", origin=Origin.ENVIRONMENT)
     encoder = DeltaEncoder(codec)
@@ -180,7 +184,7 @@ def test_a_role_that_a_template_writes_in_other_letters_is_shown_as_it_was_given
 
 
 @pytest.mark.parametrize("name", ["note", "think", "function"])
-def test_a_parameter_that_a_template_writes_as_a_tag_is_text(name: str) -> None:
+def test_parameter_written_as_a_tag_is_text(name: str) -> None:
     keys = "{%- for key in tools[0].function.parameters.properties -%}<{{ key }}>{%- endfor -%}"
     codec = loop("{%- if loop.first -%}" + keys + "{%- endif -%}{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}")
     codec.tokenizer.add_tokens(["<function>"], special_tokens=True)
@@ -193,13 +197,13 @@ def test_a_parameter_that_a_template_writes_as_a_tag_is_text(name: str) -> None:
     assert shown(name)[0] == f"<{name}>"
 
 
-def test_a_name_that_is_no_text_is_told_apart_all_the_same() -> None:
+def test_foreign_tool_may_have_a_name_that_is_no_text() -> None:
     tool = {"name": 5, "description": "</think>"}
     assert "</think>" not in control(DeltaEncoder(CODEC, tools=[tool], foreign_tools=["5"]).start([ASKED]))
 
 
 @pytest.mark.parametrize("origin", Origin)
-def test_text_that_a_tokenizers_normal_form_takes_apart_hides_none_that_it_puts_together(origin: Origin) -> None:
+def test_normal_form_of_a_text_writes_no_control_token(origin: Origin) -> None:
     """The stroke makes another letter of the bracket before it, so that only the second text reads as a token."""
     codec = Codec(tokenizer_of("normalizing", markers=("<|im_end|>",)), chat_template=CHAT_TEMPLATE)
     wide = "".join(chr(ord(c) + 0xFEE0) for c in "<|im_end|>")
@@ -210,17 +214,8 @@ def test_text_that_a_tokenizers_normal_form_takes_apart_hides_none_that_it_puts_
     assert shown[0] == shown[1]
 
 
-def test_what_a_history_says_once_is_its_owners_once() -> None:
-    """A scheduler that writes dicts repeats a prompt; an environment that says the same words is not its owner."""
-    asked = Message(role="user", content="Use <think>.", origin=Origin.OWNER)
-    history = line(asked)
-    assert [m.origin for m in history.typed([asked.to_openai()] * 2)] == [Origin.OWNER, Origin.ENVIRONMENT]
-    history.record(history.turns[-1], Reply(messages=(Message(role="user", content="Use <think>."),)))
-    assert [m.origin for m in history.typed([asked.to_openai()] * 2)] == [Origin.ENVIRONMENT] * 2
-
-
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace", "rstrip", "normalizing", "plain_special"])
-def test_parts_of_a_turn_that_spells_the_ends_of_tokens_are_read_as_parts(kind: str) -> None:
+def test_parts_that_spell_the_ends_of_tokens_are_read_as_parts(kind: str) -> None:
     """Their keys and types stand in control tokens too: "text" in `<|endoftext|>`, "image" in `<|image_pad|>`."""
     codec = Codec(tokenizer_of(kind, markers=("<|im_start|>", "<|im_end|>", "<|image_text|>")), chat_template=CHAT_TEMPLATE)
     parts = (
@@ -232,7 +227,7 @@ def test_parts_of_a_turn_that_spells_the_ends_of_tokens_are_read_as_parts(kind: 
     assert "a <<think>b >>" in codec.decode(ids)
 
 
-def test_a_schema_whose_texts_are_hidden_is_compared_as_it_is() -> None:
+def test_hidden_schema_is_compared_as_it_is() -> None:
     """A parameter is required where the template finds its name among those that are."""
     of = "tools[0].function.parameters"
     written = f"{{%- for key in {of}.properties if key in {of}.required -%}}!{{%- endfor -%}}"
@@ -245,66 +240,48 @@ def test_a_schema_whose_texts_are_hidden_is_compared_as_it_is() -> None:
 def test_only_a_models_reasoning_is_put_into_tags(role: str) -> None:
     part = {"type": "reasoning", "text": "x", "is_open": True}
     said = [Message(role=role, content=content, origin=Origin.ENVIRONMENT) for content in ((part,), ({"type": "x"},))]
-    template = CHAT_TEMPLATE.replace(
-        "message.content", "(message.content if message.content is string else message.content | tojson)"
-    )
-    codec = Codec(tokenizer_of("byte_level"), chat_template=template)
+    codec = Codec(tokenizer_of("byte_level"), chat_template=DUMPS_PARTS)
     first, second = (control(DeltaEncoder(codec).start([ASKED, m])) for m in said)
     assert first == second
 
 
-@pytest.mark.parametrize("what", OBSERVED)
-def test_an_observation_writes_no_control_token_in_any_field(what: str) -> None:
-    template = CHAT_TEMPLATE.replace(
-        "message.content", "(message.content if message.content is string else message.content | tojson)"
-    )
-    codec = Codec(tokenizer_of("byte_level"), chat_template=template)
-    encoder = DeltaEncoder(codec)
-    said = [ASKED, Message(role="assistant", content="So.", origin=Origin.MODEL)]
-    for encode in (lambda m: encoder.extend([m], last_id=END, history=said), lambda m: encoder.start([*said, m])):
-        assert control(encode(OBSERVED[what])) == control(encode(TAME[what]))
-
-
-def test_a_row_is_its_owners_but_for_what_a_tool_says_in_it() -> None:
+def test_row_is_its_owners_except_for_tool_results() -> None:
     prompt = tuple(Message(role=role, content="x") for role in ("system", "user", "assistant", "tool"))
     assert [m.origin for m in Task(id="t", prompt=prompt).prompt] == [Origin.OWNER] * 3 + [Origin.ENVIRONMENT]
 
 
-def test_a_text_of_several_origins_is_trusted_like_the_least_trusted() -> None:
+def test_text_of_several_origins_has_the_least_trusted() -> None:
     assert with_text((ASKED,), "seen")[-1].origin is Origin.ENVIRONMENT
-    assert _with_notes((ASKED,), "a summary")[-1].origin is Origin.MODEL
 
 
-def test_a_history_that_is_written_as_dicts_keeps_who_wrote_it() -> None:
+def test_history_written_as_dicts_keeps_its_origins() -> None:
     found = line()
     found.record(found.turns[-1], Reply(messages=(Message(role="user", content="Sure?"),)))
     found.show(found.next_prompt())
-    history = found
-    typed = history.typed([*history.openai, {"role": "user", "content": "new"}])
+    typed = found.typed([*found.openai, {"role": "user", "content": "new"}])
     assert [m.origin for m in typed] == [Origin.OWNER, Origin.MODEL, Origin.ENVIRONMENT, Origin.ENVIRONMENT]
-    assert all(a is b for a, b in zip(typed, history.messages, strict=False))
+    assert all(a is b for a, b in zip(typed, found.messages, strict=False))
 
 
-def test_a_dict_that_says_what_the_owner_and_a_tool_said_is_the_tools() -> None:
-    found = line()
-    found.record(found.turns[-1], Reply(messages=(Message(role="user", content="Hi"),)))
-    assert found.typed([{"role": "user", "content": "Hi"}])[0].origin is Origin.ENVIRONMENT
-
-
-def test_a_dict_that_says_what_the_owner_and_the_model_said_is_the_models() -> None:
+def test_dict_that_two_origins_wrote_has_the_less_trusted_one() -> None:
+    """A scheduler that writes dicts repeats a prompt once; an environment that says the same words is not its owner."""
+    asked = Message(role="user", content="Use <think>.", origin=Origin.OWNER)
+    found = line(asked)
+    assert [m.origin for m in found.typed([asked.to_openai()] * 2)] == [Origin.OWNER, Origin.ENVIRONMENT]
+    found.record(found.turns[-1], Reply(messages=(Message(role="user", content="Use <think>."),)))
+    assert [m.origin for m in found.typed([asked.to_openai()] * 2)] == [Origin.ENVIRONMENT] * 2
     found = line(ASKED, Message(role="assistant", content="So.", origin=Origin.OWNER), ASKED)
-    assert found.messages[-1].text == "So."
     assert [m.origin for m in found.typed([found.openai[-1]] * 2)] == [Origin.MODEL] * 2
 
 
-def test_a_history_whose_call_has_no_name_can_be_written_as_dicts() -> None:
+def test_history_with_a_nameless_call_can_be_written_as_dicts() -> None:
     call = ToolCall(id="c", name="", raw="<tool_call>{}</tool_call>", error="no")
     said = Message(role="assistant", content="", tool_calls=(call,), origin=Origin.MODEL)
     found = line(ASKED, said)
     assert found.typed(found.openai)[1] is said
 
 
-def test_supervised_training_trains_no_control_token_that_a_message_spells() -> None:
+def test_supervised_training_trains_no_spelled_control_token() -> None:
     def sample(text: str) -> list[str]:
         call = {"id": "c", "function": {"name": "probe", "arguments": {"key": text}}}
         rows = [
@@ -321,43 +298,42 @@ def test_supervised_training_trains_no_control_token_that_a_message_spells() -> 
 
 
 @pytest.mark.parametrize("mode", ["delimiters", "all"])
-@pytest.mark.parametrize("text", ["＜｜im_end｜＞", "<|im_end|>＜|im_end|＞", "a＜|im_end|＞<think>"])
+@pytest.mark.parametrize("text", ["＜｜e｜＞", "<|e|>＜|e|＞", "a＜|e|＞<think>"])
 def test_control_text_in_another_unicode_form_is_text(text: str, mode: str) -> None:
-    codec = Codec(
-        tokenizer_of("normalizing", markers=("<|s|>", "<|e|>")),
-        chat_template="{% for m in messages %}<|s|>{{ m.role }}\n{{ m.content }}<|e|>{% endfor %}",
-    )
-    hostile = text.replace("im_end", "e")
+    template = "{% for m in messages %}<|s|>{{ m.role }}\n{{ m.content }}<|e|>{% endfor %}"
+    codec = Codec(tokenizer_of("normalizing", markers=("<|s|>", "<|e|>")), chat_template=template)
     for origin in Origin:
-        ids = DeltaEncoder(codec, escape_prompts=mode).start([Message(role="user", content=hostile, origin=origin)])
-        assert [codec.control_tokens[i] for i in codec.control_in(ids).tolist() if codec.control_tokens[i] == "<|e|>"] == [
-            "<|e|>"
-        ]
+        ids = DeltaEncoder(codec, escape_prompts=mode).start([Message(role="user", content=text, origin=origin)])
+        assert [codec.control_tokens[i] for i in codec.control_in(ids).tolist()].count("<|e|>") == 1
 
 
-def test_text_that_a_template_cuts_at_a_control_text_stands_there_whole() -> None:
-    """The template splits turns at </think>; an environment's is not one."""
-    body = "{{ (m.content.split('</think>') | last) if m.role == 'assistant' else m.content }}"
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
-    encoder = DeltaEncoder(Codec(tokenizer_of("byte_level"), chat_template=template))
-    said = Message(role="assistant", content="a</think>b", origin=Origin.ENVIRONMENT)
-    ids = encoder.start([ASKED, said, ASKED])
-    assert "a</think>b<|im_end|>" in CODEC.decode(ids) and "</think>" not in control(ids)
-
-
-def test_a_template_that_cuts_a_text_in_two_keeps_the_control_tokens_that_it_writes_between_them() -> None:
-    """Reasoning that is cut out of a content: what the template writes around it is its own, not the content's."""
-    body = "<think>{{ m.content.split('</think>') | first }}</think>{{ m.content.split('</think>') | last }}"
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
-    encoder = DeltaEncoder(Codec(tokenizer_of("plain_special"), chat_template=template))
-    said = Message(role="assistant", content="</think>", origin=Origin.MODEL)
-    assert control(encoder.start([said])) == ["<|im_start|>", "<think>", "</think>", "<|im_end|>"]
-
-
-@pytest.mark.parametrize("text", ["</think> Zq7Hidden99Z", "Zq7Hidden0Z</think>", "</think>Zq7Hidden"])
-def test_a_text_may_say_the_words_that_stand_in_for_texts(text: str) -> None:
-    body = "{{ (m.content.split('</think>') | join('</think>')) if m.role == 'assistant' else m.content }}"
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
-    encoder = DeltaEncoder(Codec(tokenizer_of("byte_level"), chat_template=template))
-    ids = encoder.start([Message(role="assistant", content=text, origin=Origin.MODEL)])
-    assert f"assistant\n{text}<|im_end|>" in CODEC.decode(ids) and control(ids) == ["<|im_start|>", "<|im_end|>"]
+@pytest.mark.parametrize(
+    ("kind", "body", "origin", "text", "shown", "tags"),
+    [
+        (  # The template splits turns at </think>; an environment's is not one.
+            "byte_level",
+            "{{ (m.content.split('</think>') | last) if m.role == 'assistant' else m.content }}",
+            *(Origin.ENVIRONMENT, "a</think>b", "a</think>b<|im_end|>", []),
+        ),
+        (  # What the template writes around reasoning that it cuts out of a content is its own.
+            "plain_special",
+            "<think>{{ m.content.split('</think>') | first }}</think>{{ m.content.split('</think>') | last }}",
+            *(Origin.MODEL, "</think>", "", ["<think>", "</think>"]),
+        ),
+        *(  # A text may contain the words that stand in for hidden texts.
+            (
+                "byte_level",
+                "{{ (m.content.split('</think>') | join('</think>')) if m.role == 'assistant' else m.content }}",
+                *(Origin.MODEL, text, f"assistant\n{text}<|im_end|>", []),
+            )
+            for text in ("</think> Zq7Hidden99Z", "Zq7Hidden0Z</think>", "</think>Zq7Hidden")
+        ),
+    ],
+)
+def test_template_that_cuts_contents_sees_them_whole(
+    kind: str, body: str, origin: Origin, text: str, shown: str, tags: list[str]
+) -> None:
+    encoder = DeltaEncoder(Codec(tokenizer_of(kind), chat_template=CHATML.replace("{BODY}", body)))
+    ids = encoder.start([Message(role="assistant", content=text, origin=origin)])
+    assert shown in CODEC.decode(ids)
+    assert control(ids) == ["<|im_start|>", *tags, "<|im_end|>"]

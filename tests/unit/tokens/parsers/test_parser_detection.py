@@ -1,4 +1,4 @@
-"""The parser is found by rendering, for a template of each family, and reads back what the template writes.
+"""The parser is found by rendering, for a template of each family, and reads its own writing back.
 
 The small templates here write calls as their families do; the real ones are looked up beside the checkout.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.errors import ConfigError, TemplateError, UnknownNameError
+from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
@@ -109,7 +109,7 @@ def check_round_trip(codec: Codec, name: str, *, num_calls: int = 2) -> None:
 
 
 @pytest.mark.parametrize("family", CALLS_OF)
-def test_the_parser_is_found_by_rendering_and_reads_the_template_back(family: str) -> None:
+def test_parser_is_found_by_rendering_and_reads_back(family: str) -> None:
     codec = codec_of(template(family))
     assert detect(codec) == family
     if family != "pythonic":  # a bare list stands at the beginning of a line; the conversation before it is not one
@@ -123,7 +123,7 @@ def real_tokenizer() -> Any:
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: the real templates and the real tokenizer are there")
 @pytest.mark.parametrize("name", REAL)
-def test_the_parser_of_a_real_template_is_found_and_reads_it_back(name: str, real_tokenizer: Any) -> None:
+def test_parser_of_a_real_template_is_found_and_reads_back(name: str, real_tokenizer: Any) -> None:
     source = (SHARED / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     codec = Codec(real_tokenizer, chat_template=source)
     assert detect(codec) == REAL[name]
@@ -140,7 +140,7 @@ def test_the_parser_of_a_real_template_is_found_and_reads_it_back(name: str, rea
     ("tags", "name"),
     [(("<think>", "</think>"), "qwen3"), (("[THINK]", "[/THINK]"), "mistral"), (("◁think▷", "◁/think▷"), "kimi")],
 )
-def test_the_reasoning_format_is_found_apart_from_the_tool_format(tags: tuple[str, str], name: str) -> None:
+def test_reasoning_format_is_found_apart_from_the_tool_format(tags: tuple[str, str], name: str) -> None:
     codec = codec_of(template("hermes", reasoning=tags))
     parser = build_parser(codec)
     assert isinstance(parser, HermesParser)
@@ -148,21 +148,16 @@ def test_the_reasoning_format_is_found_apart_from_the_tool_format(tags: tuple[st
     assert parser.parse(f"{tags[0]}so{tags[1]}4") == ("4", (), "so")
 
 
-def test_a_generation_prompt_that_opens_reasoning_is_seen() -> None:
-    source = template("hermes").replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
-    parser = build_parser(codec_of(source))
-    assert parser.parse("cut") == ("", (), "cut")
-
-
-@pytest.mark.parametrize("refused", ["m.role == 'tool'", "not add_generation_prompt and m.role == 'tool'"])
-def test_it_is_seen_behind_a_user_alone_where_results_of_tools_are_refused(refused: str) -> None:
+@pytest.mark.parametrize("refused", ["false", "m.role == 'tool'", "not add_generation_prompt and m.role == 'tool'"])
+def test_generation_prompt_that_opens_reasoning_is_seen(refused: str) -> None:
+    """Also where the template refuses results of tools."""
     source = template("hermes").replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     refusal = "{% if " + refused + " %}{{ raise_exception('no tools') }}{% endif %}"
     parser = build_parser(codec_of(source.replace("{% for m in messages %}", "{% for m in messages %}" + refusal, 1)))
     assert parser.parse("cut") == ("", (), "cut")
 
 
-def test_reasoning_can_be_named() -> None:
+def test_reasoning_format_can_be_named() -> None:
     parser = build_parser(codec_of(template("hermes")), ParserOptions(reasoning="kimi", calls_in_reasoning=True))
     turn = parser.parse('◁think▷<tool_call>{"name": "now"}</tool_call>◁/think▷')
     assert [c.name for c in turn.tool_calls] == ["now"]
@@ -171,23 +166,16 @@ def test_reasoning_can_be_named() -> None:
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
 
 
-def test_a_template_without_calls_needs_a_named_parser_when_the_run_has_tools() -> None:
+def test_template_without_calls_needs_a_named_parser_for_tools() -> None:
     codec = codec_of(PLAIN)
     assert detect(codec) == "none"
     assert isinstance(build_parser(codec), PlainParser)
-    with pytest.raises(TemplateError, match="name the parser in rollout"):
+    with pytest.raises(TemplateError, match="rollout"):
         build_parser(codec, needs_calls=True)
     assert isinstance(build_parser(codec, ParserOptions(name="hermes"), needs_calls=True), HermesParser)
 
 
-def test_unknown_parsers_are_refused_with_the_nearest_names() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'hermes'"):
-        build_parser(codec_of(PLAIN), ParserOptions(name="hermse"))
-    with pytest.raises(UnknownNameError, match="Did you mean"):
-        build_parser(codec_of(PLAIN), ParserOptions(name="hermes", reasoning="qwen-3"))
-
-
-def test_ones_own_parser_is_named_by_its_file_and_takes_no_options(tmp_path: Path) -> None:
+def test_parser_of_a_file_takes_no_options(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from polyturn.tokens.parsers import ParsedTurn\n"
         "class Mine:\n"
@@ -196,11 +184,11 @@ def test_ones_own_parser_is_named_by_its_file_and_takes_no_options(tmp_path: Pat
     )
     codec = codec_of(PLAIN)
     assert build_parser(codec, ParserOptions(name="mine.py:Mine"), base=tmp_path).parse("a") == ParsedTurn("A")
-    with pytest.raises(ConfigError, match="takes no options"):
+    with pytest.raises(ConfigError, match="options"):
         build_parser(codec, ParserOptions(name="mine.py:Mine", reasoning="qwen3"), base=tmp_path)
 
 
-def test_a_registered_parser_is_detected_and_one_that_raises_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_parser_is_detected_past_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class Raises:
         def parse(self, text: str, **_: object) -> ParsedTurn:
             raise RuntimeError(text)
@@ -214,13 +202,13 @@ def test_a_registered_parser_is_detected_and_one_that_raises_is_passed_over(monk
     assert issubclass(Braces, TurnParser)
 
 
-def test_a_template_that_writes_no_reasoning_leaves_the_parser_its_own():
+def test_template_without_reasoning_leaves_the_parser_its_own():
     codec = codec_of(template("hermes", reasoning=("", "")))
     turn = build_parser(codec, ParserOptions(name="hermes")).parse("<think>two</think>4", tools=())
     assert (turn.reasoning, turn.content) == ("two", "4")
 
 
-def test_a_tag_that_begins_as_another_turn_begins_is_read_whole():
+def test_tag_that_begins_like_another_turn_is_read_whole():
     """Calls, the generation prompt and other turns all begin with "<t", which is no part of their opening."""
     source = template("hermes").replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     source = source.replace("{{ m.content }}", "{{ m.content if m.tool_calls else '<text>' + m.content + '</text>' }}")

@@ -1,4 +1,4 @@
-"""Every family: the same turn in its own writing, what it keeps though broken, types of arguments, ids, damaged turns."""
+"""Every family of parsers: one turn in its own writing, broken and cut calls, types of arguments, ids, damaged turns."""
 
 import json
 import random
@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from polyturn.core.errors import UnknownNameError
 from polyturn.core.messages import ToolCall
@@ -13,6 +15,7 @@ from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnP
 from support.parser_samples import CALLS, CONTENT, PIECES, REASONING, TOOLS, VARIANTS, WRITINGS, mutate
 from support.steps import num_steps
 
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 FAMILIES = sorted({parsers.resolve(n): n for n in reversed(list(parsers))}.values())
 CALLING = [n for n in WRITINGS if n != "none"]
 
@@ -38,43 +41,51 @@ def only(turn: ParsedTurn) -> ToolCall:
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_a_family_reads_its_own_writing(name: str) -> None:
+def test_family_reads_its_own_writing(name: str) -> None:
     turn = read(name, WRITINGS[name])
     assert (turn.content, turn.reasoning, said(turn.tool_calls)) == (CONTENT, REASONING, CALLS)
     assert all(c.raw and c.raw in WRITINGS[name] for c in turn.tool_calls)
 
 
 @pytest.mark.parametrize(("name", "text"), VARIANTS)
-def test_a_family_reads_its_other_writings(name: str, text: str) -> None:
+def test_family_reads_its_other_writings(name: str, text: str) -> None:
     turn = read(name, text)
     assert (turn.content, turn.reasoning, said(turn.tool_calls)) == ("", None, CALLS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("text", ["", "  The answer is 4.\n#### 4\n", "a < b, [1, 2] and {x}", "🙂 日本\n\n"])
-def test_text_without_calls_is_kept_exactly(name: str, text: str) -> None:
-    assert read(name, text) == (text, (), None)
+def test_text_without_calls_is_kept_exactly(name: str) -> None:
+    for text in ("", "  The answer is 4.\n#### 4\n", "a < b, [1, 2] and {x}", "🙂 日本\n\n"):
+        assert read(name, text) == (text, (), None)
 
 
-def test_no_parser_reads_no_calls_and_no_reasoning() -> None:
+def test_parser_none_reads_no_calls_and_no_reasoning() -> None:
+    assert parsers.resolve("none") is PlainParser
     assert read("none", WRITINGS["hermes"]) == (WRITINGS["hermes"], (), None)
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"),
-    [
-        *(("qwen", "hermes"), ("qwen25", "hermes"), ("glm", "glm45"), ("glm4", "glm45"), ("glm47", "glm45")),
-        *(("lfm2", "pythonic"), ("step3p5", "qwen3_coder"), ("nanbeige", "qwen3_coder")),
-    ],
-)
-def test_an_alias_is_the_same_parser(alias: str, name: str) -> None:
-    assert parsers.resolve(alias) is parsers.resolve(name)
+def test_aliases_are_the_same_parser() -> None:
+    of = {"hermes": "qwen qwen25", "glm45": "glm glm4 glm47", "pythonic": "lfm2", "qwen3_coder": "step3p5 nanbeige"}
+    for name, aliases in of.items():
+        assert {parsers.resolve(alias) for alias in aliases.split()} == {parsers.resolve(name)}
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "called", "says"),
+    ("name", "text", "called", "reason"),
     [
         ("hermes", '<tool_call>{"name": "find", "argum', "", "not closed"),
+        ("hermes", "<tool_call>{'name': 'add'}</tool_call>", "", "not valid JSON"),
+        ("hermes", "<tool_call>\n\n</tool_call>", "", "not valid JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "", "NaN"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": ' + "9" * 5000 + "}</tool_call>", "", "not valid JSON"),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "", "not valid JSON"),
+        ("hermes", "<tool_call>[1]</tool_call>", "", "not an array"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "", "has none"),
+        ("hermes", '<tool_call>{"name": ""}</tool_call>', "", "has none"),
+        ("hermes", '<tool_call>{"name": null}</tool_call>', "", "not null"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "add", "not an array"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "add", "not valid JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "true"}</tool_call>', "add", "not a boolean"),
         ("qwen3_coder", "<tool_call>\n<function=find>\n<parameter=query>Kö", "", "not closed"),
         ("qwen3_coder", "<tool_call>\nfind\n</tool_call>", "", "no function"),
         ("qwen3_coder", "<tool_call><function=>\n</function></tool_call>", "", "needs a name"),
@@ -114,12 +125,12 @@ def test_an_alias_is_the_same_parser(alias: str, name: str) -> None:
         ("gpt-oss", '<|channel|>commentary to=functions.find<|message|>{"limit": ', "find", "not valid JSON"),
     ],
 )
-def test_a_broken_call_is_kept_with_the_reason_and_its_text(name: str, text: str, called: str, says: str) -> None:
+def test_broken_call_is_kept_with_its_reason_and_text(name: str, text: str, called: str, reason: str) -> None:
     is_anywhere = name not in ("llama3", "pythonic", "gpt-oss")
     call = only(read(name, f"Now: {text}" if is_anywhere else text))
     assert (call.name, dict(call.arguments)) == (called, {})
     assert call.error is not None
-    assert says in call.error
+    assert reason in call.error
     assert call.raw
 
 
@@ -132,7 +143,7 @@ def test_calls_before_a_cut_are_kept(name: str) -> None:
     assert all(c.error for c in calls[1:])
 
 
-def test_a_pythonic_list_that_is_cut_behind_a_call_is_read_and_one_that_goes_on_is_kept() -> None:
+def test_cut_pythonic_list_keeps_its_calls() -> None:
     assert said(read("pythonic", "[now()").tool_calls) == CALLS[1:]
     calls = read("pythonic", "[now(),").tool_calls
     assert [(c.name, c.raw, c.error is None) for c in calls] == [("now", "now()", True), ("", "[now(),", False)]
@@ -149,7 +160,7 @@ def test_calls_inside_reasoning_are_thoughts_unless_asked_for(name: str) -> None
     assert (turn.content, said(turn.tool_calls)) == ("Done.", CALLS)
 
 
-def test_reasoning_that_the_generation_prompt_opened_and_that_was_cut_is_all_reasoning() -> None:
+def test_cut_reasoning_that_the_prompt_opened_is_all_reasoning() -> None:
     text = 'so I call <tool_call>{"name": "now"}</tool_call> and'
     assert read("hermes", text, reasoning_is_open=True) == ("", (), text)
     assert read("hermes", "so</think>4", reasoning_is_open=True) == ("4", (), "so")
@@ -166,10 +177,47 @@ def test_any_reasoning_format_goes_with_any_tool_format(name: str) -> None:
 
 
 def test_unknown_names_come_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'kimi_k2'"):
+    with pytest.raises(UnknownNameError, match="'kimi_k2'"):
         parsers.resolve("kimi-k2")
-    with pytest.raises(UnknownNameError, match="Did you mean 'deepseek-r1'"):
+    with pytest.raises(UnknownNameError, match="'deepseek-r1'"):
         HermesParser(reasoning="deepseek_r1")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "names"),
+    [
+        (f"<think>\nI could {ADD}\n</think>\n\nNo.", f"I could {ADD}", "No.", []),
+        (f"thinking {ADD}\n</think>\n\n{ADD}", f"thinking {ADD}", "", ["add"]),
+        ("a <tool_call> tag would do</think>\n" + ADD, "a <tool_call> tag would do", "", ["add"]),
+        (f"<think>cut {ADD}", f"cut {ADD}", "", []),
+        ("<think>a</think>x<think>b</think>y", "a\nb", "xy", []),
+        ("<think></think>hi", "", "hi", []),
+        (ADD.replace("1", '"<think>"'), None, "", ["add"]),
+        (ADD.replace("1", '"</think>"'), None, "", ["add"]),
+    ],
+)
+def test_hermes_calls_inside_reasoning_are_thoughts(
+    text: str, reasoning: str | None, content: str, names: list[str]
+) -> None:
+    turn = read("hermes", text)
+    assert (turn.reasoning, turn.content, [c.name for c in turn.tool_calls]) == (reasoning, content, names)
+
+
+TAGS = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "a"}', '"', "[", "{", "x", "\n"])
+
+
+@given(st.lists(TAGS, max_size=30).map("".join))
+def test_every_open_hermes_call_outside_reasoning_is_accounted_for(text: str) -> None:
+    turn = make("hermes").parse(text, id_prefix="c")
+    assert [c.id for c in turn.tool_calls] == [f"c_{i}" for i in range(len(turn.tool_calls))]
+    assert all(c.raw.startswith("<tool_call>") for c in turn.tool_calls)
+    if "think>" not in text:
+        assert len(turn.tool_calls) == text.count("<tool_call>")
+
+
+def test_hermes_arguments_may_be_json_text_and_content_stands_around_calls() -> None:
+    turn = read("hermes", 'First this.\n<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>\nDone.')
+    assert (turn.content, only(turn).arguments) == ("First this.\nDone.", {"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -177,28 +225,23 @@ def test_unknown_names_come_with_the_nearest() -> None:
     [
         ({"type": "string"}, "5", "5"),
         ({"type": "string"}, " 5\n", " 5\n"),
-        ({"type": "string"}, "null", "null"),
         ({"type": "integer"}, "5", 5),
         ({"type": "integer"}, " -5 ", -5),
         ({"type": "integer"}, "5.0", 5),
-        ({"type": "integer"}, "five", "five"),
         ({"type": "integer"}, "5.5", "5.5"),
         ({"type": "integer"}, "true", "true"),
         ({"type": "number"}, "2.5", 2.5),
         ({"type": "number"}, "1e999", "1e999"),
         ({"type": "boolean"}, "True", True),
-        ({"type": "boolean"}, "false", False),
         ({"type": "boolean"}, "1", "1"),
         ({"type": "array"}, "[1, 2,]", [1, 2]),
         ({"type": "array"}, "{}", "{}"),
         ({"type": "object"}, '{"a": {"b": null}}', {"a": {"b": None}}),
         ({"type": ["integer", "null"]}, "null", None),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
-        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({}, "5", 5),
         ({}, "five", "five"),
-        ({}, '"five"', '"five"'),
         ({"type": 7}, "[1]", [1]),
         (None, "[1]", [1]),
     ],
@@ -218,14 +261,14 @@ def test_arguments_written_as_text_take_the_type_of_their_schema(name: str, sche
 
 
 @pytest.mark.parametrize("name", ["glm45", "minimax-m2", "qwen3_coder"])
-def test_a_closing_tag_inside_a_value_does_not_end_it(name: str) -> None:
+def test_closing_tag_inside_a_value_does_not_end_it(name: str) -> None:
     closing = {"glm45": "</arg_value>", "minimax-m2": "</parameter>", "qwen3_coder": "</parameter>"}[name]
     query = f"write {closing} here"
     text = WRITINGS[name].replace('Köln "am" Rhein\nnow', query)
     assert read(name, text).tool_calls[0].arguments["query"] == query
 
 
-def test_trailing_commas_and_line_breaks_in_strings_are_accepted_and_commas_in_strings_are_kept() -> None:
+def test_trailing_commas_and_line_breaks_in_strings_are_accepted() -> None:
     call = only(read("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, 2,], "b": "x,]\n",},}</tool_call>'))
     assert (call.arguments, call.error) == ({"a": [1, 2], "b": "x,]\n"}, None)
 
@@ -265,20 +308,17 @@ def test_pythonic_literals(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["see [this(page)](http://x)", "[1, 2]", "[a for a in b]", "f(a=1)", "use [f] (a=1)"])
-def test_what_only_resembles_a_pythonic_call_is_content(text: str) -> None:
+def test_text_like_a_pythonic_call_is_content(text: str) -> None:
     assert read("pythonic", text) == (text, (), None)
 
 
 @pytest.mark.parametrize("text", ['{"answer": 5}', '{"name": "Bob", "age": 5}', '{"name": "Bob"}', '{"type": "x"}', "{x}"])
-def test_an_answer_in_json_is_not_a_llama_call(text: str) -> None:
+def test_json_answer_is_no_llama_call(text: str) -> None:
     assert read("llama3", text) == (text, (), None)
 
 
-def test_a_llama_call_of_a_known_tool_needs_no_arguments() -> None:
+def test_llama_calls_of_known_and_built_in_tools_are_read() -> None:
     assert only(read("llama3", '{"name": "now"}')).name == "now"
-
-
-def test_llama_built_in_calls_are_read() -> None:
     call = only(read("llama3", '<|python_tag|>brave_search.call(query="rain")<|eom_id|>'))
     assert (call.name, call.arguments) == ("brave_search", {"query": "rain"})
 
@@ -288,7 +328,7 @@ def test_end_marks_behind_the_last_call_are_not_content() -> None:
     assert read("hermes", '<tool_call>{"name": "now"}</tool_call><|im_end|>').content == ""
 
 
-def test_ids_are_numbered_or_the_models_own_where_templates_need_them() -> None:
+def test_ids_are_numbered_or_the_models_own() -> None:
     assert [c.id for c in make("hermes").parse(WRITINGS["hermes"], id_prefix="c").tool_calls] == ["c_0", "c_1"]
     kimi = WRITINGS["kimi_k2"]
     assert [c.id for c in read("kimi_k2", kimi).tool_calls] == ["functions.find:0", "functions.now:1"]
@@ -300,7 +340,7 @@ def test_ids_are_numbered_or_the_models_own_where_templates_need_them() -> None:
     assert read("mistral", VARIANTS[3][1]).tool_calls[1].id == "abcDEF123"
 
 
-def test_a_harmony_turn_without_marks_is_content_and_final_is_content() -> None:
+def test_harmony_channels_are_content_and_reasoning() -> None:
     assert read("gpt-oss", "<|channel|>final<|message|>Four.") == ("Four.", (), None)
     assert read("gpt-oss", "<|channel|>analysis<|message|>two and") == ("", (), "two and")
 
@@ -328,17 +368,16 @@ def test_ten_times_the_text_takes_ten_times_the_steps(name: str) -> None:
         assert long <= 11 * short, unit
 
 
-def test_plain_parser_is_called_none() -> None:
-    assert parsers.resolve("none") is PlainParser
+@pytest.mark.parametrize("unit", ["<tool_call>", "<think>", "</think>", "<think>a</think>"])
+def test_no_tag_makes_hermes_look_through_the_rest_of_the_text(unit: str) -> None:
+    """A search through the rest at each of so many tags would not end in time."""
+    make("hermes").parse(unit * 50_000)
 
 
-def test_an_opening_tag_in_an_argument_is_part_of_the_argument() -> None:
-    said = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>x</tool_call> <tool_call>"}}\n</tool_call>'
-    (call,) = parsers.resolve("hermes")().parse(said).tool_calls
+def test_tags_in_hermes_arguments_and_unclosed_blocks_are_told_apart() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>x</tool_call> <tool_call>"}}\n</tool_call>'
+    call = only(read("hermes", text))
     assert (dict(call.arguments), call.error) == ({"a": "<tool_call>x</tool_call> <tool_call>"}, None)
-
-
-def test_a_block_that_is_not_closed_does_not_swallow_the_next_one() -> None:
-    said = '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    broken, call = parsers.resolve("hermes")().parse(said).tool_calls
-    assert "not closed" in (broken.error or "") and call.name == "g"
+    broken, call = read("hermes", '<tool_call>{"name": "f", "arguments": {}}\n' + ADD).tool_calls
+    assert "not closed" in (broken.error or "")
+    assert call.name == "add"
