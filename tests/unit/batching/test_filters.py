@@ -1,8 +1,9 @@
-"""Filters drop what cannot or must not train, and count every token they drop."""
+"""Filters drop what cannot or must not be trained, and count every dropped token."""
 
 import dataclasses
 
 import numpy as np
+import pytest
 
 from polyturn.batching.filters import filter_groups, filter_samples, has_signal
 from polyturn.batching.samples import to_samples
@@ -40,7 +41,7 @@ def group(id: str, *trajectories: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup(id=id, task=TASK, trajectories=trajectories)
 
 
-def test_a_reward_that_is_taken_apart_differs_where_a_part_does():
+def test_components_of_a_reward_can_be_the_signal() -> None:
     """A product of two scores is 0 for both; an estimator that weighs the scores apart has something to compare."""
 
     def of(id: str, **parts: float) -> Trajectory:
@@ -54,7 +55,7 @@ def test_a_reward_that_is_taken_apart_differs_where_a_part_does():
     assert has_signal(apart, components=("seconds",)), "a number that the reward function returned beside its score"
 
 
-def test_groups_are_kept_only_where_there_is_something_to_compare():
+def test_groups_without_a_difference_are_dropped() -> None:
     groups = [
         group("mixed", trajectory("0", 1), trajectory("1", 0)),
         group("same", trajectory("0", 1), trajectory("1", 1)),
@@ -77,7 +78,7 @@ def test_groups_are_kept_only_where_there_is_something_to_compare():
     }
 
 
-def test_a_group_that_failures_left_one_of_is_dropped_and_counted_where_members_are_compared():
+def test_group_with_one_member_left_is_dropped_where_members_are_compared() -> None:
     def lone() -> TrajectoryGroup:
         return group("lone", trajectory("0", 1), trajectory("1", 0, StopReason.ERROR), trajectory("2", 0, StopReason.ERROR))
 
@@ -90,31 +91,25 @@ def test_a_group_that_failures_left_one_of_is_dropped_and_counted_where_members_
     assert has_signal(lone()) and not has_signal(lone(), min_members=2)
 
 
-def test_zero_variance_groups_can_be_kept_and_a_group_of_one_always_is():
+def test_zero_variance_groups_can_be_kept_and_a_group_of_one_always_is() -> None:
     groups = [group("same", trajectory("0", 1), trajectory("1", 1)), group("one", trajectory("0", 1))]
     assert [g.id for g in filter_groups(groups).groups] == ["one"]
     assert [g.id for g in filter_groups(groups, zero_variance=False).groups] == ["same", "one"]
 
 
-def scored(id: str, reward: float, score: float) -> Trajectory:
-    turn = Turn(
-        index=0,
-        message=Message(role="assistant", content=""),
-        finish_reason=FinishReason.STOP,
-        spans=(),
-        scores={"coach": score},
-    )
-    return dataclasses.replace(trajectory(id, reward), turns=(turn,))
+@pytest.mark.parametrize(("second", "differs"), [(0.9, True), (0.2, False)])
+def test_scores_of_turns_can_be_the_signal(second: float, differs: bool) -> None:
+    def scored(id: str, score: float) -> Trajectory:
+        message = Message(role="assistant", content="")
+        turn = Turn(index=0, message=message, finish_reason=FinishReason.STOP, spans=(), scores={"coach": score})
+        return dataclasses.replace(trajectory(id, 1), turns=(turn,))
+
+    one = group("g", scored("0", 0.2), scored("1", second))
+    assert not has_signal(one)
+    assert has_signal(one, by_turns=True) == differs
 
 
-def test_equal_rewards_are_a_signal_where_an_estimator_reads_turns_that_were_scored_apart():
-    apart = group("g", scored("0", 1, 0.2), scored("1", 1, 0.9))
-    alike = group("g", scored("0", 1, 0.2), scored("1", 1, 0.2))
-    assert has_signal(apart, by_turns=True) and not has_signal(apart)
-    assert not has_signal(alike, by_turns=True)
-
-
-def test_samples_of_truncated_trajectories_and_without_weight_are_counted():
+def test_dropped_samples_are_counted_by_reason() -> None:
     cut = group("g", trajectory("0", 1), trajectory("1", 0, StopReason.MAX_TOKENS), trajectory("2", 0, weights=(0, 0)))
     samples = to_samples(cut, temperature=1.0)
     kept, metrics = filter_samples(samples, [cut], drop_truncated=True)

@@ -25,7 +25,7 @@ def weights_of(samples: list[TrainSample]) -> list[np.ndarray]:
     return [s.loss_weights for s in samples]
 
 
-def test_targets_are_the_next_tokens_and_a_row_ends_before_its_last_one():
+def test_targets_are_the_next_tokens() -> None:
     one = sample([10, 11, 12, 13, 14, 15, 16], [0, 0, 1, 1, 0, 0.5, 0], advantages=np.arange(7, dtype=np.float32))
     (batch,) = layout([one], coefs=weights_of([one]), settings=LayoutSettings())
     assert batch.input_ids_BT.tolist() == [[10, 11, 12, 13, 14]]
@@ -39,7 +39,7 @@ def test_targets_are_the_next_tokens_and_a_row_ends_before_its_last_one():
     assert batch.old_logprobs_S is None
 
 
-def test_rows_are_padded_on_the_right_and_keep_their_temperature():
+def test_rows_are_padded_on_the_right_and_keep_their_temperature() -> None:
     samples = [sample([1, 2, 3], [0, 0, 1], 0, temperature=0.5), sample([4, 5], [0, 1], 1)]
     (batch,) = layout(samples, coefs=weights_of(samples), settings=LayoutSettings())
     assert batch.input_ids_BT.tolist() == [[4, 0], [1, 2]]
@@ -49,7 +49,7 @@ def test_rows_are_padded_on_the_right_and_keep_their_temperature():
     assert batch.num_tokens == 3
 
 
-def test_batches_hold_to_their_budgets():
+def test_batches_keep_their_budgets() -> None:
     samples = [sample([1] * (n + 1), [0] + [1] * n, i) for i, n in enumerate([2, 9, 2, 3, 2])]
     settings = LayoutSettings(max_tokens_per_batch=8)
     batches = layout(samples, coefs=weights_of(samples), settings=settings)
@@ -96,21 +96,25 @@ def test_layout_and_back_is_a_bijection_on_weighted_tokens(tails, budget, max_ta
             assert context == samples[i].token_ids[:t].tolist()
 
 
-def test_mistakes_are_named():
-    first = sample([1, 2], [1, 1])
-    with pytest.raises(AlignmentError, match="weighs its first token"):
-        layout([first], coefs=weights_of([first]), settings=LayoutSettings())
-    good = sample([1, 2], [0, 1])
-    with pytest.raises(AlignmentError, match=r"\(3,\) coefficients for 2 tokens"):
-        layout([good], coefs=[np.ones(3)], settings=LayoutSettings())
-    half = [good, good.replace(advantages=np.ones(2))]
-    with pytest.raises(AlignmentError, match="has no advantages, and others have"):
-        layout(half, coefs=weights_of(half), settings=LayoutSettings())
+GOOD = sample([1, 2], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("samples", "coefs", "key"),
+    [
+        ([sample([1, 2], [1, 1])], [np.ones(2)], "first token"),
+        ([GOOD], [np.ones(3)], r"\(3,\)"),
+        ([GOOD, GOOD.replace(advantages=np.ones(2))], [np.ones(2)] * 2, "advantages"),
+    ],
+)
+def test_misaligned_samples_are_refused(samples: list[TrainSample], coefs: list[np.ndarray], key: str) -> None:
+    with pytest.raises(AlignmentError, match=key):
+        layout(samples, coefs=coefs, settings=LayoutSettings())
     with pytest.raises(ConfigError, match="max_tokens_per_batch is 0"):
         LayoutSettings(max_tokens_per_batch=0)
 
 
-def test_a_micro_batch_ends_before_its_padding_grows_beyond_its_bound():
+def test_padding_of_a_micro_batch_is_bounded() -> None:
     samples = [sample([7] * n, [0.0] + [1.0] * (n - 1), index=n) for n in (10, 11, 12, 60, 61, 62)]
     coefs = [s.loss_weights for s in samples]
     tight = layout(samples, coefs=coefs, settings=LayoutSettings(max_tokens_per_batch=10_000, max_padding_per_batch=20))

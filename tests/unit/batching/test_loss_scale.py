@@ -1,4 +1,4 @@
-"""Which sampled tokens are trained: strategies by name, several at once, and what a scheduler decided itself stays."""
+"""Strategies that choose the trained tokens: by name, combined, and never against the weights of a scheduler."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
 
 class Chats(MultiTurnScheduler):
+    """Answers twice; can set the weight of the second turn."""
+
+    def __init__(self, weight: float | None = None) -> None:
+        self.weight = weight
+
     async def step(self, episode: Any, turn: Any) -> str | None:
         return "and?" if turn.index < 2 else None
 
-
-class Mutes(Chats):
     async def on_turn_end(self, episode: Any, turn: Any) -> None:
-        if turn.index == 1:
-            episode.weigh(turn, 0.5)
+        if turn.index == 1 and self.weight is not None:
+            episode.weigh(turn, self.weight)
 
 
 async def play(says: Sequence[str], scheduler: Any) -> Trajectory:
@@ -48,13 +51,13 @@ def trained(sample: TrainSample) -> str:
     return tiny_codec().decode(sample.token_ids[sample.loss_weights > 0]).replace("<|im_end|>", "|")
 
 
-async def test_the_default_trains_every_turn_wherever_it_ran() -> None:
+async def test_default_trains_every_turn() -> None:
     t = await play(["one", "two", "three"], Chats())
     assert build_loss_scale("default", decode=str) is None and build_loss_scale("all", decode=str) is None
     assert [trained(s) for s in samples_of(t, "default")] == ["one|two|three|"]
 
 
-async def test_the_last_round_is_the_last_message_of_each_sample() -> None:
+async def test_last_round_is_the_last_message_of_each_sample() -> None:
     t = await play(["one", "two", "three"], Chats())
     (sample,) = samples_of(t, "last_round")
     assert trained(sample) == "three|"
@@ -64,32 +67,32 @@ async def test_the_last_round_is_the_last_message_of_each_sample() -> None:
     assert [trained(s) for s in samples_of(split, "last_round")] == ["<think>a</think>41|", "<think>b</think>\\boxed{42}|"]
 
 
-async def test_a_message_that_went_on_is_one_round() -> None:
+async def test_continued_message_is_one_round() -> None:
     t = await play(["ab<answer>1</answer>", "cd"], MathTips(tip=" wait,"))
     assert [trained(s) for s in samples_of(t, "last_round")] == ["abcd|"]
 
 
-async def test_what_a_scheduler_weighed_itself_stays() -> None:
-    t = await play(["one", "two", "three"], Mutes())
+async def test_weights_of_a_scheduler_stay() -> None:
+    t = await play(["one", "two", "three"], Chats(0.5))
     (sample,) = samples_of(t, "last_round")
     assert trained(sample) == "two|three|"
     assert set(sample.loss_weights[sample.turn_ids == 1].tolist()) == {0.0, 0.5}  # the observation weighs 0
 
 
 @pytest.mark.parametrize("name", ["ignore_empty_think", "default+ignore_empty_think"])
-async def test_reasoning_that_says_nothing_is_left_out(name: str) -> None:
+async def test_empty_reasoning_is_left_out(name: str) -> None:
     t = await play(["<think>\n\n</think>\n\nabc", "<think>x</think>é", "d"], Chats())
     (sample,) = samples_of(t, name)
     assert trained(sample) == "abc|<think>x</think>é|d|"
 
 
-async def test_the_mark_that_opens_reasoning_is_left_out_at_the_beginning_of_a_turn_only() -> None:
+async def test_opening_tag_of_reasoning_is_left_out_at_the_start_of_a_turn() -> None:
     t = await play(["<think>\nabc</think>d", "x<think>y</think>"], Chats())
     (sample,) = samples_of(t, "ignore_think_prefix")
     assert trained(sample).startswith("abc</think>d|x<think>y</think>|")
 
 
-async def test_strategies_of_ones_own_are_functions_of_the_turns_and_multiply(tmp_path: Path) -> None:
+async def test_own_strategy_is_a_function_of_turns_and_multiplies(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import re\n"
         "def calls_twice(turns):\n"
@@ -102,31 +105,31 @@ async def test_strategies_of_ones_own_are_functions_of_the_turns_and_multiply(tm
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("strategy", "key"),
     [
-        (lambda turns: [1.0], "gave weights for 1 turns; there are 3"),
-        (lambda turns: [np.ones(9)] * 3, "gave the weights .* for the . tokens of turn 0 of trajectory 'e'"),
-        (lambda turns: [1.0, "x", 1.0], r"raised ValueError: could not convert string to float: 'x'"),
-        (lambda turns: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_loss_scale.py, line \d+\)"),
-        (lambda turns: [1.0, 1.0, np.nan], "gave the weights nan for the . tokens of turn 2"),
-        (lambda turns: [np.ones((len(t.ids), 1)) for t in turns], "gave the weights .* of turn 0"),
+        (lambda turns: [1.0], "1 turns"),
+        (lambda turns: [np.ones(9)] * 3, "turn 0 of trajectory 'e'"),
+        (lambda turns: [1.0, "x", 1.0], "ValueError"),
+        (lambda turns: 1 / 0, r"ZeroDivisionError: .*test_loss_scale\.py"),
+        (lambda turns: [1.0, 1.0, np.nan], "nan .* turn 2"),
+        (lambda turns: [np.ones((len(t.ids), 1)) for t in turns], "turn 0"),
     ],
 )
-async def test_weights_that_do_not_fit_are_named(given: Any, says: str) -> None:
-    name = f"test_{id(given)}"
+async def test_wrong_weights_of_a_strategy_are_refused(strategy: Any, key: str) -> None:
+    name = f"test_{id(strategy)}"
     if name not in loss_scale:
-        loss_scale.register(name)(given)
+        loss_scale.register(name)(strategy)
     t = await play(["one", "two", "three"], Chats())
-    with pytest.raises(AlignmentError, match=says):
+    with pytest.raises(AlignmentError, match=key):
         samples_of(t, name)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"there is no 'last_rond'\. Did you mean 'last_round'"):
+def test_unknown_strategy_comes_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"'last_rond'.*'last_round'"):
         build_loss_scale("last_rond", decode=str)
 
 
-def test_tokens_that_share_a_character_still_know_where_they_begin() -> None:
+def test_tokens_that_share_a_character_have_their_starts() -> None:
     codec = tiny_codec()
     ids = np.array(codec.encode("aé€b"), np.int32)
     turn = SampledTurn(turn=None, ids=ids, is_last_round=True, decode=codec.decode)  # type: ignore[arg-type]

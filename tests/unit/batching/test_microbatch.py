@@ -1,4 +1,4 @@
-"""The plan of micro-batches: everything once, ranks in step and balanced, prefixes shared where it pays."""
+"""The plan of micro-batches: each sample once, ranks in step and balanced, prefixes shared where it pays."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_each_sample_is_planned_once_and_ranks_are_in_step(rows, num_ranks, budg
     kind=kinds,
     budget=st.integers(1, 40),
 )
-def test_every_target_is_read_off_behind_its_own_context(rows, kind, budget):
+def test_every_target_follows_its_own_context(rows, kind, budget):
     """I6 for each way to lie: walking back from a target's place over what it sees gives the sample's own tokens."""
     samples = [sample(ids, len(ids) - 1, i) for i, ids in enumerate(rows)]
     settings = LayoutSettings(max_tokens_per_batch=budget, **kind)
@@ -76,7 +76,7 @@ def test_every_target_is_read_off_behind_its_own_context(rows, kind, budget):
     assert sorted(seen) == [(i, t) for i, s in enumerate(samples) for t in range(1, len(s))]
 
 
-def test_a_common_prefix_is_computed_once():
+def test_common_prefix_is_computed_once() -> None:
     samples = group(80, 20)
     planned = plan(samples, settings=LayoutSettings(shared_prefix=True))
     assert planned.kind == "shared"
@@ -85,13 +85,13 @@ def test_a_common_prefix_is_computed_once():
     assert planned.num_shared == 7 * 80
 
 
-def test_prefixes_are_not_shared_where_it_does_not_pay():
+def test_prefixes_are_not_shared_where_it_does_not_pay() -> None:
     samples = group(10, 90)
     assert plan(samples, settings=LayoutSettings(shared_prefix=True)).kind == "rows"
     assert plan(samples, settings=LayoutSettings(shared_prefix=True, packed=True)).kind == "packed"
 
 
-def test_ranks_have_about_equally_much_to_do():
+def test_ranks_are_balanced() -> None:
     rng = np.random.default_rng(0)
     samples = [sample([1] * int(n), 1, i) for i, n in enumerate(rng.integers(10, 400, 200))]
     for packed in (False, True):
@@ -100,14 +100,14 @@ def test_ranks_have_about_equally_much_to_do():
         assert max(costs) < 1.15 * np.mean(costs)
 
 
-def test_a_step_with_fewer_samples_than_ranks_keeps_every_rank_busy():
+def test_fewer_samples_than_ranks_are_padded() -> None:
     planned = plan([sample([1, 2, 3], 2), sample([4, 5], 1, 1)], settings=LayoutSettings(), num_ranks=4)
     assert [len(r) for r in planned.ranks] == [1, 1, 1, 1]
     assert [r[0].is_padding for r in planned.ranks] == [False, False, True, True]
     assert all(r[0].samples == (1,) for r in planned.ranks[2:])  # the shortest
 
 
-def test_mistakes_are_named():
+def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_ranks is 0"):
         plan([], settings=LayoutSettings(), num_ranks=0)
     with pytest.raises(ConfigError, match="min_saving is 2"):

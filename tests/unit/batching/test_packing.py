@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from polyturn.batching.packing import common_prefix, pack, sorted_rows
 
 
-def test_rows_that_branch_twice_follow_what_they_have_in_common():
+def test_rows_that_branch_twice_share_their_prefixes() -> None:
     rows = [np.array(r) for r in ([1, 2, 3, 4, 5], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9])]
     packing = pack(rows, shared=[0, 3, 4])
     assert packing.pieces == (3, 2, 1, 1, 1)
@@ -19,7 +19,7 @@ def test_rows_that_branch_twice_follow_what_they_have_in_common():
     assert packing.positions_N.tolist() == [0, 1, 2, 3, 4, 3, 4, 4]
 
 
-def test_rows_are_sorted_by_their_tokens_and_not_by_their_bytes():
+def test_rows_are_sorted_by_tokens_not_bytes() -> None:
     rows = [np.array(r, np.int32) for r in ([256, 1], [2, 300], [2], [70000])]
     assert sorted_rows(rows) == [2, 1, 0, 3]
 
@@ -28,8 +28,8 @@ rows_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9
 
 
 @given(rows=rows_of_few_tokens, min_shared=st.integers(1, 4))
-def test_each_token_sees_its_own_row_and_nothing_else(rows, min_shared):
-    """The pieces, `until` and the places say the same: a row is its context and what it adds, in order."""
+def test_each_token_sees_its_own_row_only(rows, min_shared):
+    """Pieces, `until` and places agree: a row is its context and its own pieces, in order."""
     arrays = [np.array(r) for r in rows]
     arrays = [arrays[i] for i in sorted_rows(arrays)]
     common = [0] + [common_prefix(a, b) for a, b in itertools.pairwise(arrays)]

@@ -1,4 +1,4 @@
-"""Segments become samples: every sampled token in exactly one of them (I4)."""
+"""Segments become samples, with every sampled token in exactly one of them (I4)."""
 
 import numpy as np
 from hypothesis import given
@@ -33,7 +33,7 @@ def group(*segments: tuple[Segment, ...], stop: StopReason = StopReason.STOP) ->
     return TrajectoryGroup(id="g", task=TASK, trajectories=made)
 
 
-def test_one_sample_for_each_segment_the_model_wrote_into():
+def test_each_segment_with_a_completion_is_a_sample() -> None:
     builder = TrajectoryBuilder()
     builder.open([1, 2])
     builder.sample(completion([3, 4]), turn=0)
@@ -53,7 +53,7 @@ def test_one_sample_for_each_segment_the_model_wrote_into():
     assert second.loss_weights.tolist() == [0, 0, 0, 1]
 
 
-def test_a_masked_completion_is_still_a_sample_and_greedy_means_temperature_1():
+def test_masked_completion_is_a_sample_and_greedy_has_temperature_1() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
     builder.sample(completion([2, 3], logprobs=False), turn=0, weights=[0, 0])
@@ -63,7 +63,7 @@ def test_a_masked_completion_is_still_a_sample_and_greedy_means_temperature_1():
     assert found.temperature == 1.0
 
 
-def test_failed_trajectories_have_no_samples():
+def test_failed_trajectory_has_no_samples() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
     builder.sample(completion([2]), turn=0)

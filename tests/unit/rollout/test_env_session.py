@@ -1,4 +1,4 @@
-"""An environment that is replayed must answer as it did: what it shows, what it says, what it pays, and when it ends."""
+"""A replayed environment must answer as it did: its prompt, observations, rewards and end."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ async def kept() -> Any:
     return await first.snapshot()
 
 
-async def test_a_replayed_environment_goes_on_where_it_stood():
+async def test_replayed_environment_goes_on_where_it_stood():
     again = session()
     await again.restore(await kept(), seed=7, actions=["a"])
     assert (await again.step("b")).observation[0].text == "1b"
 
 
 @pytest.mark.parametrize("changed", [{"shown": "x"}, {"says": "2"}, {"pays": 0.25}, {"ends": True}])
-async def test_one_that_answers_otherwise_is_not_taken_for_the_same(changed: dict[str, Any]):
-    with pytest.raises(SnapshotError, match="'counts' answered otherwise when its actions were replayed"):
+async def test_environment_that_answers_differently_is_refused(changed: dict[str, Any]):
+    with pytest.raises(SnapshotError, match="'counts'"):
         await session(**changed).restore(await kept(), seed=7, actions=["a"])
 
 
 @pytest.mark.parametrize(("seed", "actions"), [(8, ["a"]), (7, []), (7, ["b"]), (7, ["a", "a"])])
-async def test_neither_is_one_with_another_beginning_or_other_actions(seed: int, actions: list[str]):
-    with pytest.raises(SnapshotError, match="answered otherwise"):
+async def test_other_seed_or_actions_are_refused(seed: int, actions: list[str]):
+    with pytest.raises(SnapshotError, match="'counts'"):
         await session().restore(await kept(), seed=seed, actions=actions)
 
 
-async def test_one_that_does_not_replay_keeps_nothing(monkeypatch: pytest.MonkeyPatch):
+async def test_environment_without_replay_keeps_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Counts, "replays", False)
     first = session()
     await first.reset(seed=7)

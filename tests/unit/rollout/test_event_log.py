@@ -1,4 +1,4 @@
-"""The story of an episode in the debug log: what it tells, in which order, and that it costs nothing unread."""
+"""The debug log of an episode: one line per event, in order, and no cost while it is off."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 import polyturn
 from polyturn.cli.log_level import log_level
-from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout import event_log
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
+from support.parts import Says, call
 from support.steps import num_steps
 
-CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "price"}}\n</tool_call>'
+CALL = call("look", key="price")
 
 
 @polyturn.tool
@@ -32,18 +32,11 @@ def look(key: str) -> str:
     return f"{key}\x1b[31m is 4\n" + "x" * 500
 
 
-class Grader(BaseInteraction):
-    """Says no."""
-
-    async def generate_response(self, instance_id, messages, **kwargs):  # type: ignore[no-untyped-def]
-        return False, "Not correct.", 0.0, {}
-
-
 def story(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     context = scripted_context(
         [CALL, "It is 5.", "It is 4."],
         tools=[look],
-        interactions={"grader": Grader({"name": "grader"})},
+        interactions={"grader": Says("Not correct.")},
         limits=Limits(max_turns=3),
     )
     one = task(id="t7", interaction="grader")
@@ -52,7 +45,7 @@ def story(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == event_log.logger.name]
 
 
-def test_an_episode_is_told_from_start_to_reward_a_line_an_event(caplog: pytest.LogCaptureFixture):
+def test_episode_is_logged_from_start_to_reward(caplog: pytest.LogCaptureFixture):
     lines = story(caplog, logging.DEBUG)
     assert all(line.startswith("g5/2 ") and "\n" not in line and "\x1b" not in line and len(line) < 400 for line in lines)
     told = [line.removeprefix("g5/2 ") for line in lines]
@@ -66,7 +59,7 @@ def test_an_episode_is_told_from_start_to_reward_a_line_an_event(caplog: pytest.
     assert "tokens, stop" in told[1] and json.dumps({"key": "price"}) in told[2] and told[3].endswith('…"')
 
 
-def test_without_debug_nothing_is_told_and_asking_costs_next_to_nothing(caplog: pytest.LogCaptureFixture):
+def test_log_that_is_off_costs_almost_nothing(caplog: pytest.LogCaptureFixture):
     assert story(caplog, logging.INFO) == []
     with caplog.at_level(logging.INFO, logger="polyturn"):
         event_log.is_on()  # logging remembers the answer
@@ -84,11 +77,11 @@ def test_without_debug_nothing_is_told_and_asking_costs_next_to_nothing(caplog: 
         ({"POLYTURN_LOG_LEVEL": ""}, "INFO"),
     ],
 )
-def test_the_level_comes_from_our_variable_or_from_the_one_that_scripts_set(environ: dict[str, str], level: str):
+def test_log_level_comes_from_the_environment(environ: dict[str, str], level: str):
     assert log_level(environ) == level
 
 
-def test_a_process_of_the_command_line_heeds_it():
+def test_command_line_sets_the_log_level():
     code = (
         "import logging; from polyturn.cli.main import prepare_process; prepare_process();"
         "print(logging.getLogger('polyturn').isEnabledFor(logging.DEBUG))"

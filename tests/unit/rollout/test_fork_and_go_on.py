@@ -1,16 +1,19 @@
-"""Branches, other agents, and a turn that continues the same message: what is trained, and what is dropped and counted."""
+"""Branches, other agents, and turns that continue a message: their tokens are trained once, and cut ones counted.
+
+`tests/property/test_segment_invariants.py` checks the tokens of random edits, forks and cuts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from polyturn.core.errors import LifecycleError, SchedulerError
-from polyturn.core.generation import FinishReason, GenerateRequest
+from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine
@@ -21,6 +24,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 from polyturn.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 from polyturn.tokens.codec import Codec
+from support.parts import Steps, check_tokens
 
 TIP = " But wait, that is wrong:"
 
@@ -34,153 +38,108 @@ def sources(t: Trajectory, segment: int = 0) -> list[str]:
     return [s.source.value for s in t.segments[segment].spans if len(s)]
 
 
-def check(t: Trajectory) -> None:
-    """Every sampled token that was not cut has its weight in one segment, and its replays weigh nothing."""
-    assert not t.is_failed, t.error
-    weighted = sum(int((s.loss_weights > 0).sum()) for s in t.segments)
-    assert weighted == t.num_sampled_tokens == t.metrics["sampled_tokens"] - t.metrics.get("dropped_cut", 0)
-    for segment in t.segments:
-        assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)
-        if segment.parent is not None:
-            shared = t.segments[segment.parent.segment].token_ids[: segment.parent.length]
-            assert np.array_equal(segment.token_ids[: len(shared)], shared)
+def tip(episode: Any, turn: Any) -> Any:
+    """Cut a wrong answer away and let the message go on behind a tip, once."""
+    if turn.said_before or "42" in turn.text:
+        return None
+    return episode.go_on(TIP, keep=turn.text.split("<answer>")[0].split("</think>")[0])
 
 
-# Going on in the same message.
+async def play(says: Any, scheduler: Any, **options: Any) -> Trajectory:
+    """Run an episode and check its tokens."""
+    context = scripted_context(says, scheduler=scheduler if isinstance(scheduler, MultiTurnScheduler) else Steps(scheduler))
+    for name, value in options.items():
+        setattr(context, name, value)
+    t = await run_episode(context, task(data_source=None), id="e", seed=5)
+    check_tokens(t)
+    return t
 
 
-class Tips(MultiTurnScheduler):
-    """A wrong answer is cut away and the same message goes on behind a tip, once."""
-
-    def step(self, episode: Any, turn: Any) -> Any:
-        if turn.said_before or "42" in turn.text:
-            return None
-        return episode.go_on(TIP, keep=turn.text.split("<answer>")[0].split("</think>")[0])
-
-
-async def test_a_tip_continues_the_message_and_what_was_cut_is_dropped_and_counted():
+async def test_tip_continues_the_message_and_the_cut_is_counted() -> None:
     said = "ab</think>41<answer>41</answer>"
-    context = scripted_context([said, " 42"], scheduler=Tips())
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
-    assert len(t.segments) == 1 and sources(t) == ["prompt", "sampled", "observation", "sampled"]
+    t = await play([said, " 42"], tip)
+    assert sources(t) == ["prompt", "sampled", "observation", "sampled"]
     assert t.metrics["dropped_cut"] == len(turn_ids(said)) - len(tiny_codec().encode("ab"))
-    text = tiny_codec().decode(t.segments[0].token_ids)
-    assert text.endswith(f"<|im_start|>assistant\nab{TIP} 42<|im_end|>")
-    assert t.turns[0].message.text == "ab" and t.turns[1].message.text == f"ab{TIP} 42"
-    assert t.turns[0].is_continued and not t.turns[1].is_continued
+    assert tiny_codec().decode(t.segments[0].token_ids).endswith(f"<|im_start|>assistant\nab{TIP} 42<|im_end|>")
+    assert [turn.message.text for turn in t.turns] == ["ab", f"ab{TIP} 42"]
+    assert [turn.is_continued for turn in t.turns] == [True, False]
     assert [m.text for m in t.messages[1:]] == [f"ab{TIP} 42"], "the conversation has one assistant message"
+    whole = await play(["abc", " 42"], tip)
+    assert whole.metrics["dropped_cut"] == 1, "only the token that ended the turn"
 
 
-async def test_without_a_cut_only_the_token_that_ended_the_turn_is_dropped():
-    context = scripted_context(["abc", " 42"], scheduler=Tips())
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
-    assert t.metrics["dropped_cut"] == 1
+async def test_cut_inside_a_token_shows_the_rest_of_its_text() -> None:
+    def cut(episode: Any, turn: Any) -> Any:
+        return None if turn.index else episode.go_on("!", keep="apples and boo")
 
-
-async def test_a_cut_inside_a_token_drops_the_token_and_shows_the_rest_of_its_text():
-    class Cuts(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            return episode.go_on("!", keep="apples and boo") if turn.index == 0 else None
-
-    context = scripted_context(["apples and books", "end"], scheduler=Cuts())
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
+    t = await play(["apples and books", "end"], cut)
     kept = t.span(t.turns[0].spans[0])
-    assert "apples and boo".startswith(tiny_codec().decode(kept.ids)) and len(kept) < len(turn_ids("apples and books"))
+    assert "apples and boo".startswith(tiny_codec().decode(kept.ids))
+    assert len(kept) < len(turn_ids("apples and books"))
     assert tiny_codec().decode(t.segments[0].token_ids).endswith("apples and boo!end<|im_end|>")
 
 
-async def test_ids_and_a_number_of_tokens_may_be_given_and_control_tokens_only_by_leave():
+async def test_addition_has_control_tokens_only_if_trusted() -> None:
     given = tiny_codec().encode("</think>")
 
-    class Ends(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            if turn.index == 3:
-                return None
-            addition, is_trusted = [("</think>", False), ("</think>", True), (given, False)][turn.index]
-            return episode.go_on(addition, keep=2, is_trusted=is_trusted)
+    def end(episode: Any, turn: Any) -> Any:
+        if turn.index == 3:
+            return None
+        addition, is_trusted = [("</think>", False), ("</think>", True), (given, False)][turn.index]
+        return episode.go_on(addition, keep=2, is_trusted=is_trusted)
 
-    context = scripted_context(["one two three"], scheduler=Ends())
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
+    t = await play(["one two three"], end)
     seen = [t.span(turn.spans[-1]).ids.tolist() for turn in t.turns[:3]]
-    assert len(seen[0]) > 1 and seen[1] == seen[2] == given.tolist()
-    assert tiny_codec().decode(seen[0]) == "</think>", "environment text cannot speak in control tokens"
+    assert len(seen[0]) > 1
+    assert seen[1] == seen[2] == given.tolist()
+    assert tiny_codec().decode(seen[0]) == "</think>"
 
 
-async def test_weights_of_a_turn_are_for_the_tokens_that_are_kept():
-    class Masks(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            if turn.index:
-                return None
-            reply = episode.go_on(TIP, keep=3)
-            episode.weigh(turn, [1.0, 0.5, 0.0])
-            return reply
+async def test_weights_of_a_turn_are_for_its_kept_tokens() -> None:
+    def mask(episode: Any, turn: Any) -> Any:
+        if turn.index:
+            return None
+        reply = episode.go_on(TIP, keep=3)
+        episode.weigh(turn, [1.0, 0.5, 0.0])
+        return reply
 
-    t = await run_episode(scripted_context(["one two three", "x"], scheduler=Masks()), task(), id="e")
+    t = await run_episode(scripted_context(["one two three", "x"], scheduler=Steps(mask)), task(), id="e")
     assert t.span(t.turns[0].spans[0]).loss_weights.tolist() == [1.0, 0.5, 0.0]
 
 
+REFUSES = "{%- for m in messages -%}{%- if m.role == 'nobody' -%}{{ raise_exception('who?') }}{%- endif -%}{%- endfor -%}"
+
+
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("step", "key"),
     [
-        (lambda e, t: e.go_on(TIP, keep="something else"), "the turn cannot keep 'something else'"),
-        (lambda e, t: e.go_on(TIP, keep=99), "a completion of 3 tokens cannot keep 99 of them"),
-        (lambda e, t: (e.go_on(TIP), "and a message")[1], "cannot answer it with messages as well"),
+        (lambda e, t: e.go_on(TIP, keep="something else"), "'something else'"),
+        (lambda e, t: e.go_on(TIP, keep=99), "99"),
+        (lambda e, t: (e.go_on(TIP), "and a message")[1], "messages as well"),
+        (lambda e, t: e.rewrite([]), "at least one message"),
+        (lambda e, t: e.rewrite([{"role": "user", "content": "x"}], goes_on=True), "assistant message"),
+        (lambda e, t: e.rewrite([{"role": "nobody"}]), "cannot be rendered"),
     ],
 )
-async def test_what_cannot_go_on_is_named(how, says):
-    class Wrong(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            return how(episode, turn)
+async def test_impossible_edit_fails_its_trajectory(step: Callable[[Any, Any], Any], key: str) -> None:
+    context = scripted_context(["ab"], scheduler=Steps(step))
+    context.codec = Codec(tiny_tokenizer(), chat_template=REFUSES + CHAT_TEMPLATE)
+    t = await run_episode(context, task(), id="e")
+    assert t.is_failed
+    assert key in (t.error or "")
 
-    t = await run_episode(scripted_context(["ab"], scheduler=Wrong()), task(), id="e")
-    assert t.is_failed and says in (t.error or "")
 
+async def test_rewritten_message_goes_on_in_a_masked_segment() -> None:
+    def change(episode: Any, turn: Any) -> Any:
+        if turn.index:
+            return None
+        return episode.rewrite([*episode.task.prompt, {"role": "assistant", "content": "my own words,"}], goes_on=True)
 
-async def test_a_text_that_a_step_changes_opens_a_segment_in_which_it_is_masked():
-    class Changes(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            if turn.index:
-                return None
-            return episode.rewrite([*episode.task.prompt, {"role": "assistant", "content": "my own words,"}], goes_on=True)
-
-    t = await run_episode(scripted_context(["ab", " end"], scheduler=Changes()), task(data_source=None), id="e")
-    check(t)
-    assert owners(t) == [[0], [1]] and sources(t, 1) == ["prompt", "sampled"]
+    t = await play(["ab", " end"], change)
+    assert owners(t) == [[0], [1]]
+    assert sources(t, 1) == ["prompt", "sampled"]
     assert tiny_codec().decode(t.segments[1].token_ids).endswith("<|im_start|>assistant\nmy own words, end<|im_end|>")
     assert t.turns[1].message.text == "my own words, end"
-
-
-@pytest.mark.parametrize(
-    ("messages", "goes_on", "says"),
-    [
-        ([], False, "a history needs at least one message"),
-        (
-            [{"role": "user", "content": "x"}],
-            True,
-            "only an assistant message without calls, behind other messages, can go on",
-        ),
-        ([{"role": "nobody"}], False, "the history that the scheduler wrote cannot be rendered: the chat template"),
-    ],
-)
-async def test_a_history_that_cannot_be_shown_fails_its_trajectory_by_name(messages, goes_on, says):
-    class Edits(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            return episode.rewrite(messages, goes_on=goes_on)
-
-    context = scripted_context(["ab"], scheduler=Edits())
-    refuses = (
-        "{%- for m in messages -%}{%- if m.role == 'nobody' -%}{{ raise_exception('who?') }}{%- endif -%}{%- endfor -%}"
-    )
-    context.codec = Codec(tiny_tokenizer(), chat_template=refuses + CHAT_TEMPLATE)
-    t = await run_episode(context, task(), id="e")
-    assert t.is_failed and says in (t.error or "")
-
-
-# Forks.
 
 
 class Tree(MultiTurnScheduler):
@@ -206,23 +165,21 @@ class Tree(MultiTurnScheduler):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_branches_share_a_prefix_and_train_each_sampled_token_once(at_once):
-    context = scripted_context(lambda r: f"I am {r.session_id} {len(r.prompt_ids)}", scheduler=Tree(at_once=at_once))
-    context.engine._latency_s = 0.001  # type: ignore[attr-defined]
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
-    assert len(t.turns) == 1 + 3 * 2 and sorted(turn.index for turn in t.turns) == list(range(7))
-    assert len(t.segments) == 3 and [s.parent for s in t.segments[1:]] == [(0, t.segments[1].parent.length)] * 2
-    assert sorted(len(turns) for turns in owners(t)) == [2, 2, 3], "the first branch goes on in the segment of the trunk"
-    for number, segment in enumerate(t.segments, start=1):
+async def test_branches_share_a_prefix_and_train_each_token_once(at_once: bool) -> None:
+    engine = ScriptedEngine(lambda r: turn_ids(f"I am {r.session_id} {len(r.prompt_ids)}"), latency_s=0.001)
+    t = await play([], Tree(at_once=at_once), engine=engine)
+    assert sorted(turn.index for turn in t.turns) == list(range(1 + 3 * 2))
+    assert [s.parent for s in t.segments[1:]] == [(0, t.segments[1].parent.length)] * 2
+    assert sorted(map(len, owners(t))) == [2, 2, 3], "the first branch goes on in the segment of the trunk"
+    for segment in t.segments:
         text = tiny_codec().decode(segment.token_ids)
-        assert f"I am e#{number}" in text or at_once
-        assert text.count("I am e ") == 1 and len(set(text.split("I am e#")[1:])) == 2
-    assert context.engine.ended_sessions == ["e", "e#1", "e#2", "e#3"]  # type: ignore[attr-defined]
+        assert text.count("I am e ") == 1
+        assert len(set(text.split("I am e#")[1:])) == 2
+    assert engine.ended_sessions == ["e", "e#1", "e#2", "e#3"]
     assert t.metrics["num_forks"] == 3
 
 
-async def test_a_branch_that_fails_ends_the_others_and_the_trajectory():
+async def test_failing_branch_ends_the_others_and_the_trajectory() -> None:
     waited: list[str] = []
 
     class OneFails(Tree):
@@ -230,146 +187,154 @@ async def test_a_branch_that_fails_ends_the_others_and_the_trajectory():
             if episode.id == "e#1":
                 raise ValueError("this branch")
             try:
-                await asyncio.sleep(30)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 waited.append(episode.id)
                 raise
 
     t = await run_episode(scripted_context(["x"], scheduler=OneFails()), task(), id="e")
-    assert (t.error or "").startswith("SchedulerError: the scheduler's step raised ValueError: this branch")
+    assert "ValueError: this branch" in (t.error or "")
     assert sorted(waited) == ["e#2", "e#3"]
 
 
-async def test_nothing_is_generated_for_an_episode_that_has_ended():
+async def test_ended_episode_generates_nothing() -> None:
     kept: list[Episode] = []
 
-    class Leaks(MultiTurnScheduler):
-        async def step(self, episode: Any, turn: Any) -> None:
-            kept.append(episode.fork())
+    def leak(episode: Any, turn: Any) -> None:
+        kept.append(episode.fork())
 
-    await run_episode(scripted_context(["x"], scheduler=Leaks()), task(), id="e")
-    with pytest.raises(LifecycleError, match="episode 'e#1' has ended; nothing can be generated for it any more"):
+    await run_episode(scripted_context(["x"], scheduler=Steps(leak)), task(), id="e")
+    with pytest.raises(LifecycleError, match="'e#1' has ended"):
         await kept[0].generate()
 
 
-@pytest.mark.parametrize("name", ["Tips", "Compact", "Tree"])
-async def test_the_schedulers_of_the_documentation_run(name):
-    """docs/segments.md shows these."""
+@pytest.mark.parametrize(("name", "num_turns"), [("Tips", 2), ("Compact", 1), ("Tree", 4)])
+async def test_schedulers_of_the_segments_page_run(name: str, num_turns: int) -> None:
     page = (Path(__file__).parents[3] / "docs/segments.md").read_text()
     names: dict[str, Any] = {"MultiTurnScheduler": MultiTurnScheduler}
     exec(page.split("```python")[1].split("```")[0], names)
-    context = scripted_context(["a <answer>1", "42"], scheduler=names[name]())
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
-    assert len(t.turns) == {"Tips": 2, "Compact": 1, "Tree": 4}[name]
+    assert len((await play(["a <answer>1", "42"], names[name]())).turns) == num_turns
 
 
-async def test_limits_hold_along_a_branch_and_seeds_differ_between_branches():
-    seeds: list[Any] = []
+async def test_limits_hold_along_a_branch_and_seeds_differ() -> None:
+    seeds: set[Any] = set()
 
     def says(request: Any) -> str:
-        seeds.append(request.sampling.seed)
+        seeds.add(request.sampling.seed)
         return "hm"
 
-    context = scripted_context(says, scheduler=Tree(2, at_once=False), limits=Limits(max_turns=2))
-    t = await run_episode(context, task(data_source=None), id="e", seed=5)
-    check(t)
-    assert len(t.turns) == 1 + 2 * 1 and len(set(seeds)) == 3
+    t = await play(says, Tree(2, at_once=False), limits=Limits(max_turns=2))
+    assert len(t.turns) == len(seeds) == 3
 
 
-class Asks(MultiTurnScheduler):
-    """A critic with a history of its own reads each answer."""
-
-    async def step(self, episode: Episode, turn: Any) -> Any:
+async def test_another_agent_has_segments_of_its_own() -> None:
+    async def ask(episode: Episode, turn: Any) -> Any:
         if turn.index > 2:
             return None
         critic = episode.fork(agent="critic", messages=[{"role": "user", "content": f"Judge: {turn.text}"}])
         await critic.prepare()
         return (await critic.generate()).text
 
-
-async def test_another_agent_has_segments_of_its_own_that_remember_where_it_was_called():
-    context = scripted_context(lambda r: "fine" if "#" in r.session_id else "an answer", scheduler=Asks())
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
+    t = await play(lambda r: "fine" if "#" in r.session_id else "an answer", ask)
     assert [s.agent for s in t.segments] == ["assistant", "critic", "critic"]
     assert owners(t) == [[0, 2, 4], [1], [3]]
-    assert t.segments[1].parent is not None and t.segments[1].parent.segment == 0
+    assert t.segments[1].parent is not None, "it remembers where it was called"
     critic = tiny_codec().decode(t.segments[1].token_ids)
-    assert "Judge: an answer" in critic and critic.endswith("fine<|im_end|>") and "2+2" not in critic
+    assert "Judge: an answer" in critic
+    assert "2+2" not in critic
 
 
-async def test_an_agent_that_goes_on_where_it_was_stays_in_its_segment():
-    class Again(MultiTurnScheduler):
-        async def step(self, episode: Episode, turn: Any) -> Any:
-            if turn.index:
-                return None
-            critic = episode.fork(agent="critic", messages=[{"role": "user", "content": "Judge."}])
-            for _ in range(2):
-                await critic.prepare()
-                critic.record(await critic.generate(), Reply.of("Sure?"))
-            return "go on"
+async def test_agent_that_goes_on_stays_in_its_segment() -> None:
+    async def ask_twice(episode: Episode, turn: Any) -> Any:
+        if turn.index:
+            return None
+        critic = episode.fork(agent="critic", messages=[{"role": "user", "content": "Judge."}])
+        for _ in range(2):
+            await critic.prepare()
+            critic.record(await critic.generate(), Reply.of("Sure?"))
+        return "go on"
 
-    t = await run_episode(scripted_context(["x"], scheduler=Again()), task(data_source=None), id="e")
-    check(t)
-    assert owners(t) == [[0, 3], [1, 2]]
+    assert owners(await play(["x"], ask_twice)) == [[0, 3], [1, 2]]
 
 
-@pytest.mark.parametrize("at_mark", [False, True])
-@pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.STOP])
-async def test_a_fork_closes_a_turn_that_was_cut_as_its_episode_does(finish, at_mark):
-    """The template's end of turn, which a cut completion lacks, belongs to what follows: in a fork as in the trunk."""
+class Branches(MultiTurnScheduler):
+    """Forks behind the first turn in a given way, and speaks in both."""
 
-    class ForksBehindTheTurn(MultiTurnScheduler):
-        async def run(self, episode: Episode) -> StopReason:
-            await episode.prepare()
-            turn = await episode.generate()
-            fork = episode.fork(at=episode.mark()) if at_mark else episode.fork()
-            for one in (fork, episode):
-                one.record(turn, Reply.of("and?"))
-                await one.prepare()
-                await one.generate()
-            return StopReason.STOP
+    def __init__(self, fork: Callable[[Episode], Episode], answer: Callable[[Episode], Any]) -> None:
+        self.fork, self.answer = fork, answer
 
+    async def run(self, episode: Episode) -> StopReason:
+        await episode.prepare()
+        turn = await episode.generate()
+        fork = self.fork(episode)
+        episode.record(turn, self.answer(episode))
+        for one in (fork, episode):
+            if one is fork:
+                fork.record(turn, Reply.of("and?"))
+            await one.prepare()
+            await one.generate()
+        return StopReason.STOP
+
+
+@pytest.mark.parametrize("fork", [lambda e: e.fork(at=e.mark()), lambda e: e.fork()], ids=["at a mark", "here"])
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_fork_closes_a_cut_turn_as_its_episode_does(fork: Callable[[Episode], Episode], is_closed: bool) -> None:
+    """The template's end of turn, which a cut completion lacks, is written in both."""
     prompts: list[str] = []
 
     def says(request: GenerateRequest) -> Any:
         prompts.append(tiny_codec().decode(request.prompt_ids))
-        return turn_ids("one two", is_closed=finish is FinishReason.STOP)
+        return turn_ids("one two", is_closed=is_closed)
 
-    context = scripted_context([], scheduler=ForksBehindTheTurn())
-    context.engine = ScriptedEngine(says)
-    t = await run_episode(context, task(data_source=None), id="e")
-    check(t)
-    _, fork, trunk = prompts
-    assert fork == trunk and fork.endswith("one two<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
+    await play([], Branches(fork, lambda episode: Reply.of("and?")), engine=ScriptedEngine(says))
+    _, forked, trunk = prompts
+    assert forked == trunk
+    assert forked.endswith("one two<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_a_cut_leaves_what_a_fork_has_in_its_context():
-    class CutsBehindAFork(MultiTurnScheduler):
-        async def run(self, episode: Episode) -> StopReason:
-            await episode.prepare()
-            turn = await episode.generate()
-            fork = episode.fork()
-            episode.record(turn, episode.go_on(TIP, keep=1))
-            for one in (episode, fork):
-                if one is fork:
-                    fork.record(turn, Reply.of("and?"))
-                await one.prepare()
-                await one.generate()
-            return StopReason.STOP
-
-    t = await run_episode(scripted_context(["one two"], scheduler=CutsBehindAFork()), task(data_source=None), id="e")
-    check(t)
-    assert "dropped_cut" not in t.metrics and len(t.segments) == 2
-    assert t.segments[1].parent is not None and t.segments[1].parent.length == len(t.segments[0].spans[0]) + 1
+async def test_cut_leaves_the_tokens_of_a_fork() -> None:
+    t = await play(["one two"], Branches(lambda episode: episode.fork(), lambda episode: episode.go_on(TIP, keep=1)))
+    assert "dropped_cut" not in t.metrics
+    assert len(t.segments) == 2
 
 
-async def test_a_fork_needs_a_prompt_and_another_agent_messages():
+class TakesUp(MultiTurnScheduler):
+    """Plays two turns, then goes on behind the first one, twice with the same words."""
+
+    async def run(self, episode: Episode) -> StopReason:
+        await episode.prepare()
+        first = await episode.generate()
+        mark = episode.mark()
+        await self.say(episode, first, "One.")
+        for text in ("Two.", "One."):
+            await self.say(episode.fork(at=mark), first, text)
+        return StopReason.STOP
+
+    async def say(self, episode: Episode, turn: Any, text: str) -> None:
+        episode.record(turn, Reply.of(text))
+        await episode.prepare()
+        await episode.generate()
+        assert episode.turns[0] is turn
+        assert len(episode.turns) == 2
+
+
+async def test_fork_at_an_earlier_mark_replays_its_tokens() -> None:
+    t = await play(["four"], TakesUp())
+    assert (len(t.segments), len(t.turns)) == (3, 4)
+    lengths = []
+    for branch in t.segments[1:]:
+        assert branch.parent is not None
+        assert branch.parent.segment == 0
+        lengths.append(branch.parent.length)
+        assert branch.loss_weights.sum() == len(turn_ids("four"))
+    assert lengths[1] > lengths[0], "the same words are shared, too"
+
+
+async def test_fork_needs_a_prompt_and_another_agent_messages() -> None:
     episode = Episode(scripted_context(["x"]), task(), id="e")
-    with pytest.raises(LifecycleError, match="cannot be forked before it has a prompt; call `prepare` first"):
+    with pytest.raises(LifecycleError, match="`prepare`"):
         episode.fork()
     await episode.prepare()
-    with pytest.raises(SchedulerError, match="the agent 'critic' needs messages of its own"):
+    with pytest.raises(SchedulerError, match="'critic'"):
         episode.fork(agent="critic")
     await episode.resources.close()

@@ -1,17 +1,15 @@
-"""Environments: what an author writes, what the model is shown, what is scored, and that each is closed once."""
+"""Environments in an episode: what the model sees, what is scored, and that each environment is closed once."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polyturn.core.env import Env, envs
-from polyturn.core.errors import ConfigError, DataError, UnknownNameError
+from polyturn.core.env import envs
+from polyturn.core.errors import DataError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.rewards.router import RewardRouter
@@ -23,6 +21,8 @@ from polyturn.testing.episodes import scripted_context, task
 CLOSED: list[Any] = []
 STEPPED: list[Any] = []
 EVERYBODY = threading.Barrier(16)
+GATE = threading.Event()
+"""Holds a thread inside an environment."""
 
 
 @envs.register("test_counter")
@@ -43,9 +43,9 @@ class Counter:
         self.said.append(action)
         if self.fails == "step":
             raise OSError("the ice broke")
-        if self.fails == "sleep":
+        if self.fails == "hang":
             STEPPED.append(self)
-            time.sleep(0.2)
+            GATE.wait(60)
         if self.fails == "meet":
             EVERYBODY.wait()
         if self.returns is not None:
@@ -66,7 +66,20 @@ class AsyncCounter(Counter):
         return super().step(action)
 
 
+class SlowCounter(Counter):
+    """Takes long to be made."""
+
+    def __init__(self) -> None:
+        STEPPED.append(self)
+        GATE.wait(60)
+        super().__init__()
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
 envs.register("test_async_counter")(AsyncCounter)
+envs.register("test_slow_counter")(SlowCounter)
 
 
 def context(says: Any = ("one", "two", "three"), *, limits: Limits | None = None, **kwargs: Any) -> Any:
@@ -81,19 +94,18 @@ def row(**config: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["test_counter", "test_async_counter"])
-async def test_an_environment_answers_scores_and_ends_the_episode(name: str) -> None:
+async def test_environment_answers_scores_and_ends_the_episode(name: str) -> None:
     t = await run_episode(context(), row(name=name), id="e")
-    assert t.stop_reason is StopReason.ENV_DONE and t.reward is not None and t.reward.total == 1.0
+    assert t.stop_reason is StopReason.ENV_DONE
+    assert t.reward is not None
+    assert t.reward.total == t.reward.components["turns"] == 1.0
     assert [m.text for m in t.messages] == ["Play.\nCount.", "one", "1 so far.", "two", "2 so far."]
-    assert t.turn_scores == (0.5, 0.5) and t.turns[1].info == {"count": 2}
-    assert t.reward.components["turns"] == 1.0 and len(CLOSED) == 1
+    assert t.turn_scores == (0.5, 0.5)
+    assert t.turns[1].info == {"count": 2}
+    assert len(CLOSED) == 1
 
 
-def test_a_class_with_three_methods_is_an_environment() -> None:
-    assert isinstance(Counter(), Env)
-
-
-async def test_the_row_names_the_environment_its_arguments_and_its_seed() -> None:
+async def test_row_names_environment_arguments_and_seed() -> None:
     one = context(env="test_async_counter", env_config={"goal": 1})
     t = await run_episode(one, row(), id="e")
     assert len(t.turns) == 1 and isinstance(CLOSED[0], AsyncCounter)
@@ -114,7 +126,7 @@ async def test_the_row_names_the_environment_its_arguments_and_its_seed() -> Non
         (([{"role": "user", "content": "Go."}], {}), ["Go."]),
     ],
 )
-async def test_a_reset_adds_to_the_prompt_or_replaces_it(shows: Any, said: list[str]) -> None:
+async def test_reset_adds_to_the_prompt_or_replaces_it(shows: Any, said: list[str]) -> None:
     t = await run_episode(context(), row(shows=shows), id="e")
     assert [m.text for m in t.messages][: len(said)] == said and t.turns[0].message.text == "one"
 
@@ -127,68 +139,47 @@ async def test_a_reset_adds_to_the_prompt_or_replaces_it(shows: Any, said: list[
         (Limits(max_context=1), StopReason.CONTEXT_FULL, 0),
     ],
 )
-async def test_a_limit_ends_the_episode_whatever_the_environment_says_and_closes_it(
-    limits: Limits, reason: StopReason, turns: int
-) -> None:
+async def test_limit_ends_the_episode_and_closes_the_environment(limits: Limits, reason: StopReason, turns: int) -> None:
     t = await run_episode(context(["a long answer"], limits=limits), row(goal=99), id="e")
     assert t.stop_reason is reason and len(t.turns) == turns and len(CLOSED) == 1
     assert all(turn.scores == {"env": 0.5} for turn in t.turns)  # the last turn is scored as well
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "key"),
     [
-        ({"fails": "step"}, "the environment 'test_counter': step raised OSError: the ice broke"),
-        ({"fails": "reset"}, "the environment 'test_counter': reset raised OSError: no map"),
-        ({"returns": 3}, "step returned 3; return (observation, reward, done, info)"),
-        ({"returns": ("x", "much", False, {})}, "step gave the reward 'much'; it must be a finite number"),
-        ({"returns": ("x", float("nan"), False, {})}, "step gave the reward nan"),
-        ({"returns": ("x", 0.0, False, 5)}, "step gave the info 5; it must be a mapping or None"),
-        ({"returns": ("x", 0.0, "false", {})}, "step gave 'false' for whether it is over; it is true or false"),
-        ({"returns": ("x", 0.0, float("nan"), {})}, "step gave nan for whether it is over"),
-        ({"returns": ("x", 0.0, False, {}, {})}, "step gave {} for whether it is over"),
-        ({"returns": ("x", 0.0, [[0, 1]], {})}, "step gave [[0, 1]] for whether it is over"),
-        ({"returns": (5, 0.0, False, {})}, "showed 5; return a text, a message, or messages"),
+        ({"fails": "step"}, "step raised OSError: the ice broke"),
+        ({"fails": "reset"}, "reset raised OSError: no map"),
+        ({"returns": 3}, "step returned 3"),
+        ({"returns": ("x", "much", False, {})}, "reward 'much'"),
+        ({"returns": ("x", float("nan"), False, {})}, "reward nan"),
+        ({"returns": ("x", 0.0, False, 5)}, "info 5"),
+        ({"returns": ("x", 0.0, "false", {})}, "'false'"),
+        ({"returns": ("x", 0.0, False, {}, {})}, "{}"),
+        ({"returns": ("x", 0.0, [[0, 1]], {})}, "[[0, 1]]"),
+        ({"returns": (5, 0.0, False, {})}, "showed 5"),
     ],
 )
-async def test_an_environment_that_breaks_fails_its_trajectory_by_name_and_is_closed(config: Any, says: str) -> None:
+async def test_broken_environment_fails_its_trajectory_and_is_closed(config: Any, key: str) -> None:
     t = await run_episode(context(), row(**config), id="e")
-    assert t.is_failed and t.error is not None and says in t.error and len(CLOSED) == 1
-
-
-async def _begun() -> None:
-    while not STEPPED:  # noqa: ASYNC110 (a thread appends to it)
-        await asyncio.sleep(0.01)
-
-
-async def test_a_cancelled_episode_closes_its_environment() -> None:
-    STEPPED.clear()
-    running = asyncio.create_task(run_episode(context(), row(fails="sleep"), id="e"))
-    await _begun()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    assert t.is_failed
+    assert "'test_counter'" in (t.error or "")
+    assert key in (t.error or "")
     assert len(CLOSED) == 1
 
 
-async def test_an_environment_that_is_made_too_late_is_closed_as_well() -> None:
-    class Slow(Counter):
-        def __init__(self) -> None:
-            STEPPED.append(self)
-            time.sleep(0.2)
-            super().__init__()
-
-        async def close(self) -> None:
-            super().close()
-
-    if "test_slow" not in envs:
-        envs.register("test_slow")(Slow)
+@pytest.mark.parametrize(("name", "config"), [("test_counter", {"fails": "hang"}), ("test_slow_counter", {})])
+async def test_cancelled_episode_closes_its_environment_also_if_it_is_made_late(name: str, config: Any) -> None:
     STEPPED.clear()
-    running = asyncio.create_task(run_episode(context(env="test_slow"), row(), id="e"))
-    await _begun()
+    GATE.clear()
+    running = asyncio.create_task(run_episode(context(env=name), row(**config), id="e"))
+    while not STEPPED:  # noqa: ASYNC110 (a thread appends to it)
+        await asyncio.sleep(0.01)
     running.cancel()
+    GATE.set() if config else None
     with pytest.raises(asyncio.CancelledError):
         await running
+    GATE.set()
     while not CLOSED:  # noqa: ASYNC110 (the thread that made it closes it)
         await asyncio.sleep(0.01)
     assert len(CLOSED) == 1
@@ -197,30 +188,19 @@ async def test_an_environment_that_is_made_too_late_is_closed_as_well() -> None:
 async def test_environments_do_not_wait_for_one_another() -> None:
     shared = context()
     found = await asyncio.gather(*(run_episode(shared, row(fails="meet", goal=1), id=f"e{i}") for i in range(16)))
-    assert [t.error for t in found] == [None] * 16 and len(CLOSED) == 16
+    assert [t.error for t in found] == [None] * 16
+    assert len(CLOSED) == 16
 
 
 @pytest.mark.parametrize(
-    ("extra", "says"),
+    ("env", "extra", "error", "key"),
     [
-        ({"env_config": {"size": 4}}, "the environment 'test_counter' does not take its env_config: .*'size'"),
-        ({"env_config": 3}, "env_config is 3; it must be an object"),
+        ("test_counter", {"env_config": {"size": 4}}, DataError, "'t0'.*'size'"),
+        ("test_counter", {"env_config": 3}, DataError, "'t0'.*env_config is 3"),
+        (None, {}, DataError, "'t0'.*`name`"),
+        ("test_countr", {}, UnknownNameError, "'test_countr'.*'test_counter'"),
     ],
 )
-def test_a_row_that_cannot_be_played_is_refused_before_the_run(extra: Any, says: str) -> None:
-    with pytest.raises(DataError, match=f"task 't0'.*{says}"):
-        Gym(env="test_counter").check_task(task(extra=extra))
-
-
-def test_an_environment_with_a_misspelt_method_is_refused_when_it_is_named(tmp_path: Path) -> None:
-    methods = ("reset(self, *, seed)", "stepp(self, action)", "close(self)")
-    (tmp_path / "mine.py").write_text("class Door:\n" + "".join(f"    def {method}: return None\n" for method in methods))
-    with pytest.raises(ConfigError, match="step"):
-        Gym(env="mine.py:Door", base=tmp_path)
-
-
-def test_an_environment_that_is_missing_or_unknown_is_named() -> None:
-    with pytest.raises(DataError, match="task 't0' names no environment; put `name` into its env_config"):
-        Gym().check_task(task())
-    with pytest.raises(UnknownNameError, match=r"envs: there is no 'test_countr'\. Did you mean 'test_counter'"):
-        Gym(env="test_countr")
+def test_row_that_cannot_be_played_is_refused(env: str | None, extra: Any, error: type[Exception], key: str) -> None:
+    with pytest.raises(error, match=key):
+        Gym(env=env).check_task(task(extra=extra))

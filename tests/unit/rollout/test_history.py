@@ -1,4 +1,4 @@
-"""A history is pure: what comes next is one value, and its events, replayed, leave it where it stood."""
+"""A history is pure: one value says what comes next, and its replayed events restore it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
@@ -23,7 +22,7 @@ from polyturn.rollout.open_turn import OpenTurn, Reply
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.testing.episodes import tiny_codec, turn_ids
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.parsers import HermesParser, PlainParser, ToolCallParser
+from polyturn.tokens.parsers import HermesParser, ToolCallParser
 
 PROMPT = [Message(role="user", content="What is 2+2?", origin=Origin.OWNER)]
 
@@ -114,7 +113,7 @@ EDITS: list[tuple[Callable[[History], None], type[Any]]] = [
 
 
 @pytest.mark.parametrize(("edit", "said"), [(shortens_what_goes_on, "It is no,"), (shortens_a_prefill, "It is not")])
-def test_a_message_that_goes_on_still_does_in_a_history_that_was_shortened(edit: Callable[[History], None], said: str):
+def test_shortened_history_keeps_a_message_that_goes_on(edit: Callable[[History], None], said: str):
     found = history()
     edit(found)
     shown = tiny_codec().decode(found.context)
@@ -123,14 +122,14 @@ def test_a_message_that_goes_on_still_does_in_a_history_that_was_shortened(edit:
     assert turn.message.text == f"{said} 4." and found.messages[-1] is turn.message
 
 
-def test_what_the_next_prompt_encodes_is_everything_at_first_and_then_what_is_new():
+def test_next_prompt_encodes_only_new_messages():
     found = history()
     assert list(found.to_encode) == PROMPT
     answers(found)
     assert [message.text for message in found.to_encode] == ["No."]
 
 
-def test_what_is_cut_off_a_turn_counts_for_no_limit():
+def test_cut_tokens_count_for_no_limit():
     found = history()
     goes_on(found)
     turn = found.turns[-1]
@@ -140,9 +139,7 @@ def test_what_is_cut_off_a_turn_counts_for_no_limit():
 
 @pytest.mark.parametrize(("edit", "coming"), EDITS)
 @pytest.mark.parametrize("renders_history", [False, True])
-def test_the_events_of_a_history_replayed_leave_it_where_it_stood(
-    edit: Callable[[History], None], coming: type[Any], renders_history: bool
-):
+def test_replayed_events_restore_a_history(edit: Callable[[History], None], coming: type[Any], renders_history: bool):
     first = history(renders_history=renders_history)
     first.events = []
     edit(first)
@@ -150,9 +147,10 @@ def test_the_events_of_a_history_replayed_leave_it_where_it_stood(
     writer, reader = JournalCodec(PROMPT), JournalCodec(PROMPT)
     events = json.loads(json.dumps(writer.encode(first.events)))
     reader.read(json.loads(json.dumps(writer.take_new())))
-    second = history(Refuses(), renders_history=renders_history)
+    parser = SilentParser()
+    second = history(parser, renders_history=renders_history)
     replay(second, reader.decode(events))
-    second._parser = HermesParser()
+    parser.may_parse = True
     for _ in range(2):
         assert second.messages == first.messages and np.array_equal(second.context, first.context)
         assert all(a.same_as(b) for a, b in zip(second.builder.build(), first.builder.build(), strict=True))
@@ -167,14 +165,17 @@ def test_the_events_of_a_history_replayed_leave_it_where_it_stood(
             say(found, "4")
 
 
-class Refuses(PlainParser):
-    """Is never asked while events are replayed."""
+class SilentParser(HermesParser):
+    """Must not be called while events are replayed."""
+
+    may_parse = False
 
     def parse(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a replay parses nothing")
+        assert self.may_parse, "a replay parses nothing"
+        return super().parse(*args, **kwargs)
 
 
-def test_a_fork_is_a_copy():
+def test_fork_is_a_copy():
     one = history()
     answers(one)
     other = one.fork()
@@ -183,16 +184,7 @@ def test_a_fork_is_a_copy():
     assert len(other.turns) == 2 and other.turns[0] is one.turns[0]
 
 
-def test_what_waits_to_be_shown_is_not_dropped_where_the_message_goes_on():
-    found = history()
-    answers(found)
-    with pytest.raises(SchedulerError, match="cannot answer it with messages as well"):
-        go_on(found, "so", keep=None, is_trusted=False)
-    with pytest.raises(SchedulerError, match="cannot answer it with messages as well"):
-        rewrite(found, [*PROMPT, Message(role="assistant", content="It is")], goes_on=True)
-
-
-def test_ids_that_an_agent_wrote_itself_are_not_replaced_by_a_shorter_history():
+def test_ids_of_an_agent_are_not_shortened():
     found = history()
     answers(found)
     answers(found)

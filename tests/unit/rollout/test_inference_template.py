@@ -1,4 +1,4 @@
-"""`use_inference_chat_template`: each turn is sampled from what the template renders, in as many segments as it edits."""
+"""`use_inference_chat_template`: each turn is sampled behind a full render; each edit of the history opens a segment."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 import polyturn
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.messages import Message
-from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.core.trajectory import SpanSource
+from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
+from support.parts import Steps, check_tokens
 
 WRITES = """\
 {%- set ns = namespace(last=-1) -%}
@@ -58,20 +59,18 @@ def find(key: str) -> str:
     return "A basic operation."
 
 
-class Why(MultiTurnScheduler):
-    """Tools first; the first answer without a call draws a question."""
-
-    async def step(self, episode: Any, turn: Any) -> Any:
-        if turn.message.tool_calls:
-            return await episode.call_tools(turn)
-        return "Explain why." if turn.index == 0 else None
+async def why(episode: Any, turn: Any) -> Any:
+    """Run tools first; answer the first turn without a call with a question."""
+    if turn.message.tool_calls:
+        return await episode.call_tools(turn)
+    return "Explain why." if turn.index == 0 else None
 
 
-def context_of(says: Any, template: str, *, on: bool = True, **options: Any) -> tuple[RolloutContext, list[str]]:
-    """A context with that template, and the prompts that its engine is going to see."""
+def context_of(
+    says: Any, template: str, *, on: bool = True, step: Any = why, **options: Any
+) -> tuple[RolloutContext, list[str]]:
+    """Return a context with that template, and the list that collects the prompts of its engine."""
     prompts: list[str] = []
-    context = scripted_context([], scheduler=options.pop("scheduler", Why()), renders_history=on, **options)
-    context.codec = Codec(tiny_tokenizer(), chat_template=template)
     spoken = iter(says)
 
     def answer(request: GenerateRequest) -> Any:
@@ -79,33 +78,23 @@ def context_of(says: Any, template: str, *, on: bool = True, **options: Any) -> 
         said = next(spoken)
         return turn_ids(said) if isinstance(said, str) else said
 
-    context.engine._function = answer  # type: ignore[attr-defined]
+    context = scripted_context([], scheduler=Steps(step), renders_history=on, **options)
+    context.codec = Codec(tiny_tokenizer(), chat_template=template)
+    context.engine = ScriptedEngine(answer)
     return context, prompts
-
-
-def check_segments(t: Trajectory) -> None:
-    """Each sampled token is owned by one segment, has its weight there, and none anywhere else."""
-    weighted = sum(int((s.loss_weights > 0).sum()) for s in t.segments)
-    assert weighted == t.num_sampled_tokens == int(t.metrics["sampled_tokens"])
-    for segment in t.segments:
-        assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)
-        if segment.parent is not None:
-            parent = t.segments[segment.parent.segment]
-            length = segment.parent.length
-            assert np.array_equal(parent.token_ids[:length], segment.token_ids[:length])
 
 
 @pytest.mark.parametrize(
     ("template", "owners"),
     [(STRIPS_BEFORE_A_USER, [[0], [1, 2]]), (STRIPS_ALL_BUT_THE_LAST, [[0], [1], [2]]), (KEEPS, [[0, 1, 2]])],
 )
-async def test_a_dialogue_with_reasoning_and_a_call_has_one_segment_for_every_edit_of_its_history(template, owners):
+async def test_every_edit_of_a_history_opens_a_segment(template: str, owners: list[list[int]]) -> None:
     context, prompts = context_of([THINKS, CALLS, CONCLUDES], template, tools=[find])
     t = await run_episode(context, task(), id="e")
-    assert not t.is_failed and len(t.turns) == 3
+    assert len(t.turns) == 3
     found = [sorted({s.turn for s in seg.spans if s.source is SpanSource.SAMPLED}) for seg in t.segments]
     assert found == owners
-    check_segments(t)
+    check_tokens(t)
     for turn, prompt in zip(t.turns, prompts, strict=True):
         history = [*t.task.prompt]
         for earlier in t.turns[: turn.index]:
@@ -116,46 +105,40 @@ async def test_a_dialogue_with_reasoning_and_a_call_has_one_segment_for_every_ed
 
 
 @pytest.mark.parametrize("template", [STRIPS_BEFORE_A_USER, STRIPS_ALL_BUT_THE_LAST, KEEPS])
-async def test_off_the_model_keeps_all_that_it_wrote_in_one_segment(template):
+async def test_switched_off_all_turns_are_one_segment(template: str) -> None:
     context, prompts = context_of([THINKS, CALLS, CONCLUDES], template, on=False, tools=[find])
     t = await run_episode(context, task(), id="e")
     assert len(t.segments) == 1 and len(t.turns) == 3
-    assert THINKS in prompts[1] and THINKS in prompts[2] and CALLS in prompts[2]
-    check_segments(t)
+    assert THINKS in prompts[1]
+    assert THINKS in prompts[2]
+    assert CALLS in prompts[2]
+    check_tokens(t)
 
 
-async def test_the_limits_count_what_was_said_once_however_often_it_is_rendered():
-    results = {}
-    for on in (True, False):
-        context, _ = context_of([THINKS] * 9, KEEPS, on=on, scheduler=Nags(), limits=Limits(max_tokens=150, max_turns=None))
-        results[on] = await run_episode(context, task(), id="e")
-    assert len(results[True].turns) == len(results[False].turns) > 2
-    assert results[True].stop_reason is results[False].stop_reason
-    stripping, _ = context_of(
-        [THINKS] * 9, STRIPS_ALL_BUT_THE_LAST, scheduler=Nags(), limits=Limits(max_tokens=150, max_turns=None)
-    )
-    t = await run_episode(stripping, task(), id="e")
-    assert len(t.turns) == len(results[True].turns) and len(t.segments) == len(t.turns)
+async def test_limits_count_each_token_once_however_often_it_is_rendered() -> None:
+    limits = Limits(max_tokens=150, max_turns=None)
+    found = []
+    for template, on in ((KEEPS, True), (KEEPS, False), (STRIPS_ALL_BUT_THE_LAST, True)):
+        context, _ = context_of([THINKS] * 9, template, on=on, step=lambda episode, turn: "And?", limits=limits)
+        found.append(await run_episode(context, task(), id="e"))
+    assert len({len(t.turns) for t in found}) == len({t.stop_reason for t in found}) == 1
+    assert len(found[2].segments) == len(found[2].turns) > 2
 
 
-class Nags(MultiTurnScheduler):
-    def step(self, episode: Any, turn: Any) -> str:
-        return "And?"
-
-
-async def test_ids_that_no_tokenizer_would_choose_are_kept_where_they_spell_what_the_template_writes():
+async def test_unusual_ids_are_kept_where_they_spell_the_render() -> None:
     codec = tiny_codec()
     odd = [int(codec.encode(c)[0]) for c in "four"]  # one token a letter, where the tokenizer merges
-    assert codec.decode(odd) == "four" and len(codec.encode("four")) < 4
+    assert len(codec.encode("four")) < 4
     ids = np.array([*odd, codec.stop_token_ids[0]], np.int32)
     context, prompts = context_of([ids, CONCLUDES], KEEPS)
     t = await run_episode(context, task(), id="e")
-    assert len(t.segments) == 1 and t.span(t.turns[0].spans[0]).ids.tolist() == ids.tolist()
+    assert len(t.segments) == 1
+    assert t.span(t.turns[0].spans[0]).ids.tolist() == ids.tolist()
     assert "four<|im_end|>\n<|im_start|>user\nExplain why." in prompts[1]
-    check_segments(t)
+    check_tokens(t)
 
 
-async def test_a_template_that_cannot_be_appended_to_is_rendered_whole(monkeypatch):
+async def test_template_that_cannot_be_appended_to_is_rendered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from polyturn.core.errors import TemplateError
     from polyturn.tokens.delta import DeltaEncoder
 
@@ -165,42 +148,44 @@ async def test_a_template_that_cannot_be_appended_to_is_rendered_whole(monkeypat
     monkeypatch.setattr(DeltaEncoder, "extend", refuse)
     context, _ = context_of([THINKS, CALLS, CONCLUDES], STRIPS_BEFORE_A_USER, tools=[find])
     t = await run_episode(context, task(), id="e")
-    assert not t.is_failed and len(t.segments) == 2
-    check_segments(t)
+    assert len(t.segments) == 2
+    check_tokens(t)
 
 
-async def test_an_edit_of_a_step_and_its_answer_make_one_well_formed_prompt():
-    class Forgets(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            if turn.index:
-                return None
-            episode.rewrite([*episode.task.prompt, {"role": "assistant", "content": "I tried."}])
-            return "Go on."
+async def test_edit_and_answer_make_one_prompt() -> None:
+    def forget(episode: Any, turn: Any) -> Any:
+        if turn.index:
+            return None
+        episode.rewrite([*episode.task.prompt, {"role": "assistant", "content": "I tried."}])
+        return "Go on."
 
-    context, prompts = context_of([THINKS, CONCLUDES], KEEPS, on=False, scheduler=Forgets())
+    context, prompts = context_of([THINKS, CONCLUDES], KEEPS, on=False, step=forget)
     t = await run_episode(context, task(), id="e")
     history = [*t.task.prompt, Message(role="assistant", content="I tried."), Message(role="user", content="Go on.")]
     assert prompts[1] == context.codec.template.render(history, add_generation_prompt=True)
-    assert len(t.segments) == 2 and t.segments[1].parent is not None
-    check_segments(t)
+    assert len(t.segments) == 2
+    check_tokens(t)
 
 
-async def test_an_edit_alone_lets_the_model_speak_again_and_before_the_first_turn_it_is_the_prompt():
-    class Resets(MultiTurnScheduler):
+async def test_edit_alone_lets_the_model_speak_again() -> None:
+    def reset(episode: Any, turn: Any) -> Any:
+        if turn.index == 2:
+            return None
+        return episode.rewrite([*episode.messages[:1], {"role": "user", "content": "A wall."}])
+
+    class Resets(Steps):
         def on_trajectory_start(self, episode: Any) -> None:
             episode.rewrite([{"role": "user", "content": "You are in a maze."}])
 
-        def step(self, episode: Any, turn: Any) -> Any:
-            return (
-                episode.rewrite([*episode.messages[:1], {"role": "user", "content": "A wall."}]) if turn.index < 2 else None
-            )
-
-    context, prompts = context_of([THINKS, THINKS, CONCLUDES], KEEPS, on=False, scheduler=Resets())
+    context, prompts = context_of([THINKS, THINKS, CONCLUDES], KEEPS, on=False)
+    context.scheduler = Resets(reset)
     t = await run_episode(context, task(), id="e")
-    assert len(t.turns) == 3 and len(t.segments) == 3
-    assert prompts[0].count("<|im_start|>") == 2 and "maze" in prompts[0]
-    assert prompts[1] == prompts[2] and "A wall." in prompts[1] and "2 and 2" not in prompts[1]
-    check_segments(t)
+    assert (len(t.turns), len(t.segments)) == (3, 3)
+    assert "maze" in prompts[0]
+    assert prompts[1] == prompts[2]
+    assert "A wall." in prompts[1]
+    assert "2 and 2" not in prompts[1]
+    check_tokens(t)
 
 
 NO_FIELD = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + SHOWN + '<|im_end|>\\n' -}}{%- endfor -%}" + (
@@ -212,23 +197,17 @@ CUTS_CONTENT = NO_FIELD.replace("SHOWN", "(m.content if loop.last else m.content
 """As DeepSeek-R1 and QwQ: the template itself cuts the tags out of the contents of past turns."""
 
 
-async def test_a_template_without_a_field_for_reasoning_keeps_it_as_the_model_wrote_it() -> None:
-    context, prompts = context_of([THINKS, "<think>\nhm</think> Four."], WRITES_CONTENT)
+@pytest.mark.parametrize(("template", "num_segments"), [(WRITES_CONTENT, 1), (CUTS_CONTENT, 2)])
+async def test_reasoning_without_a_field_follows_the_template(template: str, num_segments: int) -> None:
+    context, prompts = context_of([THINKS, "<think>\nhm</think> Four."], template)
     t = await run_episode(context, task(), id="e")
     assert t.turns[0].message.reasoning == "2 and 2"
-    assert THINKS in prompts[1]
-    assert len(t.segments) == 1
+    assert (THINKS in prompts[1]) == (num_segments == 1)
+    assert "2 + 2 = 4." in prompts[1]
+    assert len(t.segments) == num_segments
 
 
-async def test_a_template_that_cuts_reasoning_out_of_contents_does_so() -> None:
-    context, prompts = context_of([THINKS, "<think>\nhm</think> Four."], CUTS_CONTENT)
-    t = await run_episode(context, task(), id="e")
-    assert "<think>" not in prompts[1] and "2 + 2 = 4." in prompts[1]
-    assert len(t.segments) == 2
-
-
-async def test_by_default_reasoning_in_plain_text_is_no_difference() -> None:
+async def test_reasoning_in_plain_text_is_no_difference() -> None:
     context, _ = context_of([THINKS, "<think>\nhm</think> Four."], WRITES_CONTENT, on=False)
     t = await run_episode(context, task(), id="e")
-    assert t.metrics["sanity_checked"] == 1.0
-    assert not [name for name in t.metrics if name.startswith("sanity_") and name != "sanity_checked"]
+    assert [name for name in t.metrics if name.startswith("sanity_")] == ["sanity_checked"]

@@ -11,7 +11,7 @@ from polyturn.rollout.limits import EpisodeProgress, Limits, budget, reached
 AT = EpisodeProgress(elapsed_s=9, turns=9, user_turns=9, has_user_reply=True, response_tokens=9, context_tokens=9)
 
 
-def test_the_first_limit_in_the_documented_order_is_the_reason():
+def test_first_limit_in_the_documented_order_is_the_reason():
     every = {"timeout_s": 1.0, "max_turns": 1, "max_user_turns": 1, "max_tokens": 1, "max_context": 2}
     order = [StopReason.TIMEOUT, StopReason.MAX_TURNS, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL]
     for reason in order:
@@ -20,20 +20,20 @@ def test_the_first_limit_in_the_documented_order_is_the_reason():
     assert reached(Limits(max_turns=None), AT) is None
 
 
-def test_user_turns_count_only_when_the_reply_that_waits_is_the_interactions():
+def test_user_turns_count_only_behind_an_interactions_reply():
     limits = Limits(max_turns=None, max_user_turns=8)
     assert reached(limits, AT) is StopReason.MAX_TURNS
     assert reached(limits, AT._replace(has_user_reply=False)) is None
     assert reached(limits, AT._replace(user_turns=8)) is None
 
 
-def test_the_tightest_limit_is_the_budget_and_names_itself():
+def test_tightest_limit_is_the_budget():
     limits = Limits(max_tokens_per_turn=50, max_tokens=40, max_context=100)
     assert budget(limits, AT, ceiling=1000) == (31, StopReason.MAX_TOKENS)
     assert budget(limits, AT._replace(context_tokens=95), ceiling=1000) == (5, StopReason.CONTEXT_FULL)
     assert budget(limits, AT, ceiling=7) == (7, StopReason.LENGTH)
 
 
-def test_a_limit_that_allows_nothing_is_refused_by_name():
-    with pytest.raises(ConfigError, match="max_turns is 0; use a positive number, or null for no limit"):
+def test_limit_that_allows_nothing_is_refused():
+    with pytest.raises(ConfigError, match="max_turns is 0"):
         Limits(max_turns=0)

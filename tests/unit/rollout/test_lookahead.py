@@ -1,4 +1,4 @@
-"""Lookahead: continuations of each turn, judged; their mean is the turn's score, and nothing of them is trained unasked."""
+"""Lookahead: a turn's score is the mean of its judged continuations, which are trained only if configured."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ from support.services import LocalService, serve
 
 
 class Asker(BaseInteraction):
-    """Asks three questions, whoever answers them."""
+    """Asks three questions."""
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
         number = sum(m["role"] == "user" for m in messages)
         return number >= 3, f"Question {number}?", 0.0, {}
 
@@ -59,7 +57,7 @@ async def looked(
     return await run_episode(context, one, id="e", seed=5, on_start=on_start)
 
 
-async def test_a_turn_is_worth_the_mean_of_what_comes_of_it() -> None:
+async def test_score_of_a_turn_is_the_mean_of_its_continuations() -> None:
     async with serve(judge_by_length) as server:
         found = await looked(server, num_repeat_rollouts=2, window=1)
     assert found.error is None
@@ -68,7 +66,10 @@ async def test_a_turn_is_worth_the_mean_of_what_comes_of_it() -> None:
     # From turn 0: question, one more turn, and its question: 5 messages. From turn 1: 7; the last ends with its question.
     assert [t.scores["lookahead"] for t in found.turns] == pytest.approx([0.5, 0.7, 0.6 + 0.1])
     assert found.turns[0].info["lookahead"]["scores"] == [0.5, 0.5]
-    assert found.reward is not None and found.reward.total == pytest.approx((0.5 + 0.7 + 0.7) / 3)
+    assert found.reward is not None
+    assert found.reward.total == pytest.approx((0.5 + 0.7 + 0.7) / 3)
+    assert [t.observation[0].text for t in found.turns] == ["Question 1?", "Question 2?", "Question 3?"]
+    assert [t.index for t in found.turns] == [0, 1, 2], "the conversation goes as it would without"
 
 
 async def test_continuations_are_recorded_and_not_trained() -> None:
@@ -92,22 +93,14 @@ async def test_continuations_are_recorded_and_not_trained() -> None:
     assert [m.text for m in found.messages].count("Answer 0.") == 1
 
 
-async def test_the_conversation_itself_goes_as_it_would_without() -> None:
-    async with serve(judge_by_length) as server:
-        found = await looked(server, num_repeat_rollouts=3, window=2)
-    assert [t.message.text for t in found.turns] == ["Answer 0.", "Answer 1.", "Answer 2."]
-    assert [t.observation[0].text for t in found.turns] == ["Question 1?", "Question 2?", "Question 3?"]
-    assert [t.index for t in found.turns] == [0, 1, 2]
-
-
-async def test_without_a_window_the_users_reaction_alone_is_judged() -> None:
+async def test_window_of_zero_judges_the_reaction_alone() -> None:
     async with serve(judge_by_length) as server:
         found = await looked(server, num_repeat_rollouts=1, window=0)
     assert [t.scores["lookahead"] for t in found.turns] == pytest.approx([0.3, 0.5, 0.7])
     assert "num_asides" not in found.metrics
 
 
-async def test_continuations_are_trained_with_their_own_score_where_that_is_asked_for() -> None:
+async def test_continuations_are_trained_with_their_own_score() -> None:
     async with serve(judge_by_length) as server:
         found = await looked(server, num_repeat_rollouts=1, window=1, train_forks=True)
     own = [t for t in found.turns if not t.info.get("is_continuation")]
@@ -119,7 +112,7 @@ async def test_continuations_are_trained_with_their_own_score_where_that_is_aske
     assert sum(int(np.count_nonzero(s.loss_weights)) for s in found.segments) == sampled
 
 
-async def test_the_reward_can_be_left_to_the_run() -> None:
+async def test_reward_can_be_left_to_the_run() -> None:
     def answered(trajectory: Trajectory) -> float:
         return float(trajectory.turns[-1].message.text == "Answer 2.")
 
@@ -128,19 +121,19 @@ async def test_the_reward_can_be_left_to_the_run() -> None:
     assert found.reward is not None and found.reward.components["outcome"] == 1.0
 
 
-async def test_the_runs_own_limit_bounds_continuations_too() -> None:
+async def test_limit_of_the_run_bounds_continuations() -> None:
     async with serve(judge_by_length) as server:
         found = await looked(server, num_repeat_rollouts=1, window=5, limits=Limits(max_turns=2))
     assert len(found.turns) == 2 and found.metrics["num_asides"] == 1
 
 
-async def test_a_judge_that_gives_no_score_fails_the_trajectory() -> None:
+async def test_judge_without_a_score_fails_the_trajectory() -> None:
     async with serve(lambda asked, number: {"choices": [{"message": {"content": "Fine."}}]}) as server:
         found = await looked(server, num_repeat_rollouts=1)
-    assert found.is_failed and "lookahead's judge gave no score" in str(found.error)
+    assert found.is_failed and "judge gave no score" in str(found.error)
 
 
-async def test_continuations_differ_by_their_seeds_and_a_second_run_asks_nothing(tmp_path: Path) -> None:
+async def test_continuations_differ_and_a_second_run_asks_nothing(tmp_path: Path) -> None:
     def answer(asked: dict[str, Any], number: int) -> Any:
         if asked["model"] == "j":
             return judge_by_length(asked, number)
@@ -169,22 +162,19 @@ async def test_continuations_differ_by_their_seeds_and_a_second_run_asks_nothing
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "said"),
+    ("kwargs", "key"),
     [
-        ({"num_repeat_rollouts": 0}, "num_repeat_rollouts is 0; give a whole number of at least 1"),
+        ({"num_repeat_rollouts": 0}, "num_repeat_rollouts is 0"),
         ({"window": -1}, "window is -1"),
-        ({"reward": "turn"}, "reward is 'turn'. Did you mean 'turns'"),
-        ({"reward": "run", "train_forks": True}, "use reward: turns"),
-        ({"judge": {"model": "j"}}, "lookahead's judge: base_url is None"),
-        ({"judge": "j"}, "judge is 'j'; give a judge's arguments"),
+        ({"reward": "turn"}, "'turn'.*'turns'"),
+        ({"reward": "run", "train_forks": True}, "reward"),
+        ({"judge": {"model": "j"}}, "base_url"),
+        ({"judge": "j"}, "'j'"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(kwargs: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Lookahead(**{"judge": {"base_url": "http://h/v1", "model": "j"}, **kwargs})
-
-
-def test_a_task_without_a_user_is_refused() -> None:
-    scheduler = Lookahead(judge={"base_url": "http://127.0.0.1:9/v1", "model": "j"})
-    with pytest.raises(DataError, match="names no interaction"):
-        scheduler.check_task(task())
+def test_wrong_arguments_and_rows_are_refused(kwargs: dict[str, Any], key: str) -> None:
+    right = {"judge": {"base_url": "http://h/v1", "model": "j"}}
+    with pytest.raises(ConfigError, match=key):
+        Lookahead(**{**right, **kwargs})
+    with pytest.raises(DataError, match="interaction"):
+        Lookahead(**right).check_task(task())  # type: ignore[arg-type]

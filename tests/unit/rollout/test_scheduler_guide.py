@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task
@@ -43,8 +41,7 @@ def place(folder: Path, **rollout: Any) -> ConfigSource:
     return ConfigSource(config=RunConfig(model=MODEL, rollout=RolloutConfig(**rollout)), base=folder)  # type: ignore[arg-type]
 
 
-async def test_the_first_scheduler_has_fifteen_lines_and_keeps_the_contract(tmp_path: Path) -> None:
-    assert len([line for line in CODE[0].splitlines() if line.strip()]) <= 15
+async def test_first_scheduler_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
     (tmp_path / "doubt.py").write_text(CODE[0])
     made = build_scheduler(place(tmp_path, scheduler="doubt.py:Doubt", scheduler_kwargs={"max_doubts": 3}))
     t = await run_episode(scripted_context(["4", "5", "5", "no"], scheduler=made), task(), id="e")
@@ -52,7 +49,7 @@ async def test_the_first_scheduler_has_fifteen_lines_and_keeps_the_contract(tmp_
     await check_scheduler(made, says=["4", "5", "5"])
 
 
-async def test_the_environment_runs(tmp_path: Path) -> None:
+async def test_environment_of_the_guide_runs(tmp_path: Path) -> None:
     (tmp_path / "counter.py").write_text(CODE[1])
     made = build_scheduler(place(tmp_path, scheduler="gym", scheduler_kwargs={"env": "counter.py:Counter"}))
     row = task("Play.", data_source=None, extra={"env_config": {"goal": 2}})
@@ -63,7 +60,7 @@ async def test_the_environment_runs(tmp_path: Path) -> None:
     assert [m.text for m in t.messages] == ["Play.\nCount.", "one", "Go on.", "one", "Go on."] and t.reward is not None
 
 
-async def test_the_estimator_of_turns_works_on_any_trajectory() -> None:
+async def test_estimator_of_the_guide_runs() -> None:
     estimator = defined(2)["turn_scores"]
     context = scripted_context(["4", "5", "5"], scheduler=defined(0)["Doubt"]())
     context.rewarder = RewardRouter({}, scheduler=SimpleNamespace(scores_turns=True, gives_reward=False))
@@ -74,7 +71,7 @@ async def test_the_estimator_of_turns_works_on_any_trajectory() -> None:
     assert sorted(set(np.round(sample.advantages[sample.loss_weights != 0], 3).tolist())) == pytest.approx([-0.1, 0.0])
 
 
-def test_the_tables_name_what_is_shipped() -> None:
+def test_tables_name_every_shipped_scheduler() -> None:
     table = PAGE.partition("## Shipped schedulers")[2].partition("## ")[0]
     own = {BlackBox.__module__, *(n for n in sys.modules if n.startswith("polyturn.rollout"))}
     names = {n for n in schedulers if schedulers.resolve(n).__module__ in own and not n.startswith("test_")}
@@ -84,24 +81,14 @@ def test_the_tables_name_what_is_shipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "says"),
+    ("rollout", "key"),
     [
-        ({"scheduler": "math_tip"}, r"there is no 'math_tip'\. Did you mean 'math_tips'"),
-        ({"scheduler": "compaction"}, "do not fit the scheduler 'compaction': missing a required argument: 'budget'"),
-        ({"scheduler": "tree", "scheduler_kwargs": {"widht": 3}}, "do not fit the scheduler 'tree': .*'widht'"),
-        ({"scheduler": "gym", "limits": {"max_turns": None}}, "no limit ends an episode that it never finishes"),
+        ({"scheduler": "math_tip"}, "'math_tip'.*'math_tips'"),
+        ({"scheduler": "compaction"}, "'compaction'.*'budget'"),
+        ({"scheduler": "tree", "scheduler_kwargs": {"widht": 3}}, "'tree'.*'widht'"),
+        ({"scheduler": "gym", "limits": {"max_turns": None}}, "limit"),
     ],
 )
-def test_what_cannot_work_is_named_at_the_start(tmp_path: Path, rollout: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_wrong_scheduler_settings_are_refused(tmp_path: Path, rollout: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
         build_scheduler(place(tmp_path, **rollout))
-
-
-async def test_a_trajectory_that_fails_is_in_the_log_by_its_id(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd(MultiTurnScheduler):
-        def step(self, episode: Any, turn: Any) -> Any:
-            return 3
-
-    with caplog.at_level(logging.WARNING):
-        t = await run_episode(scripted_context(["x"], scheduler=Odd(), limits=Limits()), task(), id="g4/1")
-    assert t.is_failed and "trajectory g4/1 failed: SchedulerError: step returned 3; return None, a text" in caplog.text

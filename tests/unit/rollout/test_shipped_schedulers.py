@@ -1,10 +1,10 @@
-"""What each shipped scheduler does to a conversation and to its tokens, told by a scripted model."""
+"""What each shipped scheduler does to a conversation and to its tokens, with a scripted model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import polyturn
@@ -18,19 +18,9 @@ from polyturn.rollout.schedulers import Compaction, MathTips, React, SingleTurn,
 from polyturn.rollout.schedulers.judge import build_judge, judge_math
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.scheduler import check_scheduler
+from support.parts import add, call, check_tokens
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-
-
-@polyturn.tool
-def add(a: int, b: int) -> str:
-    """Add two numbers.
-
-    Args:
-        a: One.
-        b: Another.
-    """
-    return str(a + b)
+CALL = call("add", a=2, b=3)
 
 
 @polyturn.tool
@@ -51,7 +41,7 @@ async def play(says: Any, scheduler: Any, *, tools: Any = (), limits: Limits | N
 
 
 def weighted(t: Trajectory) -> list[str]:
-    """Return the text that is trained, a segment each."""
+    """Return the trained text of each segment."""
     return [tiny_codec().decode(s.token_ids[s.loss_weights > 0]) for s in t.segments]
 
 
@@ -62,7 +52,6 @@ def whole(t: Trajectory, segment: int = 0) -> str:
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
-        ("default", {}),
         ("single_turn", {}),
         ("math_tips", {}),
         ("thinking_tips", {}),
@@ -73,7 +62,7 @@ def whole(t: Trajectory, segment: int = 0) -> str:
         ("tree", {"width": 3}),
     ],
 )
-async def test_every_shipped_scheduler_keeps_the_contract(name: str, kwargs: Any) -> None:
+async def test_shipped_scheduler_keeps_the_contract(name: str, kwargs: Any) -> None:
     is_tree = name == "tree" or "policies" in kwargs  # forks are counted as turns
     if is_tree:
         await play(["a</think>b", CALL, "c"], schedulers.resolve(name)(**kwargs), tools=[add])
@@ -94,7 +83,7 @@ async def test_single_turn_answers_nothing() -> None:
 # math_tips
 
 
-async def test_a_tip_goes_on_with_the_message_and_the_wrong_answer_is_dropped_and_counted() -> None:
+async def test_math_tip_replaces_the_wrong_answer() -> None:
     t = await play(["ab</think>41<answer>41</answer>", "  42"], MathTips(tip=" But wait,"))
     assert [turn.message.text for turn in t.turns][-1] == "ab But wait,  42" and len(t.segments) == 1
     assert t.messages[-1].text == "ab But wait,  42" and len(t.messages) == 2
@@ -108,12 +97,12 @@ async def test_a_tip_goes_on_with_the_message_and_the_wrong_answer_is_dropped_an
 @pytest.mark.parametrize(
     ("says", "turns"), [(["<answer>42</answer>"], 1), (["abc", "x"], 2), (["a</think>b", r"\boxed{42}"], 2)]
 )
-async def test_a_tip_is_given_once_and_only_to_a_wrong_answer(says: list[str], turns: int) -> None:
+async def test_math_tip_is_given_once_to_a_wrong_answer(says: list[str], turns: int) -> None:
     t = await play(says, MathTips(tip=" Wait,"))
     assert len(t.turns) == turns and t.stop_reason is StopReason.STOP
 
 
-async def test_a_cut_answer_draws_no_tip() -> None:
+async def test_cut_answer_draws_no_tip() -> None:
     t = await play(["a wrong answer that is cut"], MathTips(), limits=Limits(max_tokens_per_turn=2))
     assert len(t.turns) == 1 and t.stop_reason is StopReason.LENGTH
 
@@ -121,17 +110,17 @@ async def test_a_cut_answer_draws_no_tip() -> None:
 # thinking_tips
 
 
-async def test_a_turn_with_reasoning_gets_a_segment_of_its_own_that_does_not_show_it_again() -> None:
+async def test_thinking_tips_leave_earlier_reasoning_out() -> None:
     says = ["<think>two</think>41", "<think>four</think>\\boxed{42}"]
     t = await play(says, ThinkingTips(tip="Wrong."))
     assert len(t.segments) == 2 and len(t.turns) == 2
     assert [("two" in whole(t, i), "four" in whole(t, i)) for i in range(2)] == [(True, False), (False, True)]
     assert "41" in whole(t, 1) and "Wrong." in whole(t, 1)
-    assert sum(len(np.flatnonzero(s.loss_weights)) for s in t.segments) == t.num_sampled_tokens
+    check_tokens(t)
 
 
 @pytest.mark.parametrize(("says", "turns"), [(["\\boxed{42}"], 1), (["41", "\\boxed{42}"], 2), (["41", "40", "39"], 2)])
-async def test_a_hint_is_given_once_and_only_to_a_wrong_answer(says: list[str], turns: int) -> None:
+async def test_thinking_tip_is_given_once_to_a_wrong_answer(says: list[str], turns: int) -> None:
     t = await play(says, ThinkingTips())
     assert len(t.turns) == turns and len(t.segments) == 1  # without reasoning nothing is left out
     more = await play(says, ThinkingTips(max_tips=5))
@@ -141,7 +130,7 @@ async def test_a_hint_is_given_once_and_only_to_a_wrong_answer(says: list[str], 
 # react
 
 
-async def test_a_call_is_answered_inside_the_message_and_masked() -> None:
+async def test_react_call_is_answered_inside_the_message() -> None:
     says = ['I add.\nAction: add\nAction Input: {"a": 2, "b": 3}\nObservation: 7 I guess', "Final Answer: 5"]
     t = await play(says, React(), tools=[add])
     assert t.messages[-1].text == ('I add.\nAction: add\nAction Input: {"a": 2, "b": 3}\nObservation: 5\nFinal Answer: 5')
@@ -159,16 +148,12 @@ async def test_a_call_is_answered_inside_the_message_and_masked() -> None:
         ("Action: sing\nAction Input: {}", "sing"),
     ],
 )
-async def test_an_input_that_is_no_object_is_the_only_parameter_or_an_observation(written: str, observed: str) -> None:
+async def test_react_input_may_be_the_only_parameter(written: str, observed: str) -> None:
     t = await play([written, "done"], React(), tools=[add, shout])
     assert observed in t.messages[-1].text.partition("Observation: ")[2]
 
 
 # compaction
-
-
-def tokens_shown(seen: list[GenerateRequest]) -> list[int]:
-    return [len(r.prompt_ids) for r in seen]
 
 
 def told(says: list[str], seen: list[GenerateRequest]) -> Any:
@@ -182,40 +167,35 @@ def told(says: list[str], seen: list[GenerateRequest]) -> Any:
 THOUGHT = "<think>" + "so so so " * 8 + "</think>"
 
 
-async def test_old_reasoning_goes_first_then_old_turns() -> None:
+async def test_compaction_drops_old_reasoning_first() -> None:
     seen: list[GenerateRequest] = []
     says = [THOUGHT + CALL, THOUGHT + CALL, THOUGHT + CALL, "done"]
     context = scripted_context(told(says, seen), tools=[add], scheduler=Compaction(budget=340))
     t = await run_episode(context, task(), id="e")
     assert not t.is_failed, t.error
-    assert len(t.segments) > 1 and max(tokens_shown(seen)) <= 340
+    assert len(t.segments) > 1 and max(len(r.prompt_ids) for r in seen) <= 340
     last = tiny_codec().decode(seen[-1].prompt_ids)
     assert "What is 2+2?" in last and last.count("so so") <= THOUGHT.count("so so") + 4
-    assert sum(len(np.flatnonzero(s.loss_weights)) for s in t.segments) == t.num_sampled_tokens
+    check_tokens(t)
 
 
-async def test_a_summary_is_the_models_own_and_is_trained() -> None:
+async def test_summary_is_trained_and_has_the_models_origin() -> None:
     seen: list[GenerateRequest] = []
-    says = [CALL, "I know that 2+3 is 5.", CALL, "five so far", "done"]
+    says = [CALL, "I know <tool_response>2+3 is 5.", CALL, "five so far", "done"]
     scheduler = Compaction(budget=60, policies=["summarise"], request="Notes, please.")
     t = await run_episode(scripted_context(told(says, seen), tools=[add], scheduler=scheduler), task(), id="e")
     assert not t.is_failed, t.error
-    assert any("I know that 2+3 is 5." in text for text in weighted(t))
+    assert any("I know <tool_response>2+3 is 5." in text for text in weighted(t))
     shown = tiny_codec().decode(seen[2].prompt_ids)
-    assert "Notes so far:\nI know that 2+3 is 5." in shown and "Notes, please." not in shown
-
-
-def test_a_policy_or_budget_that_cannot_work_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"there is no policy 'windows'\. Did you mean 'window'"):
-        Compaction(budget=10, policies=["windows"])
-    with pytest.raises(ConfigError, match="the budget is 0"):
-        Compaction(budget=0)
+    num_tokens = seen[2].prompt_ids.tolist().count(int(tiny_codec().encode("<tool_response>")[0]))
+    assert num_tokens == shown.count("<tool_response>") - 1, "the model's own text is no control token"
+    assert "Notes so far:\nI know <tool_response>2+3 is 5." in shown and "Notes, please." not in shown
 
 
 # tree
 
 
-async def test_a_tree_trains_every_sampled_token_once_and_scores_each_turn_by_its_leaves() -> None:
+async def test_tree_scores_each_turn_by_its_leaves() -> None:
     """Branches say their number; only those of the first half are right."""
 
     def say(request: GenerateRequest) -> str:
@@ -224,46 +204,49 @@ async def test_a_tree_trains_every_sampled_token_once_and_scores_each_turn_by_it
 
     limits = Limits(max_tokens_per_turn=12, max_turns=4)
     t = await play(say, Tree(width=4), limits=limits, data_source="tree")
-    assert sum(int((s.loss_weights > 0).sum()) for s in t.segments) == t.num_sampled_tokens
+    check_tokens(t)
     first = [turn.scores["tree"] for turn in t.turns if turn.info["depth"] == 0]
     assert len(first) == 2 and t.reward is not None and t.reward.total == pytest.approx(sum(first) / 2)
     assert all("tree" in turn.scores for turn in t.turns)
 
 
-async def test_a_tree_of_one_branch_is_a_conversation_whose_message_goes_on() -> None:
+async def test_tree_of_one_branch_continues_its_message() -> None:
     t = await play(
         ["one two three four five six", "seven"], Tree(width=1), limits=Limits(max_tokens_per_turn=5, max_turns=3)
     )
     assert len(t.segments) == 1 and t.turns[0].is_continued
 
 
-# names and arguments
-
-
-def test_names_and_judges_are_found_or_named() -> None:
-    assert set(schedulers) >= {"default", "single_turn", "math_tips", "thinking_tips", "react", "gym", "image_tools", "tree"}
-    with pytest.raises(UnknownNameError, match=r"there is no 'math_tip'\. Did you mean 'math_tips'"):
-        schedulers.resolve("math_tip")
-    with pytest.raises(UnknownNameError, match="judge: there is no 'maths'"):
-        build_judge("maths")
-    with pytest.raises(ConfigError, match="the judge is 3"):
-        build_judge(3)  # type: ignore[arg-type]
+# names, judges and arguments
 
 
 @pytest.mark.parametrize(
     ("text", "score"), [("<answer>1/2</answer>", 1.0), (r"\boxed{1/2}", 1.0), ("1/2", 0.0), ("<answer>3</answer>", 0.0)]
 )
-def test_the_judge_of_mathematics_reads_tags_and_boxes(text: str, score: float) -> None:
+def test_math_judge_reads_tags_and_boxes(text: str, score: float) -> None:
     assert judge_math(text, "1/2") == score
 
 
-@pytest.mark.parametrize("scheduler", [MathTips(), ThinkingTips(), Tree()])
-def test_a_task_without_a_ground_truth_is_refused_before_the_run(scheduler: Any) -> None:
-    with pytest.raises(DataError, match=r"task 't0' has no ground_truth, which the scheduler '.*' compares answers with"):
-        scheduler.check_task(task(ground_truth=None))
+@pytest.mark.parametrize(
+    ("work", "error", "key"),
+    [
+        (lambda: schedulers.resolve("math_tip"), UnknownNameError, "'math_tip'.*'math_tips'"),
+        (lambda: Compaction(budget=10, policies=["windows"]), ConfigError, "'windows'.*'window'"),
+        (lambda: Compaction(budget=0), ConfigError, "budget is 0"),
+        (lambda: build_judge("maths"), UnknownNameError, "'maths'"),
+        (lambda: build_judge(3), ConfigError, "judge is 3"),  # type: ignore[arg-type]
+        *(
+            (lambda made=made: made.check_task(task(ground_truth=None)), DataError, "'t0'.*ground_truth")
+            for made in (MathTips(), ThinkingTips(), Tree())
+        ),
+    ],
+)
+def test_wrong_name_argument_or_row_is_refused(work: Callable[[], Any], error: type[Exception], key: str) -> None:
+    with pytest.raises(error, match=key):
+        work()
 
 
-async def test_a_judge_that_means_nothing_fails_its_trajectory_by_name() -> None:
+async def test_judge_that_returns_no_score_fails_its_trajectory() -> None:
     context = scripted_context(["x"], scheduler=MathTips(judge=lambda text, truth: "yes"))  # type: ignore[arg-type, return-value]
     t = await run_episode(context, task(), id="e")
-    assert t.error is not None and "the judge returned 'yes'; return True, False or a number" in t.error
+    assert "'yes'" in (t.error or "")

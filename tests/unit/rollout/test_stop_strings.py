@@ -1,4 +1,4 @@
-"""Stop strings: a completion ends with the token that completes one, and no id is cut or made up."""
+"""Stop strings: a completion ends with the token that completes one, and its ids are kept as sampled."""
 
 from __future__ import annotations
 
@@ -26,38 +26,34 @@ def request(max_tokens: int = 500) -> GenerateRequest:
     )
 
 
-class AbortedEngine(ScriptedEngine):
-    """Is told, by the caller's id of the request, to abort the piece of this number."""
+class Speaks(ScriptedEngine):
+    """Goes on with a text from wherever the prompt ends, as a model does; the piece `held_piece` waits for an abort."""
 
-    is_aborted_in = 0
+    def __init__(self, text: str, *, held_piece: int = 0) -> None:
+        ids = turn_ids(text)
+        super().__init__(lambda asked: ids[len(asked.prompt_ids) - 2 :])
+        self.held_piece = held_piece
+        self.is_held, self.aborted = asyncio.Event(), asyncio.Event()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        if self.num_requests + 1 == self.is_aborted_in:
-            self._latency_s = 1.0  # without the abort it answers then, and the test fails
-            aborting = asyncio.create_task(self.abort("r"))  # runs while the piece below is being waited for
-            completion = await super().generate(request)
-            await aborting
-            return completion
+        if self.num_requests + 1 == self.held_piece:
+            self.is_held.set()
+            await self.aborted.wait()
+            return Completion(token_ids=[], logprobs=[], finish_reason=FinishReason.ABORT)
         completion = await super().generate(request)
         return dataclasses.replace(completion, info={"prefilled_tokens": len(request.prompt_ids)})
 
-
-def engine_that_says(text: str, *, is_aborted_in: int = 0) -> ScriptedEngine:
-    """Goes on with the text from wherever the prompt ends, as a model does."""
-    ids = turn_ids(text)
-
-    def answer(asked: GenerateRequest) -> np.ndarray:
-        return ids[len(asked.prompt_ids) - 2 :]
-
-    engine = AbortedEngine(answer)
-    engine.is_aborted_in = is_aborted_in
-    return engine
+    async def abort(self, request_id: str) -> None:
+        assert request_id.startswith("r")
+        self.aborted.set()
 
 
-async def test_a_completion_ends_with_the_token_that_completes_the_string():
-    ended = await generate_until(engine_that_says(SAID), request(), stops=["Observation:"], codec=CODEC)
+async def test_completion_ends_with_the_token_that_completes_the_string():
+    ended = await generate_until(Speaks(SAID), request(), stops=["Observation:"], codec=CODEC)
     text = CODEC.decode(ended.completion.token_ids)
-    assert ended.stop == "Observation:" and "Observation:" in text and "so on" not in text
+    assert ended.stop == "Observation:"
+    assert "Observation:" in text
+    assert "so on" not in text
     assert "Observation:" not in CODEC.decode(ended.completion.token_ids[:-1]), "no id more than it takes"
     assert np.array_equal(ended.completion.token_ids, turn_ids(SAID)[: len(ended.completion.token_ids)])
     assert ended.completion.finish_reason is FinishReason.STOP
@@ -66,28 +62,32 @@ async def test_a_completion_ends_with_the_token_that_completes_the_string():
     assert ended.completion.info["prefilled_tokens"] > 2 + PIECE, "of each piece, not the first alone"
 
 
-async def test_a_completion_without_the_string_is_what_the_engine_says_in_one_go():
-    ended = await generate_until(engine_that_says(SAID), request(), stops=["###"], codec=CODEC)
+async def test_completion_without_the_string_is_whole():
+    ended = await generate_until(Speaks(SAID), request(), stops=["###"], codec=CODEC)
     assert np.array_equal(ended.completion.token_ids, turn_ids(SAID)) and ended.stop is None and ended.num_dropped == 0
-    cut = await generate_until(engine_that_says(SAID), request(70), stops=["###"], codec=CODEC)
+    cut = await generate_until(Speaks(SAID), request(70), stops=["###"], codec=CODEC)
     assert len(cut.completion.token_ids) == 70 and cut.completion.finish_reason is FinishReason.LENGTH
 
 
-async def test_an_abort_ends_whichever_piece_is_being_sampled():
-    engine = engine_that_says(SAID, is_aborted_in=3)
-    ended = await generate_until(engine, request(), stops=["###"], codec=CODEC)
-    assert engine.num_requests == 3 and len(ended.completion.token_ids) == 2 * PIECE
-    assert ended.completion.finish_reason is FinishReason.ABORT and ended.stop is None
+async def test_abort_ends_the_piece_that_is_sampled() -> None:
+    engine = Speaks(SAID, held_piece=3)
+    generating = asyncio.create_task(generate_until(engine, request(), stops=["###"], codec=CODEC))
+    await engine.is_held.wait()
+    await engine.abort("r")
+    ended = await generating
+    assert len(ended.completion.token_ids) == 2 * PIECE
+    assert ended.completion.finish_reason is FinishReason.ABORT
+    assert ended.stop is None
 
 
-def test_of_several_strings_the_first_to_be_complete_ends_it():
+def test_first_complete_string_ends_a_completion() -> None:
     ids = CODEC.encode("so 2+2 is four.").tolist()
     found = find_stop(ids, ["four", "2+2"], CODEC)
     assert found is not None and found[1] == "2+2"
     assert find_stop(ids, ["five"], CODEC) is None
 
 
-async def test_an_episode_keeps_the_ids_and_counts_what_was_sampled_behind_the_string():
+async def test_episode_counts_the_tokens_behind_the_string():
     class Stops(MultiTurnScheduler):
         async def on_trajectory_start(self, episode: Episode) -> None:
             episode.sample_as(episode.sampling, stops=["apples"])
