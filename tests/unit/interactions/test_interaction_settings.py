@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.generation import SamplingParams
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.replayed_user import ReplayedUser
 from polyturn.interactions.simulated_user import SimulatedUser
 
 MODEL = {"base_url": "http://h/v1", "model": "m"}
-POLICIES: Any = {"guest": SimpleNamespace(name="guest")}
+POLICIES: Any = {"guest": SimpleNamespace(name="guest", sampling=SamplingParams())}
 
 SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (HumanUser, {"at": "phone"}, "at is 'phone'"),

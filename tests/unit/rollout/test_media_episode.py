@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pickle
 from collections.abc import Callable
@@ -49,6 +50,11 @@ MEDIA = MediaProcessor(tiny_processor(TOKENIZER), CODEC)
 SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
+@functools.cache
+def model() -> torch.nn.Module:
+    return sharp_vision_model(TOKENIZER)
+
+
 def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
     return Image.new("RGB", (width, height), color)
 
@@ -92,7 +98,7 @@ class GoesOn(MultiTurnScheduler):
         return None
 
 
-def context(model: torch.nn.Module, **options: Any) -> RolloutContext:
+def context(**options: Any) -> RolloutContext:
     values: dict[str, Any] = {
         "media": MEDIA,
         "parser": CallsLook(),
@@ -102,7 +108,7 @@ def context(model: torch.nn.Module, **options: Any) -> RolloutContext:
         **options,
     }
     return RolloutContext(
-        engine=EmbeddedEngine(model, media=MEDIA, num_slots=4),
+        engine=EmbeddedEngine(model(), media=MEDIA, num_slots=4),
         codec=CODEC,
         tools=ToolBox([look], ToolOptions(timeout_s=5.0)),
         interactions={"painter": Painter({"name": "painter"})},
@@ -133,8 +139,7 @@ def num_features(segment: Segment) -> int:
 
 async def test_logprobs_of_engine_and_trainer_agree_with_images_from_everywhere() -> None:
     """I8, over three turns: a picture in the prompt, two from a tool, one from an interaction."""
-    model = sharp_vision_model(TOKENIZER)
-    trajectory = await run(context(model))
+    trajectory = await run(context())
     (segment,) = trajectory.segments
     assert [len(turn.observation) for turn in trajectory.turns] == [1, 1, 1]
     assert [medium.kind for medium in segment.media] == ["image"] * 4
@@ -142,7 +147,7 @@ async def test_logprobs_of_engine_and_trainer_agree_with_images_from_everywhere(
     assert CODEC.decode(segment.token_ids).count(SPELLED) == 3, "spelled twice as text, and one image of one token"
     assert trajectory.metrics["prefilled_tokens"] == len(segment) - trajectory.num_sampled_tokens + 2, "only new tokens"
     samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    (scores,) = local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples)
+    (scores,) = local_policy(model(), optim=OptimSettings(), media=MEDIA).score(samples)
     assert np.count_nonzero(samples[0].loss_weights) == 24
     np.testing.assert_allclose(scores, segment.logprobs, atol=1e-4)
 
@@ -165,11 +170,11 @@ class Dies:
 
 
 async def test_conversation_with_images_goes_on_in_another_process(tmp_path: Any) -> None:
-    whole = await run_episode(context(sharp_vision_model(TOKENIZER)), task(), id="g0/0", seed=1)
+    whole = await run_episode(context(), task(), id="g0/0", seed=1)
     for at in (1, 2, None):
         journal = JournalFile(tmp_path)
         journal.begin(0) if at == 1 else journal.resume(0, oldest=lambda ticket: 0)
-        made = context(sharp_vision_model(TOKENIZER), journal=journal)
+        made = context(journal=journal)
         if at is not None:
             made.engine = Dies(made.engine, at=at)
             with pytest.raises(Killed):
@@ -189,7 +194,7 @@ async def test_conversation_with_images_goes_on_in_another_process(tmp_path: Any
 
 async def test_trajectory_with_media_survives_pickle_json_and_store(tmp_path: Any) -> None:
     """I13; what a record keeps of an image is its file, as a data URI."""
-    trajectory = await run(context(sharp_vision_model(TOKENIZER)))
+    trajectory = await run(context())
     for again in (
         pickle.loads(pickle.dumps(trajectory)),
         from_json(Trajectory, json.loads(json.dumps(to_json(trajectory)))),
@@ -217,13 +222,12 @@ async def test_rewrite_that_swaps_an_image_opens_a_segment() -> None:
             other = dataclasses.replace(task("blue").prompt[0])
             return episode.rewrite([other, *rest])
 
-    trajectory = await run(context(sharp_vision_model(TOKENIZER), scheduler=Swaps(), parser=ReadsText()))
+    trajectory = await run(context(scheduler=Swaps(), parser=ReadsText()))
     first, second = trajectory.segments
     assert first.token_ids[: len(first) - 8].tolist() == second.token_ids[: len(first) - 8].tolist()
     assert (first.media, second.media) == (task("red").prompt[0].media, task("blue").prompt[0].media)
-    model = sharp_vision_model(TOKENIZER)
     samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    for sample, scores in zip(samples, local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
+    for sample, scores in zip(samples, local_policy(model(), optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
 
 
@@ -237,20 +241,19 @@ async def test_every_segment_lists_the_media_of_its_tokens(renders_history: bool
                 await other.generate()
             return await super().step(episode, turn)
 
-    model = sharp_vision_model(TOKENIZER)
-    trajectory = await run(context(model, scheduler=Forks(), renders_history=renders_history))
+    trajectory = await run(context(scheduler=Forks(), renders_history=renders_history))
     assert len(trajectory.segments) > 1
     for segment in trajectory.segments:
         assert num_features(segment) == sum(MEDIA.expansion(m).num_features for m in segment.media)
     samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    for sample, scores in zip(samples, local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
+    for sample, scores in zip(samples, local_policy(model(), optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
 
 
 async def test_compaction_leaves_old_images_out() -> None:
-    length = len((await run(context(sharp_vision_model(TOKENIZER)))).segments[0])
+    length = len((await run(context())).segments[0])
     limits = Limits(max_turns=3, max_tokens_per_turn=8, max_context=length - 8, context_policy=ContextPolicy.COMPACT)
-    trajectory = await run(context(sharp_vision_model(TOKENIZER), limits=limits))
+    trajectory = await run(context(limits=limits))
     assert len(trajectory.segments) == 2
     assert [len(segment.media) for segment in trajectory.segments] == [3, 2]
 
@@ -261,8 +264,8 @@ async def test_sampled_media_token_fails_the_trajectory() -> None:
             done = await super().generate(request)
             return dataclasses.replace(done, token_ids=np.full_like(done.token_ids, MEDIA.token_ids[0]))
 
-    made = context(sharp_vision_model(TOKENIZER))
-    made.engine = Careless(sharp_vision_model(TOKENIZER), media=MEDIA)
+    made = context()
+    made.engine = Careless(model(), media=MEDIA)
     trajectory = await run_episode(made, task(), id="e0", seed=1)
     assert trajectory.stop_reason is StopReason.ERROR
     assert "sampled a token" in (trajectory.error or "")
@@ -281,7 +284,7 @@ async def test_interaction_may_answer_with_images(make: Callable[[], Any]) -> No
         async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
             return False, make(), 0.0, {}
 
-    made = context(sharp_vision_model(TOKENIZER), parser=ReadsText())
+    made = context(parser=ReadsText(), limits=Limits(max_turns=1, max_tokens_per_turn=8))
     made.interactions = {"painter": Shows({"name": "painter"})}
     trajectory = await run(made)
     message = trajectory.turns[0].observation[0]
@@ -293,7 +296,7 @@ async def test_image_tools_shows_tool_images_in_a_user_message() -> None:
         pass
 
     limits = Limits(max_turns=2, max_tokens_per_turn=8, max_context=512)
-    trajectory = await run(context(sharp_vision_model(TOKENIZER), scheduler=Shows(), limits=limits))
+    trajectory = await run(context(scheduler=Shows(), limits=limits))
     (segment,) = trajectory.segments
     (shown,) = trajectory.turns[0].observation
     assert shown.role == "user" and shown.text.startswith("<tool_response>") and len(shown.media) == 2
