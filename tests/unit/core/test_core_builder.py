@@ -13,7 +13,7 @@ import pytest
 from polyturn.core.builder import TrajectoryBuilder
 from polyturn.core.errors import AlignmentError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.trajectory import Branch, SpanRef, SpanSource
+from polyturn.core.trajectory import SpanRef, SpanSource
 
 
 def completion(ids: list[int], **more: Any) -> Completion:
@@ -46,18 +46,6 @@ def test_references_lead_to_their_spans() -> None:
     assert builder.observe([3], turn=0) == SpanRef(0, 2)
     assert builder.rewrite([9], turn=1) == SpanRef(1, 0)
     assert builder.span(SpanRef(0, 1)).ids.tolist() == [2]
-
-
-def test_k_policy_versions_become_k_spans() -> None:
-    builder = TrajectoryBuilder()
-    builder.open([1])
-    refs = builder.sample(completion([2, 3, 4, 5], policy_versions=((0, 7), (1, 8), (3, 9))), turn=0, weights=[1, 0, 0.5, 1])
-    spans = [builder.span(r) for r in refs]
-    assert [(s.ids.tolist(), s.policy_version) for s in spans] == [([2], 7), ([3, 4], 8), ([5], 9)]
-    (segment,) = builder.build()
-    assert segment.versions.tolist() == [-1, 7, 8, 8, 9]
-    assert segment.loss_weights.tolist() == [0, 1, 0, 0.5, 1]
-    assert segment.logprobs.tolist() == [0, -2, -3, -4, -5]
 
 
 def test_weights_of_another_length_append_nothing() -> None:
@@ -105,19 +93,6 @@ def test_continued_prompt_adds_only_new_tokens() -> None:
     assert builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1) is None
     (segment,) = builder.build()
     assert len(segment.spans) == 5
-
-
-def test_edit_opens_a_branch_whose_replays_weigh_nothing() -> None:
-    builder = two_turns()
-    assert builder.rewrite([1, 2, 3, 4, 6, 7, 8], turn=2) == SpanRef(1, 0)
-    old, new = builder.build()
-    assert new.parent == Branch(0, 4)
-    assert new.spans[0].source is SpanSource.PROMPT
-    assert new.loss_weights.tolist() == [0] * 7
-    assert old.loss_weights.sum() == 3
-    builder.sample(completion([9]), turn=2)
-    assert builder.build()[0].same_as(old)
-    assert builder.build()[1].loss_weights.tolist() == [0] * 7 + [1]
 
 
 def test_segment_of_another_agent_is_left_alone() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import AlignmentError, ConfigError
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
-from polyturn.core.protocols import Engine, EngineCapabilities, Interaction, Tool
+from polyturn.core.generation import Completion, FinishReason, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -43,23 +42,3 @@ def test_finish_reason_may_be_a_name() -> None:
 def test_policy_versions_rise_from_token_zero(runs: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(AlignmentError, match="token 0"):
         Completion(token_ids=[1] * 8, finish_reason=FinishReason.STOP, policy_versions=runs)
-
-
-class DuckEngine:
-    """Has the methods, inherits nothing."""
-
-    capabilities = EngineCapabilities()
-    busy_s = 0.0
-
-    async def generate(self, request: GenerateRequest) -> Completion: ...
-    async def abort(self, request_id: str) -> None: ...
-    async def end_session(self, session_id: str) -> None: ...
-    async def update_weights(self, version: int, *, weights: Any = None) -> None: ...
-    def read_metrics(self) -> dict[str, float]: ...  # type: ignore[empty-body]
-    async def close(self) -> None: ...
-
-
-def test_plug_in_needs_no_base_class() -> None:
-    assert isinstance(DuckEngine(), Engine)
-    assert not isinstance(DuckEngine(), Tool)
-    assert not isinstance(DuckEngine(), Interaction)

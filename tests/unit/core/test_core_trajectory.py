@@ -31,14 +31,6 @@ def test_arrays_of_a_segment_come_from_its_spans() -> None:
     assert SEGMENT.sampled_mask.tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 2
 
 
-@pytest.mark.parametrize("segment", [SEGMENT, Segment(spans=())], ids=["full", "empty"])
-@pytest.mark.parametrize("name", ["token_ids", "loss_weights", "logprobs", "turn_ids", "versions", "sampled_mask"])
-def test_derived_arrays_have_one_length_and_are_read_only(segment: Segment, name: str) -> None:
-    values = getattr(segment, name)
-    assert len(values) == len(segment)
-    assert not values.flags.writeable
-
-
 @pytest.mark.parametrize("source", [SpanSource.PROMPT, SpanSource.OBSERVATION])
 @pytest.mark.parametrize(
     ("field", "key"),

@@ -16,8 +16,7 @@ from polyturn.core.errors import AlignmentError, InteractionError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef
-from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.engines.scripted import ScriptedEngine
+from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import ContextPolicy, Limits
@@ -45,22 +44,6 @@ async def test_tool_call_is_answered_by_an_observation() -> None:
     assert t.reward.total == 1.0
     assert [name for name in t.metrics if name.startswith("sanity_")] == ["sanity_checked"]
     check_tokens(t)
-
-
-async def test_broken_tool_call_is_an_observation() -> None:
-    t = await run_episode(scripted_context([ADD.replace("}}", ",}"), "#### 4"], tools=[add]), task(), id="e")
-    assert len(t.turns) == 2
-    assert t.turns[0].tool_results[0].error is not None
-    check_tokens(t)
-
-
-async def test_sampled_ids_that_no_tokenizer_writes_are_kept() -> None:
-    odd = [ord(c) for c in "4 "]  # single-byte ids, where the tokenizer would merge
-    ids = np.array([*odd, *tiny_codec().stop_token_ids[:1]], np.int32)
-    context = scripted_context([])
-    context.engine = ScriptedEngine(lambda request: ids)
-    t = await run_episode(context, task(), id="e")
-    assert t.span(t.turns[0].spans[0]).ids.tolist() == ids.tolist()
 
 
 async def test_interaction_answers_until_the_answer_is_right() -> None:
@@ -145,16 +128,6 @@ async def test_failing_interaction_fails_its_trajectory_and_is_finalized(where: 
     assert context.num_live_interactions == 0
 
 
-@virtual
-async def test_time_out_is_a_truncation_that_finalizes() -> None:
-    user = Fails("hang")
-    context = scripted_context(["hello"], interactions={"user": user}, limits=Limits(timeout_s=30))
-    t = await run_episode(context, task(interaction="user", data_source=None), id="e")
-    assert t.stop_reason is StopReason.TIMEOUT
-    assert not t.is_failed
-    assert [each for each in user.calls if each.startswith("end")] == ["end own-e"]
-
-
 async def test_own_id_metadata_and_scores_of_an_interaction_are_kept() -> None:
     user = Says(score=0.25)
     user.answer = (False, "again", 0.25, {"seen": 1})
@@ -215,14 +188,6 @@ async def test_scheduler_can_set_the_weights_of_a_turn() -> None:
     assert t.segments[0].loss_weights.sum() == len(turn_ids("two"))
 
 
-async def test_total_tokens_count_completions_and_observations() -> None:
-    limits = Limits(max_tokens=30, max_turns=None)
-    context = scripted_context(["one two three"], interactions={"user": Says()}, limits=limits)
-    t = await run_episode(context, task(interaction="user", data_source=None), id="e")
-    assert t.stop_reason is StopReason.MAX_TOKENS
-    assert len(t.segments[0].token_ids) - len(t.segments[0].spans[0]) <= 30
-
-
 async def test_prompt_that_fills_the_context_is_a_truncation() -> None:
     t = await run_episode(scripted_context(["x"], limits=Limits(max_context=4)), task(), id="e")
     assert t.stop_reason is StopReason.CONTEXT_FULL
@@ -251,9 +216,3 @@ def test_first_and_every_nth_episode_is_compared_with_a_full_render(caplog: pyte
         context.warn_of(Difference(kind=kind, index=3, full_index=3, block=0, held="a b", full="a  b"), where="g1/0")
     (record,) = caplog.records
     assert "other at token 3" in record.getMessage(), "only a difference without an explanation, once"
-
-
-async def test_sources_of_spans_name_each_turn_once() -> None:
-    t = await run_episode(scripted_context([ADD, ADD, "#### 4"], tools=[add]), task(), id="e")
-    refs = [ref for turn in t.turns for ref in turn.spans]
-    assert sum(t.span(ref).source is SpanSource.SAMPLED for ref in refs) == len(t.turns) == 3

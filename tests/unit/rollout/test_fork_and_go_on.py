@@ -38,13 +38,6 @@ def sources(t: Trajectory, segment: int = 0) -> list[str]:
     return [s.source.value for s in t.segments[segment].spans if len(s)]
 
 
-def tip(episode: Any, turn: Any) -> Any:
-    """Cut a wrong answer away and let the message go on behind a tip, once."""
-    if turn.said_before or "42" in turn.text:
-        return None
-    return episode.go_on(TIP, keep=turn.text.split("<answer>")[0].split("</think>")[0])
-
-
 async def play(says: Any, scheduler: Any, **options: Any) -> Trajectory:
     """Run an episode and check its tokens."""
     context = scripted_context(says, scheduler=scheduler if isinstance(scheduler, MultiTurnScheduler) else Steps(scheduler))
@@ -53,30 +46,6 @@ async def play(says: Any, scheduler: Any, **options: Any) -> Trajectory:
     t = await run_episode(context, task(data_source=None), id="e", seed=5)
     check_tokens(t)
     return t
-
-
-async def test_tip_continues_the_message_and_the_cut_is_counted() -> None:
-    said = "ab</think>41<answer>41</answer>"
-    t = await play([said, " 42"], tip)
-    assert sources(t) == ["prompt", "sampled", "observation", "sampled"]
-    assert t.metrics["dropped_cut"] == len(turn_ids(said)) - len(tiny_codec().encode("ab"))
-    assert tiny_codec().decode(t.segments[0].token_ids).endswith(f"<|im_start|>assistant\nab{TIP} 42<|im_end|>")
-    assert [turn.message.text for turn in t.turns] == ["ab", f"ab{TIP} 42"]
-    assert [turn.is_continued for turn in t.turns] == [True, False]
-    assert [m.text for m in t.messages[1:]] == [f"ab{TIP} 42"], "the conversation has one assistant message"
-    whole = await play(["abc", " 42"], tip)
-    assert whole.metrics["dropped_cut"] == 1, "only the token that ended the turn"
-
-
-async def test_cut_inside_a_token_shows_the_rest_of_its_text() -> None:
-    def cut(episode: Any, turn: Any) -> Any:
-        return None if turn.index else episode.go_on("!", keep="apples and boo")
-
-    t = await play(["apples and books", "end"], cut)
-    kept = t.span(t.turns[0].spans[0])
-    assert "apples and boo".startswith(tiny_codec().decode(kept.ids))
-    assert len(kept) < len(turn_ids("apples and books"))
-    assert tiny_codec().decode(t.segments[0].token_ids).endswith("apples and boo!end<|im_end|>")
 
 
 async def test_addition_has_control_tokens_only_if_trusted() -> None:
@@ -225,36 +194,6 @@ async def test_limits_hold_along_a_branch_and_seeds_differ() -> None:
 
     t = await play(says, Tree(2, at_once=False), limits=Limits(max_turns=2))
     assert len(t.turns) == len(seeds) == 3
-
-
-async def test_another_agent_has_segments_of_its_own() -> None:
-    async def ask(episode: Episode, turn: Any) -> Any:
-        if turn.index > 2:
-            return None
-        critic = episode.fork(agent="critic", messages=[{"role": "user", "content": f"Judge: {turn.text}"}])
-        await critic.prepare()
-        return (await critic.generate()).text
-
-    t = await play(lambda r: "fine" if "#" in r.session_id else "an answer", ask)
-    assert [s.agent for s in t.segments] == ["assistant", "critic", "critic"]
-    assert owners(t) == [[0, 2, 4], [1], [3]]
-    assert t.segments[1].parent is not None, "it remembers where it was called"
-    critic = tiny_codec().decode(t.segments[1].token_ids)
-    assert "Judge: an answer" in critic
-    assert "2+2" not in critic
-
-
-async def test_agent_that_goes_on_stays_in_its_segment() -> None:
-    async def ask_twice(episode: Episode, turn: Any) -> Any:
-        if turn.index:
-            return None
-        critic = episode.fork(agent="critic", messages=[{"role": "user", "content": "Judge."}])
-        for _ in range(2):
-            await critic.prepare()
-            critic.record(await critic.generate(), Reply.of("Sure?"))
-        return "go on"
-
-    assert owners(await play(["x"], ask_twice)) == [[0, 3], [1, 2]]
 
 
 class Branches(MultiTurnScheduler):

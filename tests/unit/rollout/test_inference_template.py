@@ -104,17 +104,6 @@ async def test_every_edit_of_a_history_opens_a_segment(template: str, owners: li
         )
 
 
-@pytest.mark.parametrize("template", [STRIPS_BEFORE_A_USER, STRIPS_ALL_BUT_THE_LAST, KEEPS])
-async def test_switched_off_all_turns_are_one_segment(template: str) -> None:
-    context, prompts = context_of([THINKS, CALLS, CONCLUDES], template, on=False, tools=[find])
-    t = await run_episode(context, task(), id="e")
-    assert len(t.segments) == 1 and len(t.turns) == 3
-    assert THINKS in prompts[1]
-    assert THINKS in prompts[2]
-    assert CALLS in prompts[2]
-    check_tokens(t)
-
-
 async def test_limits_count_each_token_once_however_often_it_is_rendered() -> None:
     limits = Limits(max_tokens=150, max_turns=None)
     found = []

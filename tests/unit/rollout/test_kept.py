@@ -18,16 +18,6 @@ def completion(text: str = SAID) -> Completion:
     return Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
 
 
-def test_none_keeps_all_but_the_end_token():
-    said = completion()
-    assert kept_of(tiny_codec(), said, None) == (len(said.token_ids) - 1, SAID, "")
-
-
-def test_number_keeps_so_many_tokens():
-    said, codec = completion(), tiny_codec()
-    assert kept_of(codec, said, 2) == (2, codec.decode(said.token_ids[:2]), "")
-
-
 def test_text_keeps_whole_tokens_and_the_rest_as_text() -> None:
     said, codec = completion(), tiny_codec()
     for length in range(len(SAID) + 1):

@@ -102,11 +102,6 @@ async def test_math_tip_is_given_once_to_a_wrong_answer(says: list[str], turns: 
     assert len(t.turns) == turns and t.stop_reason is StopReason.STOP
 
 
-async def test_cut_answer_draws_no_tip() -> None:
-    t = await play(["a wrong answer that is cut"], MathTips(), limits=Limits(max_tokens_per_turn=2))
-    assert len(t.turns) == 1 and t.stop_reason is StopReason.LENGTH
-
-
 # thinking_tips
 
 

@@ -147,12 +147,6 @@ def test_end_token_that_history_writes_differently_is_its_own_kind() -> None:
     assert [d.kind for d in differences(held, full, codec)] == ["end_token"]
 
 
-def test_last_turn_in_other_tokens_is_a_merge_whatever_ends_it() -> None:
-    held = ids_array([*ids(HEAD), *(ids(letter)[0] for letter in "function")])
-    for ending in ("", "<|im_end|>", "<|im_end|>\n"):
-        assert [d.kind for d in differences(held, ids(HEAD + "function" + ending), CODEC)] == ["merge"]
-
-
 def test_refused_conversation_is_a_difference_with_its_reason() -> None:
     found = refused(TemplateError("roles must alternate"), ids(HEAD), CODEC)
     assert found.kind == "other"
