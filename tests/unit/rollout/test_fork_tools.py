@@ -1,4 +1,4 @@
-"""Forks of a conversation have tools of their own where these can be snapshotted; else they share, and a run says so."""
+"""Forks of a conversation have tools of their own if the tools can be snapshotted; otherwise they share them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOTE = '<tool_call>\n{"name": "note", "arguments": {"text": "%s"}}\n</tool_call>
 
 
 class SharedNotes(BaseTool):
-    """Keeps notes, and says nothing of how they survive."""
+    """Keeps notes and offers no snapshot."""
 
     def __init__(self) -> None:
         super().__init__({"type": "native"}, SCHEMA)
@@ -62,7 +62,7 @@ class SharedNotes(BaseTool):
 
 
 class Notes(SharedNotes):
-    """Can be put back; the state that it gives away is the live one."""
+    """Can be restored; its snapshot is the live state."""
 
     async def snapshot(self, instance_id: str) -> Any:
         return self.notes[instance_id]
@@ -91,7 +91,7 @@ class Forks(MultiTurnScheduler):
 
 
 def says(request: Any) -> str:
-    """Name the fork and the turn."""
+    """Take a note that names the fork and the turn."""
     conversation, _, turn = request.request_id.rpartition("/")
     return NOTE % f"{conversation.partition('#')[2] or 'root'}.{turn}" if int(turn) < 3 else "done"
 
@@ -105,117 +105,112 @@ async def notes_of(tool: SharedNotes) -> list[str]:
     return [str(turn.tool_results[0].content) for turn in found.turns if turn.tool_results]
 
 
-async def test_each_fork_has_notes_of_its_own_that_go_on_from_where_it_began():
+async def test_each_fork_goes_on_with_its_own_notes() -> None:
     tool = Notes()
     notes = set(await notes_of(tool))
     assert {"root.0", "root.0 1.1", "root.0 1.1 1.2", "root.0 2.1", "root.0 2.1 2.2"} <= notes
-    assert "root.0 3.1 3.2" in notes, "the one that began before the first note took it itself, once"
+    assert "root.0 3.1 3.2" in notes, "the fork at the early mark took the first note itself, once"
     assert tool.calls["create"] == 4, "the conversation's, and one for each fork"
+    shared = SharedNotes()
+    notes = await notes_of(shared)
+    assert shared.calls["create"] == 1
+    assert max(len(n.split()) for n in notes) == 8
 
 
-async def test_what_cannot_be_put_back_is_shared():
-    tool = SharedNotes()
-    notes = await notes_of(tool)
-    assert tool.calls["create"] == 1 and max(len(n.split()) for n in notes) == 8
+class Odd(Notes):
+    """Has a state, or leaves something in agent_data, that a fork cannot take over."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], agent_data: Any = None, **kwargs: Any) -> str:
+        if self.where == "agent_data":
+            agent_data.extra_fields["lock"] = threading.Lock()
+        return await super().execute(instance_id, parameters)
+
+    async def snapshot(self, instance_id: str) -> Any:
+        return {"torn": ["torn"], "state": threading.Lock()}.get(self.where, self.notes[instance_id])
 
 
-async def test_a_tool_that_cannot_be_put_back_after_all_fails_the_trajectory():
-    class Torn(Notes):
-        async def snapshot(self, instance_id: str) -> Any:
-            return ["torn"]
-
-    tool = Torn()
+@pytest.mark.parametrize(("where", "key"), [("torn", "torn"), ("state", "'note'"), ("agent_data", "agent_data")])
+async def test_state_that_a_fork_cannot_take_over_fails_the_trajectory(where: str, key: str) -> None:
+    tool = Odd(where)
     context = scripted_context(says, tools=[tool], scheduler=Forks(), limits=Limits(max_turns=8))
     found = await run_episode(context, task(tools=("note",)), id="e")
-    assert found.error is not None and found.error.startswith(SnapshotError.__name__)
-    assert tool.notes == {} and tool.calls["create"] == tool.calls["release"]
+    assert (found.error or "").startswith(SnapshotError.__name__)
+    assert key in (found.error or "")
+    assert tool.notes == {}
+    assert tool.calls["create"] == tool.calls["release"]
 
 
-@pytest.mark.parametrize("where", ["state", "agent_data"])
-async def test_what_cannot_be_copied_is_named(where: str):
-    class Locked(Notes):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], agent_data: Any = None, **kwargs: Any) -> str:
-            if where == "agent_data":
-                agent_data.extra_fields["lock"] = threading.Lock()
-            return await super().execute(instance_id, parameters)
-
-        async def snapshot(self, instance_id: str) -> Any:
-            return threading.Lock() if where == "state" else self.notes[instance_id]
-
-    context = scripted_context(says, tools=[Locked()], scheduler=Forks(), limits=Limits(max_turns=8))
-    found = await run_episode(context, task(tools=("note",)), id="e")
-    what = "what the tool 'note' keeps" if where == "state" else "what tools left in agent_data"
-    assert found.error is not None and found.error.startswith(
-        f"{SnapshotError.__name__}: {what} cannot be copied for a fork"
-    )
+def note(text: str) -> list[ToolCall]:
+    return [ToolCall(id="c", name="note", arguments={"text": text})]
 
 
-async def test_a_fork_whose_tools_were_cut_off_at_their_beginning_begins_them_again():
-    reached = asyncio.Event()
+class Gated(Notes):
+    """Waits at a gate while it is restored for a fork."""
 
-    class Slow(Notes):
-        is_slow = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.gate = asyncio.Event(), asyncio.Event()
 
-        async def restore(self, instance_id: str, state: Any) -> None:
-            if self.is_slow:
-                self.is_slow = False
-                reached.set()
-                await asyncio.sleep(60)
-            await super().restore(instance_id, state)
+    async def restore(self, instance_id: str, state: Any) -> None:
+        self.reached.set()
+        await self.gate.wait()
+        await super().restore(instance_id, state)
 
-    def note(text: str) -> list[ToolCall]:
-        return [ToolCall(id="c", name="note", arguments={"text": text})]
 
-    tool = Slow()
+async def test_cancelled_start_of_a_forks_tools_starts_again() -> None:
+    tool = Gated()
     async with ToolBox([tool]).session("e") as session:
         await session.start(task(tools=("note",)))
         await session.call(note("root"))
         branch = ForkTools(session, id="e#1", states=None)
         begins = asyncio.create_task(branch.session())
-        await reached.wait()
+        await tool.reached.wait()
         begins.cancel()
         with pytest.raises(asyncio.CancelledError):
             await begins
+        tool.gate.set()
         (said,) = await (await branch.session()).call(note("fork"))
         assert said.content == "root fork"
         assert tool.notes == {"e": ["root"], "e#1": ["root", "fork"]}
         assert await branch.close() == []
-    assert tool.notes == {} and tool.calls["create"] == tool.calls["release"] == 3
+    assert tool.notes == {}
+    assert tool.calls["create"] == tool.calls["release"] == 3
 
 
-async def test_a_fork_does_not_see_what_happens_while_its_tools_begin():
-    class Slow(Notes):
-        async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
-            await asyncio.sleep(0.005)
-            return await super().create(instance_id)
-
-    tool = Slow()
+async def test_fork_does_not_see_calls_while_its_tools_start() -> None:
+    tool = Gated()
     async with ToolBox([tool]).session("e") as session:
         await session.start(task(tools=("note",)))
         branch = ForkTools(session, id="e#1", states=None)
         beginning = asyncio.create_task(branch.session())
-        await asyncio.sleep(0.001)
-        await session.call([ToolCall(id="c", name="note", arguments={"text": "later"})])
+        await tool.reached.wait()
+        await session.call(note("later"))
+        tool.gate.set()
         await beginning
         assert tool.notes == {"e": ["later"], "e#1": []}
         await branch.close()
 
 
-def test_a_run_says_which_tools_its_forks_share(caplog: pytest.LogCaptureFixture):
+def test_run_warns_of_tools_that_its_forks_share(caplog: pytest.LogCaptureFixture) -> None:
     summary = type("Summary", (), {"num_tasks": 1, "interactions": {}, "num_with_tools": 1, "unknown_tools": {}})
-    for tool, is_told in ((SharedNotes(), True), (Notes(), False)):
+    for tool, is_warned in ((SharedNotes(), True), (Notes(), False)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             check_use(scripted_context(["x"], tools=[tool], scheduler=Forks()), {"train": summary})  # type: ignore[dict-item]
-        assert ("Forks goes on from one place in several ways, and of 'note' all" in caplog.text) is is_told
+        assert ("'note'" in caplog.text) is is_warned
 
 
-async def test_a_look_ahead_finds_the_tools_where_they_stood_and_leaves_them_so():
+class Asks(BaseInteraction):
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        return sum(m["role"] == "user" for m in messages) >= 3, "And?", 0.0, {}
+
+
+async def test_lookahead_leaves_the_tools_as_they_were() -> None:
     """Continuations come last, when the conversation has taken all its notes; they see those of their own turn."""
-
-    class Asks(BaseInteraction):
-        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
-            return sum(m["role"] == "user" for m in messages) >= 3, "And?", 0.0, {}
 
     def speaks(request: Any) -> str:
         conversation, _, turn = request.request_id.rpartition("/")
@@ -224,12 +219,13 @@ async def test_a_look_ahead_finds_the_tools_where_they_stood_and_leaves_them_so(
     tool = Notes()
     async with serve(lambda asked, number: {"choices": [{"message": {"role": "assistant", "content": "1"}}]}) as server:
         scheduler = Lookahead(judge={"base_url": server.url, "model": "j"}, num_repeat_rollouts=1, window=2)
-        context = scripted_context(
-            speaks, tools=[tool], interactions={"user": Asks({})}, scheduler=scheduler, limits=Limits(max_turns=6)
-        )
+        parts = {"tools": [tool], "interactions": {"user": Asks({})}, "scheduler": scheduler}
+        context = scripted_context(speaks, limits=Limits(max_turns=6), **parts)
         one = dataclasses.replace(task("Hello.", data_source=None, tools=("note",)), interaction=InteractionRef(name="user"))
         found = await run_episode(context, one, id="e")
     assert found.error is None, found.error
-    shown = [m.text for segment in [found.turns] for turn in segment for m in turn.observation if m.role == "tool"]
-    assert shown == ["root.1", "root.1 root.3"][: len(shown)] and shown
-    assert tool.notes == {} and tool.calls["create"] == tool.calls["release"] > 1
+    shown = [m.text for turn in found.turns for m in turn.observation if m.role == "tool"]
+    assert shown
+    assert shown == ["root.1", "root.1 root.3"][: len(shown)]
+    assert tool.notes == {}
+    assert tool.calls["create"] == tool.calls["release"] > 1

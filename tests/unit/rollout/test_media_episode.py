@@ -231,11 +231,7 @@ async def test_rewrite_that_swaps_an_image_opens_a_segment() -> None:
     first, second = trajectory.segments
     assert first.token_ids[: len(first) - 8].tolist() == second.token_ids[: len(first) - 8].tolist()
     assert (first.media, second.media) == (task("red").prompt[0].media, task("blue").prompt[0].media)
-    samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    for sample, scores in zip(
-        samples, local_policy(model(), optim=OptimSettings(), media=MEDIA).score(samples), strict=True
-    ):
-        np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
+    check_scores(trajectory)
 
 
 @pytest.mark.parametrize("renders_history", [False, True])
@@ -252,11 +248,7 @@ async def test_every_segment_lists_the_media_of_its_tokens(renders_history: bool
     assert len(trajectory.segments) > 1
     for segment in trajectory.segments:
         assert num_features(segment) == sum(MEDIA.expansion(m).num_features for m in segment.media)
-    samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    for sample, scores in zip(
-        samples, local_policy(model(), optim=OptimSettings(), media=MEDIA).score(samples), strict=True
-    ):
-        np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
+    check_scores(trajectory)
 
 
 async def test_compaction_leaves_old_images_out() -> None:

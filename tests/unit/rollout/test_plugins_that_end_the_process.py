@@ -1,40 +1,57 @@
-"""What a plug-in raises or returns to end the process fails that plug-in; only a signal is a person who wants the end."""
+"""A plug-in that raises or returns an exit fails alone; only a signal ends the process."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import polyturn
-from polyturn.core.protocols import Tool
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
+from support.parts import call
 
-ENDS = [KeyboardInterrupt, SystemExit, ZeroDivisionError]
-CALL = '<tool_call>{"name": "leave", "arguments": {}}</tool_call>'
+ERRORS = [KeyboardInterrupt, SystemExit]
+pytestmark = [pytest.mark.parametrize("waits", [False, True]), pytest.mark.parametrize("error", ERRORS)]
 
 
 def hostile(error: type[BaseException]) -> Any:
-    """Return an object that raises whatever is asked of it."""
+    """Return an object whose every operation raises."""
 
     def leave(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise error
 
-    asked = ("float", "int", "index", "bool", "str", "repr", "iter", "len", "eq", "getitem", "contains")
-    return type("Hostile", (), {f"__{name}__": leave for name in asked} | {"keys": leave, "items": leave})()
+    operations = ("float", "int", "index", "bool", "str", "repr", "iter", "len", "eq", "getitem", "contains")
+    return type("Hostile", (), {f"__{name}__": leave for name in operations} | {"keys": leave, "items": leave})()
 
 
-def leaving(error: type[BaseException], gives: str) -> Any:
+def leaving(error: type[BaseException], gives: Any) -> Any:
     if gives == "raises":
         raise error
     return hostile(error)
+
+
+def in_form(answer: Callable[..., Any], *, waits: bool, name: str) -> Any:
+    """Return a plain or async function of any arguments with this name."""
+
+    async def later(*args: Any, **kwargs: Any) -> Any:
+        """Leave."""
+        return answer()
+
+    def at_once(*args: Any, **kwargs: Any) -> Any:
+        """Leave."""
+        return answer()
+
+    function = later if waits else at_once
+    function.__name__ = name
+    return function
 
 
 def run(says: list[str], row: Any = None, **parts: Any) -> Trajectory:
@@ -52,10 +69,8 @@ def run(says: list[str], row: Any = None, **parts: Any) -> Trajectory:
     raise AssertionError("it left: " + ", ".join(f"{line.filename.rpartition('/')[2]}:{line.lineno}" for line in lines[-6:]))
 
 
-@pytest.mark.parametrize("error", ENDS)
 @pytest.mark.parametrize("gives", ["raises", "returns", "metric"])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_tool(error: type[BaseException], gives: str, waits: bool) -> None:
+def test_tool_fails_alone(error: type[BaseException], gives: str, waits: bool) -> None:
     def answer() -> Any:
         return ("fine", None, {"seconds": hostile(error)}) if gives == "metric" else leaving(error, gives)
 
@@ -68,63 +83,41 @@ def test_a_tool(error: type[BaseException], gives: str, waits: bool) -> None:
         return answer()
 
     at_once.__name__ = later.__name__ = "leave"
-    tool: Tool = polyturn.tool(later if waits else at_once)
-    trajectory = run([CALL, "#### 4"], tools=[tool])
-    assert len(trajectory.turns) == 2 and trajectory.error is None
+    trajectory = run([call("leave"), "#### 4"], tools=[polyturn.tool(later if waits else at_once)])
+    assert len(trajectory.turns) == 2
+    assert trajectory.error is None
 
 
-@pytest.mark.parametrize("error", ENDS)
 @pytest.mark.parametrize("gives", ["raises", "returns", "score", "other"])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_reward(error: type[BaseException], gives: str, waits: bool) -> None:
+def test_reward_fails_its_trajectory(error: type[BaseException], gives: str, waits: bool) -> None:
     def value() -> Any:
         inside = {"score": {"score": hostile(error)}, "other": {"score": 1.0, "why": hostile(error)}}
         return inside[gives] if gives in inside else leaving(error, gives)
 
-    def at_once(solution_str: str) -> Any:
-        return value()
-
     async def later(solution_str: str) -> Any:
         return value()
 
-    trajectory = run(["#### 4"], task(data_source="mine"), rewards={"mine": later if waits else at_once})
-    assert gives == "other" or (trajectory.error is not None and "reward" in trajectory.error)
+    reward = later if waits else lambda solution_str: value()
+    trajectory = run(["#### 4"], task(data_source="mine"), rewards={"mine": reward})
+    assert gives == "other" or "reward" in (trajectory.error or "")
 
 
-@pytest.mark.parametrize("error", ENDS)
 @pytest.mark.parametrize("gives", ["raises", "returns", 0, 1, 2, 3])
-@pytest.mark.parametrize("waits", [False, True])
-def test_an_interaction(error: type[BaseException], gives: Any, waits: bool) -> None:
+def test_interaction_fails_its_trajectory(error: type[BaseException], gives: Any, waits: bool) -> None:
     def answer() -> Any:
         if isinstance(gives, str):
             return leaving(error, gives)
-        return tuple(hostile(error) if place == gives else good for place, good in enumerate((False, "go on", 0.0, {})))
+        return tuple(hostile(error) if index == gives else good for index, good in enumerate((False, "go on", 0.0, {})))
 
-    class Later(BaseInteraction):
-        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
-            return answer()
-
-    class AtOnce(BaseInteraction):
-        def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-            return answer()
-
-    partner = (Later if waits else AtOnce)({"name": "partner"})
+    method = in_form(answer, waits=waits, name="generate_response")
+    partner = type("Mine", (BaseInteraction,), {"generate_response": method})({"name": "partner"})
     trajectory = run(["hm", "#### 4"], task(interaction="partner"), interactions={"partner": partner})
-    assert trajectory.error is not None and "partner" in trajectory.error
+    assert "partner" in (trajectory.error or "")
 
 
-@pytest.mark.parametrize("error", ENDS)
 @pytest.mark.parametrize("gives", ["raises", "returns"])
-@pytest.mark.parametrize("which", ["step", "check_finished", "on_turn_end", "on_trajectory_start"])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_scheduler(error: type[BaseException], gives: str, which: str, waits: bool) -> None:
-    async def later(self: Any, *args: Any) -> Any:
-        return leaving(error, gives)
-
-    def at_once(self: Any, *args: Any) -> Any:
-        return leaving(error, gives)
-
-    method = later if waits else at_once
-    method.__name__ = which
-    trajectory = run(["#### 4"], scheduler=type("Mine", (MultiTurnScheduler,), {which: method})())
-    assert trajectory.error is not None or (which, gives) == ("on_trajectory_start", "returns")
+@pytest.mark.parametrize("name", ["step", "check_finished", "on_turn_end", "on_trajectory_start"])
+def test_scheduler_fails_its_trajectory(error: type[BaseException], gives: str, name: str, waits: bool) -> None:
+    method = in_form(lambda: leaving(error, gives), waits=waits, name=name)
+    trajectory = run(["#### 4"], scheduler=type("Mine", (MultiTurnScheduler,), {name: method})())
+    assert trajectory.error is not None or (name, gives) == ("on_trajectory_start", "returns")
