@@ -78,7 +78,7 @@ def test_groups_without_a_difference_are_dropped() -> None:
     }
 
 
-def test_group_with_one_member_left_is_dropped_where_members_are_compared() -> None:
+def test_group_with_one_member_left_is_dropped() -> None:
     def lone() -> TrajectoryGroup:
         return group("lone", trajectory("0", 1), trajectory("1", 0, StopReason.ERROR), trajectory("2", 0, StopReason.ERROR))
 
@@ -91,7 +91,7 @@ def test_group_with_one_member_left_is_dropped_where_members_are_compared() -> N
     assert has_signal(lone()) and not has_signal(lone(), min_members=2)
 
 
-def test_zero_variance_groups_can_be_kept_and_a_group_of_one_always_is() -> None:
+def test_zero_variance_groups_can_be_kept() -> None:
     groups = [group("same", trajectory("0", 1), trajectory("1", 1)), group("one", trajectory("0", 1))]
     assert [g.id for g in filter_groups(groups).groups] == ["one"]
     assert [g.id for g in filter_groups(groups, zero_variance=False).groups] == ["same", "one"]

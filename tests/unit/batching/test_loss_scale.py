@@ -86,7 +86,7 @@ async def test_empty_reasoning_is_left_out(name: str) -> None:
     assert trained(sample) == "abc|<think>x</think>é|d|"
 
 
-async def test_opening_tag_of_reasoning_is_left_out_at_the_start_of_a_turn() -> None:
+async def test_opening_tag_of_reasoning_is_left_out() -> None:
     t = await play(["<think>\nabc</think>d", "x<think>y</think>"], Chats())
     (sample,) = samples_of(t, "ignore_think_prefix")
     assert trained(sample).startswith("abc</think>d|x<think>y</think>|")

@@ -53,7 +53,7 @@ def test_each_segment_with_a_completion_is_a_sample() -> None:
     assert second.loss_weights.tolist() == [0, 0, 0, 1]
 
 
-def test_masked_completion_is_a_sample_and_greedy_has_temperature_1() -> None:
+def test_masked_completion_is_a_sample() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
     builder.sample(completion([2, 3], logprobs=False), turn=0, weights=[0, 0])

@@ -51,9 +51,7 @@ def test_entry_point_of_another_distribution_is_found(install: Install) -> None:
         ("raising_losses:x", MissingModuleError, "RuntimeError: no card"),
     ],
 )
-def test_entry_point_that_cannot_be_loaded_names_its_distribution(
-    install: Install, target: str, error: type[Exception], key: str
-) -> None:
+def test_broken_entry_point_names_its_distribution(install: Install, target: str, error: type[Exception], key: str) -> None:
     install(
         "some-package",
         {"polyturn.losses": {"mine": target}},

@@ -164,7 +164,7 @@ def test_process_ends_as_python_would_end_it(then: str, code: int, ending: str) 
     ],
     ids=["error", "ctrl-c", "second ctrl-c"],
 )
-def test_error_and_interrupt_are_raised_after_the_rest_was_cancelled(work: str, error: str) -> None:
+def test_error_is_raised_after_the_rest_was_cancelled(work: str, error: str) -> None:
     done = ended(f"leave(asyncio.create_task(ignores()))\n{work}", before=IMPATIENT)
     assert done.returncode == 1, done.stderr
     assert error in done.stderr

@@ -80,7 +80,7 @@ def test_code_that_never_returns_ends_the_process_with_its_name(tmp_path: Path, 
     assert "program.py:" in done.stderr
 
 
-def test_uncollected_cycle_is_collected_beside_the_end_of_the_run(tmp_path: Path) -> None:
+def test_cycle_is_collected_beside_the_end_of_the_run(tmp_path: Path) -> None:
     done = ended(tmp_path, "Stands()", then="gc.collect()", held_s=60)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "Stands.__del__" in done.stderr

@@ -7,9 +7,8 @@ import dataclasses
 import io
 import json
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +20,6 @@ from polyturn.core.errors import DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.interactions import human_queue
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.terminal import Terminal, read_answer
@@ -121,31 +119,6 @@ async def test_cancelled_episode_leaves_the_desk(tmp_path: Path) -> None:
     assert desk.waiting() == [] and not list((tmp_path / "desk").rglob("*.json"))
 
 
-@pytest.mark.parametrize("is_written", [False, True])
-async def test_episode_cancelled_while_writing_leaves_the_desk(
-    is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go, over, write = threading.Event(), threading.Event(), threading.Event(), human_queue._write
-
-    def slow(path: Path, data: Mapping[str, Any]) -> None:
-        if is_written:
-            write(path, data)
-        begun.set()
-        assert go.wait(60)
-        write(path, data)
-
-    desk, forget = HumanQueue(tmp_path / "desk"), HumanQueue._forget
-    monkeypatch.setattr(human_queue, "_write", slow)
-    monkeypatch.setattr(HumanQueue, "_forget", lambda self, ticket: (forget(self, ticket), go.is_set() and over.set()))
-    asking = asyncio.create_task(desk.ask([], about={}, deadline_s=60.0))
-    await asyncio.to_thread(begun.wait, 60)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    go.set()
-    assert await asyncio.to_thread(over.wait, 60) and not list((tmp_path / "desk").rglob("*.json"))
-
-
 async def test_person_answers_conversations_in_the_terminal(keyboard: Keyboard) -> None:
     human = HumanUser({"name": "human"}, terminal=keyboard.terminal)
     keyboard.writer.write("\nFor four.\n/end 0.5 Thanks.\n/score\n/what\n/score 0.2 No.\n/end\n")
@@ -153,7 +126,9 @@ async def test_person_answers_conversations_in_the_terminal(keyboard: Keyboard) 
     said = sorted(t.observation[0].text for one in found for t in one.turns)
     assert said == ["", "For four.", "No.", "Thanks."]
     shown = keyboard.screen.getvalue()
-    assert "the answer is empty" in shown and "there is no '/what'" in shown and "Hm." not in shown
+    assert "the answer is empty" in shown
+    assert "there is no '/what'" in shown
+    assert "Hm." not in shown
     assert "[assistant] For two?" in shown and "goal: Eat." in shown
 
 

@@ -22,7 +22,7 @@ def built(*items: Any) -> dict[str, BaseInteraction]:
     return initialize_interactions_from_config({"interaction": list(items)})
 
 
-def test_default_name_is_the_class_in_lower_case_without_its_ending() -> None:
+def test_default_name_comes_from_the_class() -> None:
     names = {
         "Gsm8kInteraction": "gsm8k",
         "BaseInteraction": "base",

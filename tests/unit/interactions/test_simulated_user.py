@@ -67,7 +67,7 @@ def about_goal(prompt: str = "A table, please.", **row: Any) -> Any:
     return dataclasses.replace(task(prompt, data_source=None), interaction=ref)
 
 
-def test_its_model_sees_exchanged_roles_without_thoughts_and_tools() -> None:
+def test_model_of_the_user_sees_exchanged_roles() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     shown = flipped(
         [
@@ -114,7 +114,10 @@ async def test_reply_has_no_thoughts_and_the_key_is_kept_secret(
     assert (done, content, score) == (False, "For two.", 0.0)
     assert info == {"user_turn": 0, "user_tokens": 4, "user_prompt_tokens": 30, "user_cached": False}
     (asked,) = server.asked
-    assert asked["model"] == "m" and asked["temperature"] == 0.2 and asked["max_tokens"] == 50 and asked["top_k"] == 5
+    assert asked["model"] == "m"
+    assert asked["temperature"] == 0.2
+    assert asked["max_tokens"] == 50
+    assert asked["top_k"] == 5
     assert GOAL in asked["messages"][0]["content"] and "Writes little." in asked["messages"][0]["content"]
     assert "sk-very-secret" not in json.dumps(asked) + caplog.text + repr(vars(partner)) + repr(partner.config)
 
@@ -151,7 +154,7 @@ async def test_calls_of_the_model_are_bounded() -> None:
     assert found.turns[-1].info["user_stop"] == "max_calls"
 
 
-async def test_busy_server_is_asked_again_and_a_refusal_fails_the_trajectory() -> None:
+async def test_busy_server_is_asked_again() -> None:
     def answer(asked: dict[str, Any], number: int) -> Any:
         return {1: (429, {"error": {"message": "slow down"}}), 2: (500, "oops")}.get(number) or says("Two.")(asked, number)
 

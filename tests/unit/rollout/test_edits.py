@@ -58,7 +58,9 @@ def test_prompt_and_newest_observation_stay_and_the_rest_fits(num_turns: int, ro
     found: Sequence[Message] | None = shorten(messages, policy=policy, num_prompt=2, fits=at_most(room))
     if found is not None:
         assert at_most(room)(found)
-        assert list(found[:2]) == messages[:2] and found[-1] == messages[-1] and found[-2] == messages[-2]
+        assert list(found[:2]) == messages[:2]
+        assert found[-1] == messages[-1]
+        assert found[-2] == messages[-2]
 
 
 def test_message_has_the_origin_of_its_equal_or_the_environments():

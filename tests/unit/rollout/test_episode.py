@@ -116,7 +116,7 @@ class Fails(Says):
     ],
 )
 @virtual
-async def test_failing_interaction_fails_its_trajectory_and_is_finalized(where: str, error: str, end: str) -> None:
+async def test_failing_interaction_is_finalized(where: str, error: str, end: str) -> None:
     user = Fails(where)
     context = scripted_context(["hello"], interactions={"user": user})
     t = await run_episode(context, task(interaction="user", data_source=None), id="e")
@@ -139,7 +139,7 @@ async def test_own_id_metadata_and_scores_of_an_interaction_are_kept() -> None:
     assert t.reward.total == 0.25
 
 
-async def test_calculate_score_is_called_for_a_final_turn_without_reply() -> None:
+async def test_final_turn_without_reply_is_scored() -> None:
     user = Says()
     limits = Limits(max_tokens_per_turn=3)
     context = scripted_context(["a very long answer"], interactions={"user": user}, limits=limits)
@@ -165,7 +165,7 @@ async def test_lost_engine_and_raising_reward_fail_the_trajectory() -> None:
     assert "missing" in (t.error or "")
 
 
-async def test_raising_scheduler_fails_its_trajectory_and_a_broken_invariant_the_run() -> None:
+async def test_broken_invariant_ends_the_run() -> None:
     def fail(episode: Any, turn: Any) -> None:
         raise RuntimeError("mine")
 
@@ -209,7 +209,7 @@ async def test_full_context_is_handled_by_its_policy(policy: ContextPolicy, num_
     check_tokens(t)
 
 
-def test_first_and_every_nth_episode_is_compared_with_a_full_render(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_nth_episode_is_compared_with_a_full_render(caplog: pytest.LogCaptureFixture) -> None:
     context = scripted_context([], sanity_every=3)
     assert [context.is_sanity_due() for _ in range(5)] == [True, False, False, True, False]
     for kind in (*KINDS, *KINDS):

@@ -111,7 +111,9 @@ async def test_row_names_environment_arguments_and_seed() -> None:
     assert len(t.turns) == 1 and isinstance(CLOSED[0], AsyncCounter)
     own = CLOSED[0].seed
     await run_episode(one, row(name="test_counter", goal=3, seed=7), id="e1")
-    assert type(CLOSED[1]) is Counter and CLOSED[1].seed == 7 and len(CLOSED[1].said) == 3
+    assert type(CLOSED[1]) is Counter
+    assert CLOSED[1].seed == 7
+    assert len(CLOSED[1].said) == 3
     await run_episode(one, row(), id="other")
     assert CLOSED[2].seed == own  # every trajectory of a task meets the same world
 
@@ -141,7 +143,9 @@ async def test_reset_adds_to_the_prompt_or_replaces_it(shows: Any, said: list[st
 )
 async def test_limit_ends_the_episode_and_closes_the_environment(limits: Limits, reason: StopReason, turns: int) -> None:
     t = await run_episode(context(["a long answer"], limits=limits), row(goal=99), id="e")
-    assert t.stop_reason is reason and len(t.turns) == turns and len(CLOSED) == 1
+    assert t.stop_reason is reason
+    assert len(t.turns) == turns
+    assert len(CLOSED) == 1
     assert all(turn.scores == {"env": 0.5} for turn in t.turns)  # the last turn is scored as well
 
 
@@ -169,7 +173,7 @@ async def test_broken_environment_fails_its_trajectory_and_is_closed(config: Any
 
 
 @pytest.mark.parametrize(("name", "config"), [("test_counter", {"fails": "hang"}), ("test_slow_counter", {})])
-async def test_cancelled_episode_closes_its_environment_also_if_it_is_made_late(name: str, config: Any) -> None:
+async def test_cancelled_episode_closes_its_environment(name: str, config: Any) -> None:
     STEPPED.clear()
     GATE.clear()
     running = asyncio.create_task(run_episode(context(env=name), row(**config), id="e"))

@@ -175,15 +175,6 @@ class SilentParser(HermesParser):
         return super().parse(*args, **kwargs)
 
 
-def test_fork_is_a_copy():
-    one = history()
-    answers(one)
-    other = one.fork()
-    say(other, "4")
-    assert len(one.turns) == 1 and len(one.messages) == 2 and isinstance(one.next, Append)
-    assert len(other.turns) == 2 and other.turns[0] is one.turns[0]
-
-
 def test_ids_of_an_agent_are_not_shortened():
     found = history()
     answers(found)

@@ -104,7 +104,7 @@ async def test_every_edit_of_a_history_opens_a_segment(template: str, owners: li
         )
 
 
-async def test_limits_count_each_token_once_however_often_it_is_rendered() -> None:
+async def test_limits_count_rendered_tokens_once() -> None:
     limits = Limits(max_tokens=150, max_turns=None)
     found = []
     for template, on in ((KEEPS, True), (KEEPS, False), (STRIPS_ALL_BUT_THE_LAST, True)):

@@ -79,7 +79,9 @@ async def test_continuations_are_recorded_and_not_trained() -> None:
     assert live[0].resources.num_sampled == sum(int(s.sampled_mask.sum()) for s in found.segments)
     main = [s for s in found.segments if s.agent == "assistant"]
     asides = [s for s in found.segments if s.agent == "lookahead"]
-    assert len(main) == 1 and main[0].parent is None and main[0].loss_weights.any()
+    assert len(main) == 1
+    assert main[0].parent is None
+    assert main[0].loss_weights.any()
     assert len(asides) == 4, "two of each turn that something followed"
     for segment in asides:
         root: Any = segment

@@ -144,7 +144,7 @@ def num_features(segment: Segment) -> int:
     return int((MEDIA.types(segment.token_ids) > 0).sum())
 
 
-async def test_logprobs_of_engine_and_trainer_agree_with_images_from_everywhere() -> None:
+async def test_logprobs_of_engine_and_trainer_agree_with_images() -> None:
     """I8, over three turns: a picture in the prompt, two from a tool, one from an interaction."""
     trajectory = await run(context())
     (segment,) = trajectory.segments
@@ -189,7 +189,9 @@ async def test_conversation_with_images_goes_on_in_another_process(tmp_path: Any
         assert journal.read_metrics()["rollout/resumed_episodes"] == (at != 1)
         journal.close()
     (before,), (after,) = whole.segments, again.segments
-    assert np.array_equal(before.token_ids, after.token_ids) and before.media == after.media and len(after.media) == 4
+    assert np.array_equal(before.token_ids, after.token_ids)
+    assert before.media == after.media
+    assert len(after.media) == 4
     np.testing.assert_allclose(before.logprobs, after.logprobs, atol=1e-4)  # what was decoded there is prefilled here
     assert again.messages == whole.messages
     written = (tmp_path / "step-000000.jsonl").read_text()
@@ -280,5 +282,7 @@ async def test_image_tools_shows_tool_images_in_a_user_message() -> None:
     trajectory = await run(context(scheduler=Shows(), limits=limits))
     (segment,) = trajectory.segments
     (shown,) = trajectory.turns[0].observation
-    assert shown.role == "user" and shown.text.startswith("<tool_response>") and len(shown.media) == 2
+    assert shown.role == "user"
+    assert shown.text.startswith("<tool_response>")
+    assert len(shown.media) == 2
     assert segment.media[1:] == shown.media

@@ -39,7 +39,7 @@ def test_step_may_return_text_messages_or_a_reply(returned: Any, messages: tuple
         Reply.of(3)
 
 
-async def test_default_answers_calls_then_asks_the_interaction_then_ends():
+async def test_default_answers_calls_then_asks_then_ends():
     context = scripted_context([CALL, "done"], tools=[add], interactions={"friend": Says("bye", is_done=True)})
     t = await run_episode(context, task(interaction="friend", data_source=None), id="e")
     assert [turn.observation[0].role for turn in t.turns] == ["tool", "user"]
@@ -64,7 +64,9 @@ async def test_check_finished_ends_the_episode_before_any_answer(answer: Any, re
             return answer
 
     t = await run_episode(scripted_context([CALL], tools=[add], scheduler=Ends()), task(), id="e")
-    assert t.stop_reason is reason and len(t.turns) == 1 and t.turns[0].tool_results == ()
+    assert t.stop_reason is reason
+    assert len(t.turns) == 1
+    assert t.turns[0].tool_results == ()
     assert t.is_failed == reason.is_failure and (t.reward is None) == reason.is_failure
 
 
@@ -94,7 +96,7 @@ async def test_scheduler_is_copied_for_every_trajectory_unless_shared():
     assert own.num_turns == 0 and shared.num_turns == 4
 
 
-async def test_asking_a_missing_interaction_is_an_error_of_the_scheduler() -> None:
+async def test_asking_a_missing_interaction_is_an_error() -> None:
     scheduler = Steps(lambda episode, turn: episode.ask_partner(turn))
     with pytest.raises(polyturn.PolyturnError, match=r"'t0'.*`has_partner`"):
         await run_episode(scripted_context(["x"], scheduler=scheduler), task(), id="e")

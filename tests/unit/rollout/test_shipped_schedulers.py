@@ -75,7 +75,9 @@ async def test_shipped_scheduler_keeps_the_contract(name: str, kwargs: Any) -> N
 
 async def test_single_turn_answers_nothing() -> None:
     t = await play([CALL, "more"], SingleTurn(), tools=[add])
-    assert len(t.turns) == 1 and t.turns[0].tool_results == () and t.stop_reason is StopReason.STOP
+    assert len(t.turns) == 1
+    assert t.turns[0].tool_results == ()
+    assert t.stop_reason is StopReason.STOP
     cut = await play(["a long answer"], SingleTurn(), limits=Limits(max_tokens_per_turn=1))
     assert cut.stop_reason is StopReason.LENGTH
 
@@ -129,7 +131,9 @@ async def test_react_call_is_answered_inside_the_message() -> None:
     says = ['I add.\nAction: add\nAction Input: {"a": 2, "b": 3}\nObservation: 7 I guess', "Final Answer: 5"]
     t = await play(says, React(), tools=[add])
     assert t.messages[-1].text == ('I add.\nAction: add\nAction Input: {"a": 2, "b": 3}\nObservation: 5\nFinal Answer: 5')
-    assert len(t.segments) == 1 and len(t.turns) == 2 and t.turns[0].tool_results[0].content == "5"
+    assert len(t.segments) == 1
+    assert len(t.turns) == 2
+    assert t.turns[0].tool_results[0].content == "5"
     assert [(c.name, dict(c.arguments)) for c in t.turns[0].message.tool_calls] == [("add", {"a": 2, "b": 3})]
     assert "Observation" not in weighted(t)[0] and "I guess" not in whole(t)
     assert t.metrics["dropped_cut"] > 0
@@ -201,7 +205,9 @@ async def test_tree_scores_each_turn_by_its_leaves() -> None:
     t = await play(say, Tree(width=4), limits=limits, data_source="tree")
     check_tokens(t)
     first = [turn.scores["tree"] for turn in t.turns if turn.info["depth"] == 0]
-    assert len(first) == 2 and t.reward is not None and t.reward.total == pytest.approx(sum(first) / 2)
+    assert len(first) == 2
+    assert t.reward is not None
+    assert t.reward.total == pytest.approx(sum(first) / 2)
     assert all("tree" in turn.scores for turn in t.turns)
 
 

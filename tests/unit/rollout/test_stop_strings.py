@@ -48,7 +48,7 @@ class Speaks(ScriptedEngine):
         self.aborted.set()
 
 
-async def test_completion_ends_with_the_token_that_completes_the_string():
+async def test_completion_ends_with_its_stop_string():
     ended = await generate_until(Speaks(SAID), request(), stops=["Observation:"], codec=CODEC)
     text = CODEC.decode(ended.completion.token_ids)
     assert ended.stop == "Observation:"
@@ -64,7 +64,9 @@ async def test_completion_ends_with_the_token_that_completes_the_string():
 
 async def test_completion_without_the_string_is_whole():
     ended = await generate_until(Speaks(SAID), request(), stops=["###"], codec=CODEC)
-    assert np.array_equal(ended.completion.token_ids, turn_ids(SAID)) and ended.stop is None and ended.num_dropped == 0
+    assert np.array_equal(ended.completion.token_ids, turn_ids(SAID))
+    assert ended.stop is None
+    assert ended.num_dropped == 0
     cut = await generate_until(Speaks(SAID), request(70), stops=["###"], codec=CODEC)
     assert len(cut.completion.token_ids) == 70 and cut.completion.finish_reason is FinishReason.LENGTH
 

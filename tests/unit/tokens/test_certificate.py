@@ -64,7 +64,7 @@ def test_messages_that_depend_on_the_history_take_segments() -> None:
     assert found.violations == ()
 
 
-def test_template_that_strips_reasoning_is_rendered_for_inference() -> None:
+def test_template_that_strips_reasoning_is_rendered_at_inference() -> None:
     strips = "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     found = report(PLAIN.replace("{{ m.content }}", strips))
     assert found.strips_reasoning
@@ -175,6 +175,10 @@ def test_certificate_names_the_parser_of_the_template() -> None:
 def test_reasoning_without_a_field_is_content() -> None:
     found = report(PLAIN)
     assert not found.has_reasoning_field
-    assert found.renders_reasoning and not found.strips_reasoning and found.is_prefix_preserving
+    assert found.renders_reasoning
+    assert not found.strips_reasoning
+    assert found.is_prefix_preserving
     cut = report(PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"))
-    assert cut.renders_reasoning and cut.strips_reasoning and cut.inference_strategy == "segment"
+    assert cut.renders_reasoning
+    assert cut.strips_reasoning
+    assert cut.inference_strategy == "segment"

@@ -116,7 +116,7 @@ def test_template_that_cannot_be_appended_to_is_refused(body: str, key: str) -> 
         "m.tool_call_id and m.tool_call_id | length != 9",  # asks for ids of nine letters
     ],
 )
-def test_results_are_encoded_where_the_template_is_strict_about_calls(condition: str) -> None:
+def test_template_that_is_strict_about_calls_takes_results(condition: str) -> None:
     codec = with_body("{{ raise_exception('no') if " + condition + " }}{{ m.content }}")
     text = codec.decode(DeltaEncoder(codec).extend([tool("4"), tool("5", 1)], last_id=END))
     assert "4<|im_end|>" in text
@@ -220,7 +220,7 @@ def test_prompt_has_the_control_tokens_that_its_owner_means(mode: str, kept: lis
     assert [CODEC.control_tokens[i] for i in CODEC.control_in(ids).tolist()] == [frame[0], *kept, *frame[1:]]
 
 
-def test_observations_may_be_let_through_and_unknown_modes_may_not() -> None:
+def test_observations_may_be_let_through() -> None:
     with pytest.raises(ConfigError, match="'delimiters'"):
         DeltaEncoder(CODEC, escape_prompts="delimiter")
     encoder = DeltaEncoder(CODEC, tools=TOOLS, escape_observations=False)

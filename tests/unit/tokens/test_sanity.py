@@ -65,7 +65,7 @@ def test_same_text_in_other_tokens_is_a_merge() -> None:
     assert check(held, full, CODEC, "ignore_strippable") is None
 
 
-def test_turn_that_history_opens_differently_is_a_generation_prompt() -> None:
+def test_turn_opened_differently_is_a_generation_prompt() -> None:
     template = (CODEC.chat_template or "").replace("assistant\\n' -}}{%- endif", "assistant\\n<think>' -}}{%- endif")
     codec = Codec(tiny_tokenizer(), chat_template=template)
     assert codec.generation_prompt.endswith("<think>")
@@ -135,7 +135,7 @@ OTHER_END = (
 )
 
 
-def test_end_token_that_history_writes_differently_is_its_own_kind() -> None:
+def test_other_end_token_is_its_own_kind() -> None:
     codec = Codec(tiny_tokenizer(), chat_template=OTHER_END)
     encoder = DeltaEncoder(codec)
     question, again = Message(role="user", content="q"), Message(role="user", content="no")

@@ -14,7 +14,6 @@ from polyturn.tokens.certificate import certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import PlainParser
-from polyturn.tokens.sanity import differences
 from support.tokenizers import tokenizer_of
 
 PHI3 = """\
@@ -156,41 +155,3 @@ def test_turn_with_calls_ends_with_the_opener_of_tools() -> None:
         *encoder.extend([result], last_id=int(said[-1]), history=[user("q"), calling]),
     ]
     assert whole == encoder.start([user("q"), calling, result]).tolist()
-
-
-REOPENED = """\
-{%- set ns = namespace(last=-1) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
-{%- for m in messages -%}
-{{- '<|im_start|>' + m.role + '\\n' -}}
-{%- if m.role == 'assistant' and loop.index0 > ns.last -%}
-{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' -}}
-{%- endif -%}
-{{- m.content -}}
-{%- for c in m.tool_calls or [] -%}
-{{- '\\n\\n<tool_call>\\n<function=' + c.function.name + '>\\n' -}}
-{%- for k, v in c.function.arguments.items() -%}
-{{- '<parameter=' + k + '>\\n' + (v | string) + '\\n</parameter>\\n' -}}
-{%- endfor -%}
-{{- '</function>\\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
-
-
-@pytest.mark.parametrize("has_call", [False, True])
-def test_reasoning_that_a_history_leaves_out_is_its_own_kind(has_call: bool) -> None:
-    codec = codec_of(REOPENED)
-    encoder = DeltaEncoder(codec)
-    calls = (ToolCall(id="c", name="add", arguments={"a": "1"}),) if has_call else ()
-    call = "\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>" if has_call else ""
-    turn = Message(role="assistant", content="Four.", reasoning="2 and 2", tool_calls=calls, origin=Origin.MODEL)
-    said = codec.encode(f"2 and 2\n</think>\n\nFour.{call}<|im_end|>")
-    held = [*encoder.start([user("Hi")]), *said]
-    held += [
-        *encoder.extend([user("Sure?")], last_id=held[-1], history=[user("Hi"), turn]),
-        *codec.encode("\n</think>\n\nYes."),
-    ]
-    full = encoder.full([user("Hi"), turn, user("Sure?"), Message(role="assistant", content="Yes.", reasoning="")])
-    assert {d.kind for d in differences(held, full, codec)} == {"reasoning_stripped"}

@@ -107,7 +107,7 @@ def test_kept_and_added_text_spell_no_control_token(is_trusted: bool) -> None:
 
 
 @pytest.mark.parametrize("origin", [Origin.MODEL, Origin.ENVIRONMENT])
-def test_only_the_tags_around_a_models_broken_call_are_control_tokens(origin: Origin) -> None:
+def test_only_tags_of_a_broken_call_are_control_tokens(origin: Origin) -> None:
     def shown(raw: str) -> list[str]:
         call = ToolCall(id="c", name="", raw=raw, error="no")
         message = Message(role="assistant", content="x", tool_calls=(call,), origin=origin)

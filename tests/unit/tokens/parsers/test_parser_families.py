@@ -207,7 +207,7 @@ TAGS = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{
 
 
 @given(st.lists(TAGS, max_size=30).map("".join))
-def test_every_open_hermes_call_outside_reasoning_is_accounted_for(text: str) -> None:
+def test_every_open_hermes_call_is_accounted_for(text: str) -> None:
     turn = make("hermes").parse(text, id_prefix="c")
     assert [c.id for c in turn.tool_calls] == [f"c_{i}" for i in range(len(turn.tool_calls))]
     assert all(c.raw.startswith("<tool_call>") for c in turn.tool_calls)
@@ -215,7 +215,7 @@ def test_every_open_hermes_call_outside_reasoning_is_accounted_for(text: str) ->
         assert len(turn.tool_calls) == text.count("<tool_call>")
 
 
-def test_hermes_arguments_may_be_json_text_and_content_stands_around_calls() -> None:
+def test_hermes_arguments_may_be_json_text() -> None:
     turn = read("hermes", 'First this.\n<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>\nDone.')
     assert (turn.content, only(turn).arguments) == ("First this.\nDone.", {"a": 1})
 
@@ -374,7 +374,7 @@ def test_no_tag_makes_hermes_look_through_the_rest_of_the_text(unit: str) -> Non
     make("hermes").parse(unit * 50_000)
 
 
-def test_tags_in_hermes_arguments_and_unclosed_blocks_are_told_apart() -> None:
+def test_tags_in_hermes_arguments_are_text() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>x</tool_call> <tool_call>"}}\n</tool_call>'
     call = only(read("hermes", text))
     assert (dict(call.arguments), call.error) == ({"a": "<tool_call>x</tool_call> <tool_call>"}, None)
