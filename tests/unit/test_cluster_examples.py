@@ -21,6 +21,8 @@ from polyturn.cli.plan import layout_of
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 
+pytestmark = pytest.mark.timeout(300)  # it waits for processes
+
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 
@@ -28,7 +30,7 @@ STAND_INS = {
     "srun": 'echo "srun $*" >> "$LOG"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "ray": """
 echo "ray $*" >> "$LOG"
-if [[ $1 == start ]]; then exec sleep 60; fi
+if [[ $1 == start ]]; then exec sleep 600; fi
 grep -q "ray start --head" "$LOG" """,
     "hostname": "echo 10.0.0.7 10.0.0.8",
     "scontrol": 'echo "scontrol $*" >> "$LOG"',
@@ -65,7 +67,7 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
 def ended(job: subprocess.Popen[bytes]) -> int:
     """Wait until the script has ended, and end what is left of its job, as Slurm does."""
     try:
-        return job.wait(60)
+        return job.wait(240)
     finally:
         with contextlib.suppress(ProcessLookupError):  # nothing is left
             os.killpg(job.pid, signal.SIGKILL)
@@ -82,7 +84,7 @@ def test_a_slurm_job_starts_ray_on_all_its_nodes_and_the_run_on_the_first(slurm:
 
 def test_a_slurm_job_that_is_ended_early_is_queued_again_and_goes_on(slurm: Path):
     job = started("waits.yaml")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not Path("runs/slurm-12345/checkpoints/step-000001").is_dir() and time.monotonic() < deadline:
         time.sleep(0.02)
     job.send_signal(signal.SIGTERM)

@@ -41,6 +41,11 @@ class Drafts:
         self._right = self._wrong = 1.0
         self._seconds: dict[int, float] = {}
 
+    @property
+    def num_contexts(self) -> int:
+        """Contexts that can be looked up."""
+        return len(self._young) + len(self._old)
+
     def after(self, said: list[int]) -> Place | None:
         """Return what followed the last tokens of `said` in a request that has ended; None where nothing is known."""
         for length in CONTEXTS:

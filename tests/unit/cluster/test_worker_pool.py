@@ -12,6 +12,8 @@ from polyturn.cluster.worker_pool import check_travels
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import hold
 
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
 
 def test_an_object_that_cannot_travel_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"<live mine:lock> cannot be sent to the run's other processes .* give its class"):

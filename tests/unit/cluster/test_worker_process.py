@@ -13,6 +13,8 @@ import pytest
 
 from polyturn.infra.process import session_of
 
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
 LEADER = """
 import asyncio, os, subprocess, sys, time
 from types import SimpleNamespace
@@ -56,7 +58,7 @@ def test_a_worker_whose_tool_never_returns_ends_behind_a_leader_that_is_killed(h
         leader.kill()
         leader.wait()
     worker = int(said.read_text())
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (left := session_of(worker)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:

@@ -36,6 +36,8 @@ from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
 from support.runs import call_command, write_tiny_run
 
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
 Reply = tuple[int, Any, dict[str, str]]
 
 
@@ -318,7 +320,7 @@ def test_the_command_evaluates_an_endpoint_with_torch_absent(serve: Any, tmp_pat
     arguments = ["eval", config, "--endpoint", server.url, "--model", "some/model", "--key-env", "MY_KEY", "--json"]
     called = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path, env={"MY_KEY": "s3cr3t", "PATH": ""},
+        capture_output=True, text=True, timeout=280, cwd=tmp_path, env={"MY_KEY": "s3cr3t", "PATH": ""},
     )  # fmt: skip
     assert called.returncode == 0, called.stderr
     found = json.loads(called.stdout)

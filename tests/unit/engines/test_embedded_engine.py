@@ -22,11 +22,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes):
     config_class, model_class = FAMILIES[family]
     torch.manual_seed(seed)

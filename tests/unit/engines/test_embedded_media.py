@@ -29,11 +29,6 @@ CODEC = Codec(TOKENIZER)
 PROCESSOR = MediaProcessor(tiny_processor(TOKENIZER), CODEC)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
     return Image.new("RGB", (width, height), color)
 

@@ -20,14 +20,11 @@ from polyturn.engines.process import ProcessEngine
 from polyturn.engines.routers import Routers, RoutingPass
 from support.models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
 VOCAB = 96
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
 _names = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def make(kind: str = "qwen3_moe") -> Any:

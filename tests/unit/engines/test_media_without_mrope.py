@@ -57,7 +57,6 @@ def make() -> tuple[LlavaForConditionalGeneration, DeltaEncoder, MediaProcessor]
 
 
 async def test_two_turns_with_images_have_the_trainers_logprobs() -> None:
-    torch.set_num_threads(1)
     model, encoder, media = make()
     engine = EmbeddedEngine(model, media=media)
     colors = iter(["red", "blue"])

@@ -17,13 +17,13 @@ VOCAB = 96
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(1)
+    """In float64, so that no rounding of a wider step decides which token is drawn."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, initializer_range=0.2,
     )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(config).double().eval()
 
 
 def requests(label: str, **sampling) -> list[GenerateRequest]:
@@ -43,13 +43,17 @@ async def complete(engine: EmbeddedEngine, asked: list[GenerateRequest]):
     return await asyncio.gather(*(engine.generate(request) for request in asked))
 
 
-def with_widest_drafts(model, **options) -> EmbeddedEngine:
-    """An engine that drafts as much as it can, whatever that costs."""
-    engine = EmbeddedEngine(model, num_slots=6, **options)
-    engine._steps._drafts.took = lambda num_tokens, seconds: None
-    return engine
+@pytest.fixture
+def widest(monkeypatch):
+    """Let engines draft as much as they can: without measured times a wide step costs no more than a narrow one."""
+    monkeypatch.setattr(Drafts, "took", lambda self, num_tokens, seconds: None)
 
 
+def drafting(model, **options) -> EmbeddedEngine:
+    return EmbeddedEngine(model, num_slots=6, **options)
+
+
+@pytest.mark.usefixtures("widest")
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -63,7 +67,7 @@ def with_widest_drafts(model, **options) -> EmbeddedEngine:
 )
 def test_drafts_change_the_number_of_forward_passes_and_nothing_else(model, sampling):
     async def main():
-        engine = with_widest_drafts(model)
+        engine = drafting(model)
         first = await complete(engine, requests("first", **sampling))
         alone = engine.stats.decode_steps
         assert engine.stats.drafted_tokens == 0  # nothing has ended before
@@ -80,20 +84,16 @@ def test_drafts_change_the_number_of_forward_passes_and_nothing_else(model, samp
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("widest")
 @pytest.mark.parametrize(("most", "drafts"), [(6 * VOCAB, False), (12 * VOCAB, True)])
 def test_drafts_do_not_make_more_logits_than_are_allowed(model, monkeypatch, most, drafts):
     monkeypatch.setattr(batch_step, "MAX_LOGITS", most)
 
     async def main():
-        engine = with_widest_drafts(model)
+        engine = drafting(model)
         await complete(engine, requests("a"))
-        sample, sizes = engine._steps._sample, []
-
-        def watched(rows, logits, is_real):
-            sizes.append(logits.numel())
-            return sample(rows, logits, is_real)
-
-        engine._steps._sample = watched
+        sizes = []
+        engine.module.lm_head.register_forward_hook(lambda module, args, logits: sizes.append(logits.numel()))
         await complete(engine, requests("b"))
         assert max(sizes) <= most
         assert bool(engine.stats.drafted_tokens) is drafts
@@ -101,12 +101,13 @@ def test_drafts_do_not_make_more_logits_than_are_allowed(model, monkeypatch, mos
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("widest")
 def test_a_seed_gives_the_same_tokens_whatever_was_drafted_wrongly(model):
     async def main():
         plain = EmbeddedEngine(model, num_slots=6, deterministic=True)
         expected = await complete(plain, requests("a"))
         assert plain.stats.drafted_tokens == 0
-        engine = with_widest_drafts(model)
+        engine = drafting(model)
         await complete(engine, requests("other", seed=99, temperature=0.3))
         found = await complete(engine, requests("a"))
         assert engine.stats.drafted_tokens > engine.stats.accepted_tokens  # some were wrong
@@ -117,9 +118,10 @@ def test_a_seed_gives_the_same_tokens_whatever_was_drafted_wrongly(model):
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("widest")
 def test_logprobs_behind_drafts_are_those_of_the_model(model):
     async def main():
-        engine = with_widest_drafts(model)
+        engine = drafting(model)
         await complete(engine, requests("a"))
         for request, completion in zip(asked := requests("b"), await complete(engine, asked), strict=True):
             ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
@@ -132,11 +134,12 @@ def test_logprobs_behind_drafts_are_those_of_the_model(model):
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("widest")
 def test_a_session_goes_on_behind_a_draft_that_did_not_stand(model):
     """What was fed in vain lies behind the known tokens in the cache, and the next turn's tokens take its place."""
 
     async def main():
-        engine = with_widest_drafts(model)
+        engine = drafting(model)
         await complete(engine, requests("other", seed=99, temperature=0.3))
         [first] = await complete(engine, requests("a", max_tokens=9)[:1])
         longer = [*requests("a")[0].prompt_ids, *first.token_ids, 5, 6, 7]
@@ -153,9 +156,10 @@ def test_a_session_goes_on_behind_a_draft_that_did_not_stand(model):
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("widest")
 def test_the_last_token_of_the_context_can_be_drafted(model):
     async def main():
-        engine = with_widest_drafts(model, max_context=32)
+        engine = drafting(model, max_context=32)
         for label in "ab":
             for completion in await complete(engine, requests(label, max_tokens=200)):
                 assert completion.finish_reason is FinishReason.LENGTH
@@ -186,7 +190,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch):
     drafts = Drafts()
     for start in range(0, 5 * 4096, 300):
         drafts.learn(list(range(start, start + 300)), start=1)
-    assert len(drafts._young) + len(drafts._old) <= 2 * (4096 + 2 * 300)
+    assert drafts.num_contexts <= 2 * (4096 + 2 * 300)
     newest = list(range(start, start + 100))
     assert drafts.after(newest) is not None
     assert drafts.after(list(range(max(CONTEXTS)))) is None

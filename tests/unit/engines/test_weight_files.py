@@ -3,11 +3,14 @@
 import json
 import signal
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from polyturn.engines.weight_files import WeightFolder
 from support.forked import run_program
+
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
 
 
 def test_a_tied_tensor_is_written_once_and_newer_weights_take_the_place_of_older_ones(tmp_path):

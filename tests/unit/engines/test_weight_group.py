@@ -10,6 +10,8 @@ import torch
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.weight_group import WeightGroup
 
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
 URLS = ["http://127.0.0.1:8000"]
 WORKER = """
 import json, sys

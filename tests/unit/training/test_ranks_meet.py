@@ -10,6 +10,8 @@ import torch.distributed as dist
 from support.forked import ONE_THREAD, Forked
 from support.ranks import RUNS
 
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_meet_again_when_one_is_late(late: int) -> None:
@@ -20,7 +22,7 @@ def test_ranks_meet_again_when_one_is_late(late: int) -> None:
     ranks = [Forked(call="support.ranks:meet", env={**env, "RANK": str(rank)}) for rank in range(2)]
     try:
         for rank in ranks:
-            assert rank.wait(60) == 0, rank.err
+            assert rank.wait(240) == 0, rank.err
             assert rank.out.splitlines() == ["[0, 1]"] * RUNS
     finally:
         for rank in ranks:
