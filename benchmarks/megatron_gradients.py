@@ -2,21 +2,22 @@
 
     python benchmarks/megatron_gradients.py [--ranks 1 2 4] [--only context context_stages]
 
-Tiny models of two layers, real processes with gloo (tests/support/megatron_ranks.py): scores, loss, gradient, its norm, the
+Tiny models of two layers, real processes with gloo (tests/support/rank_matrix.py): scores, loss, gradient, its norm, the
 weights behind two steps of AdamW, the state that is written, and the share of a model's file that a rank reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import tempfile
 from pathlib import Path
 
-from support.megatron_ranks import TASKS, VALUES
+from support.rank_matrix import MEGATRON
 from support.ranks import results_of_ranks
 
-FIGURES = ("scores_False", "loss", "gradient", "largest", "norm", "weights", "state", "share")
+FIGURES = ("/scores", "loss", "gradient", "largest", "norm", "weights", "state", "share")
 """What the names of a measurement end with; `largest` is the largest number of the gradient."""
 
 
@@ -28,13 +29,14 @@ def main() -> None:
     asked, found = arguments.parse_args(), {}
     for count in asked.ranks:
         with tempfile.TemporaryDirectory() as folder:
+            names = asked.only or ["short", "long"]
             measured = results_of_ranks(
-                "support.megatron_ranks:measure", count, Path(folder) / "found.json", "long", *asked.only
+                "support.rank_matrix:measure", count, Path(folder) / "found.json", "megatron", *names
             )
         for name, ranks in measured.items():
-            split = TASKS[count].get(name) or VALUES[count][name]
+            case = dataclasses.asdict(MEGATRON[name])
             figures = {of: [v for one in ranks for what, v in one.items() if what.endswith(of)] for of in FIGURES}
-            found[name] = {"ranks": count, **split, **{of: float(f"{max(v):.2g}") for of, v in figures.items() if v}}
+            found[name] = {**case, **{of: float(f"{max(v):.2g}") for of, v in figures.items() if v}}
     print(json.dumps({"benchmark": "megatron_gradients", "results": found}))
 
 

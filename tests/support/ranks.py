@@ -1,6 +1,6 @@
 """Ranks of `torch.distributed` for tests: processes that are forked from one that has imported everything.
 
-    found = results_of_ranks("support.sharded_ranks:measure", 2, folder / "found.json")        what the ranks wrote there
+    found = results_of_ranks("support.fsdp_ranks:measure", 2, folder / "found.json")        what the ranks wrote there
 
 The function is called on each rank, in a group of all of them, in the folder of the file, with the file and what else is
 given; the first rank writes.

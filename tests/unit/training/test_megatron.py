@@ -1,7 +1,7 @@
 """A model that megatron-core holds is the model of one process: scores, loss, gradient, step and state (float32 1e-5).
 
-Real processes with gloo; each comparison is made where the tensors are (`support/megatron_ranks.py`) and judged here. Its
-weights are mapped without megatron-core, and tested so.
+Real processes with gloo compare where the tensors are (`support/rank_matrix.py`). The mapping of weights needs no
+megatron-core.
 """
 
 import importlib.util
@@ -15,97 +15,56 @@ from polyturn.training.lora import add_lora
 from polyturn.training.megatron_weights import entries, require_split, source_rows
 from polyturn.training.options import LoraSettings
 from polyturn.training.shards import box_of
-from support.megatron_ranks import SHORT
 from support.models import tiny_model
+from support.rank_matrix import judge, names_of
 from support.ranks import results_of_ranks
 
-CALL = "support.megatron_ranks:measure"
 CLOSE = 1e-5
 pytestmark = pytest.mark.timeout(900)  # processes on a busy machine
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (the extra megatron)"
 )
-ONE = ["dense", "moe", "qwen2", "llama"]
-TWO = ["tensor", "expert", "pipeline", "context", "tensor_qwen2", "lora_moe", "lora_context", *SHORT]
-FOUR = [
-    *("rows_of_tensor", "rows_of_stages", "rows_of_context", "context_tensor", "context_tensor_moe", "context_stages"),
-    "context_of_four",
-]
+
+
+def of_matrix(folder, ranks, *how):
+    return results_of_ranks("support.rank_matrix:measure", ranks, folder / f"{ranks}.json", "megatron", *how)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return results_of_ranks(CALL, 2, tmp_path_factory.mktemp("ranks") / "found.json")
+    return of_matrix(tmp_path_factory.mktemp("ranks"), 2, "short")
 
 
 @pytest.fixture(scope="module")
 def long_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    every = {}
-    for count in (1, 2, 4):
-        every |= results_of_ranks(CALL, count, folder / f"{count}.json", "long")
-    return every
-
-
-def judge(results, name):
-    """Names of two ranks say what is split over them; `data` shares samples alone."""
-    for rank, found in enumerate(results[name]):
-        sizes = {what: found.pop(what) for what in list(found) if what.endswith("/largest")}
-        assert all(size > 1e-3 for size in sizes.values()), "the gradient is one that differences would show in"
-        share = found.pop("read/share")
-        assert share < 0.8 or not set(name.split("_")) & {"tensor", "pipeline", "expert", "stages"}, "it reads its own part"
-        # AdamW divides a gradient by its own size, so that rounding of the smallest ones shows in a step.
-        bounds = {what: 10 * CLOSE if what.endswith(("/state", "/weights")) else CLOSE for what in found}
-        assert {what: value for what, value in found.items() if not value <= bounds[what]} == {}, f"rank {rank}"
-        exact = ("round_trip", "read", "moved/back", "taken")
-        assert rank > 0 or [found[what] for what in exact] == [0.0] * 4, "weights come back bit for bit"
+    return {name: found for ranks in (1, 2, 4) for name, found in of_matrix(folder, ranks, "long").items()}
 
 
 @needs_megatron
-@pytest.mark.parametrize("name", SHORT)
-def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
-    judge(results, name)
-
-
-@needs_megatron
-@pytest.mark.parametrize("name", ["values_tensor", "values_pipeline", "values_context"])
-def test_a_critic_of_megatron_core_is_the_critic_of_one_process(results, name):
-    judge_values(results, name)
-
-
-def judge_values(results, name):
-    for rank, found in enumerate(results[name]):
-        sizes = {what: found.pop(what) for what in list(found) if what.endswith("/largest")}
-        assert all(size > 1e-3 for size in sizes.values())
-        bounds = {what: 10 * CLOSE if what.endswith("/state") else CLOSE for what in found} | {"low/state": 0.05}
-        assert {what: value for what, value in found.items() if not value <= bounds[what]} == {}, f"rank {rank}"
-        exact = ("of_policy", "of_model", "first/loaded", "second/loaded")
-        assert rank > 0 or [found[what] for what in exact] == [0.0] * 4, "weights and states travel bit for bit"
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", names_of("megatron", is_short=True))
+def test_megatron_trains_as_one_process(results, name):
+    judge("megatron", name, results[name])
 
 
 @needs_megatron
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ONE, *TWO, *FOUR])
-def test_so_it_is_on_one_rank_and_on_four_and_with_states_that_travel_after_every_step(long_results, name):
-    judge(long_results, name)
+@pytest.mark.parametrize("name", names_of("megatron", is_short=False))
+def test_megatron_trains_as_one_process_in_other_cases(long_results, name):
+    judge("megatron", name, long_results[name])
 
 
 @needs_megatron
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["values_context_tensor", "values_context_stages"])
-def test_so_is_a_critic_on_four_ranks(long_results, name):
-    judge_values(long_results, name)
-
-
-@needs_megatron
-@pytest.mark.parametrize("count", [1, 2])
-def test_so_it_is_on_gpus_with_nothing_answered_for_them(tmp_path, count):
+@pytest.mark.cluster
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_trains_as_one_process_on_gpus(tmp_path, ranks):
     """Without `support.megatron_cpu`; sums of float32 come out otherwise in other kernels."""
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs")
-    for name, ranks in results_of_ranks(CALL, count, tmp_path / "found.json", "cuda").items():
-        wrong = {what: value for what, value in ranks[0].items() if "largest" not in what and not value <= 100 * CLOSE}
-        assert wrong == {}, name
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    for name, found in of_matrix(tmp_path, ranks, "cuda", "short", "long").items():
+        kept = {what: value for what, value in found[0].items() if not what.endswith(("largest", "share", "written"))}
+        assert {what: value for what, value in kept.items() if not value <= 100 * CLOSE} == {}, name
 
 
 def shape_of(entry, whole, *, num_parts):
@@ -119,7 +78,7 @@ def shape_of(entry, whole, *, num_parts):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_every_row_of_a_weight_has_one_place_in_the_tensors_that_it_is_made_of(kind, num_parts):
+def test_every_row_of_a_weight_has_one_source(kind, num_parts):
     model = tiny_model(32, kind=kind, hidden=16, heads=4, kv_heads=2)
     whole = model.state_dict()
     seen = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
@@ -153,7 +112,7 @@ def test_every_row_of_a_weight_has_one_place_in_the_tensors_that_it_is_made_of(k
         ("mixtral", Degrees(), "the model is a mixtral, whose weights have no mapping"),
     ],
 )
-def test_what_cannot_be_split_is_refused_in_a_sentence(kind, degrees, sentence):
+def test_degrees_that_do_not_divide_are_refused(kind, degrees, sentence):
     with pytest.raises(ConfigError, match=sentence):
         require_split(tiny_model(32, kind=kind, hidden=16, heads=4, kv_heads=2).config, degrees)
 
@@ -171,7 +130,7 @@ def test_what_cannot_be_split_is_refused_in_a_sentence(kind, degrees, sentence):
         ("qwen3", r".*layers\.0\..*q_proj", "model.lora adapts no layer of 1 of 2 stages"),
     ],
 )
-def test_an_adapter_that_has_no_place_there_is_refused(kind, targets, sentence):
+def test_adapter_of_unsupported_layers_is_refused(kind, targets, sentence):
     from polyturn.training.megatron import Megatron
 
     model = tiny_model(32, kind=kind)
@@ -189,14 +148,14 @@ def test_an_adapter_that_has_no_place_there_is_refused(kind, targets, sentence):
         ("qwen3_moe", Degrees(), "the model has experts"),
     ],
 )
-def test_what_asks_for_a_gpu_is_refused_where_there_is_none(kind, degrees, why):
+def test_degrees_that_need_a_gpu_are_refused_without_one(kind, degrees, why):
     from polyturn.training.megatron import Megatron
 
     with pytest.raises(ConfigError, match=f"{why} and there is no GPU"):
         Megatron.of(degrees, torch.device("cpu")).policy(tiny_model(32, kind, heads=2, kv_heads=2))
 
 
-def test_a_config_that_the_mapping_does_not_know_is_refused():
+def test_unknown_rope_type_is_refused():
     config = tiny_model(32, kind="llama").config
     config.rope_parameters = {**config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
     with pytest.raises(ConfigError, match="rope_type 'yarn'"):
