@@ -54,7 +54,7 @@ def test_weights_scale_the_coefficients():
     mode=st.sampled_from(MODES),
     cut=st.integers(1, 7),
 )
-def test_cutting_a_trajectory_into_segments_changes_no_coefficient(weights, mode, cut):
+def test_cuts_into_segments_change_no_coefficient(weights, mode, cut):
     whole = [sample(str(i), w) for i, w in enumerate(weights)]
     parts = [
         sample(s.id.trajectory, list(p), k) for s in whole for k, p in enumerate(np.split(s.loss_weights, [cut])) if len(p)

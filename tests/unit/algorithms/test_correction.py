@@ -61,7 +61,7 @@ def test_normalised_weights_have_mean_one():
 
 
 @pytest.mark.parametrize("name", REJECTIONS)
-def test_what_is_out_of_bounds_is_rejected(name):
+def test_tokens_out_of_bounds_are_rejected(name):
     batch = [sample(str(i), logs) for i, logs in enumerate(BATCH)]
     bounds = Bounds(0.8, 1.3) if name.endswith("k1") else Bounds(-math.inf, 0.05)
     found = correct(batch, CorrectionSettings(weight="none", reject={name: bounds}))
@@ -80,20 +80,20 @@ def test_what_is_out_of_bounds_is_rejected(name):
     assert reduce(found.metrics)["tokens/dropped_rejected"] == num_rejected
 
 
-def test_one_impossible_token_vetoes_its_sequence():
+def test_impossible_token_vetoes_its_sequence():
     batch = [sample("a", [0.0, -9.5, 0.0]), sample("b", [0.0, -9.0])]
     found = correct(batch, CorrectionSettings(weight="none", veto=1e-4)).samples
     assert [s.num_weighted for s in found] == [0, 2]
 
 
-def test_stale_mistakes_are_left_out_and_stale_successes_stay():
+def test_stale_mistakes_are_left_out_alone():
     """DeepSeek-V3.2, equation 9: negative advantage and a divergence above the bound."""
     batch = [sample("a", [-0.5, -0.3], advantage=-1), sample("b", [-0.5, -0.3]), sample("c", [-0.1, 0.1], advantage=-1)]
     found = correct(batch, CorrectionSettings(weight="none", negative_bound=0.3)).samples
     assert [s.num_weighted for s in found] == [0, 2, 2]
 
 
-def test_figures_are_their_definitions():
+def test_metrics_are_their_definitions():
     batch = [sample(str(i), logs) for i, logs in enumerate(BATCH)]
     found = reduce(correct(batch, CorrectionSettings(weight="token", cap=2.0)).metrics)
     flat = np.array([x for logs in BATCH for x in logs])
@@ -111,7 +111,7 @@ def test_figures_are_their_definitions():
     assert found["policy/correction_rejected_share"] == 0
 
 
-def test_tokens_are_told_apart_by_how_far_they_are_behind():
+def test_differences_are_split_by_staleness():
     """Versions are per token: weights may have changed in the middle of a completion."""
     batch = [sample("a", [0.1, -0.2, 0.4], versions=[5, 6, 7]), sample("b", [1.0], versions=[1])]
     found = reduce(correct(batch, CorrectionSettings(), version=7).metrics)
@@ -127,7 +127,7 @@ def test_equal_policies_are_left_alone():
     assert (found[0].loss_weights == batch[0].loss_weights).all()
 
 
-def test_a_batch_without_trained_tokens_passes():
+def test_batch_without_trained_tokens_passes():
     empty = sample("a", []).replace(loss_weights=np.zeros(3, np.float32))
     assert correct([empty], CorrectionSettings(normalize=True, veto=0.1)).samples[0].num_weighted == 0
     assert correct([], CorrectionSettings()) == ([], {})

@@ -21,7 +21,7 @@ OWN = [
 ]
 
 
-def test_every_estimator_is_documented_with_formula_source_and_use() -> None:
+def test_every_estimator_is_documented() -> None:
     assert sorted(name for name, _ in ROWS) == sorted(OWN)
     for name, rest in ROWS:
         cells = [c.strip() for c in rest.split("|")]
@@ -29,18 +29,13 @@ def test_every_estimator_is_documented_with_formula_source_and_use() -> None:
         assert re.search(r"20\d\d", cells[1]), name
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_its_docstring_names_its_source(name: str) -> None:
-    assert re.search(r"Source:\s.*20\d\d", advantages.resolve(name).__doc__ or "", re.S)
-
-
 @pytest.mark.parametrize("line", re.findall(r"^algorithm: (\{.*\})$", SECTION, re.M))
-def test_every_line_of_configuration_is_taken(line: str) -> None:
+def test_documented_configuration_is_valid(line: str) -> None:
     config = TypeAdapter(AlgorithmConfig).validate_python(yaml.safe_load(line))
     bind_estimator(advantages.resolve(config.advantage.name), offered={}, kwargs=arguments_of(config.advantage))
 
 
-def test_the_shown_estimators_work() -> None:
+def test_documented_estimators_work() -> None:
     made: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", SECTION, re.S)[0], made)
     assert made["above_half"](np.array([1.0]), [[]]) == [[]]

@@ -27,7 +27,7 @@ from polyturn.algorithms.advantages import (
 from polyturn.algorithms.advantages.base import MemberView
 from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.compat.verl.batch_estimator import as_estimator
-from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError
+from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
@@ -111,16 +111,14 @@ def run(name: str, seed: int = 0, **kwargs: Any) -> Any:
     return groups, found
 
 
-def test_gdpo_weighs_what_a_step_may_lack_and_nothing_that_is_misspelt() -> None:
+def test_gdpo_weighs_components_that_a_step_lacks() -> None:
     weights = {"outcome": 1.0, "format": 0.5}
-    with pytest.raises(UnknownNameError, match=r"'formt'.*Did you mean 'format'"):
-        run("gdpo", weights={"formt": 1.0})
     _, plain = run("gdpo", weights=weights)
     _, found = run("gdpo", weights={**weights, "tool/search": 1.0, "interaction": 1.0})  # nobody searched in this step
     assert all(np.array_equal(a.advantages, b.advantages) for a, b in zip(plain, found, strict=True))
 
 
-def test_gdpo_says_which_parts_of_a_reward_it_weighs() -> None:
+def test_gdpo_names_the_components_it_weighs() -> None:
     """What resamples groups without signal has to know: rewards may be equal where their parts are not."""
     bound = bind_estimator(advantages.resolve("gdpo"), offered={"weights": {"outcome": 1.0, "tool_step": 0.0}}, kwargs={})
     assert components_of(bound) == {"outcome"}
@@ -128,11 +126,10 @@ def test_gdpo_says_which_parts_of_a_reward_it_weighs() -> None:
     assert components_of(advantages.resolve("grpo")) == frozenset()
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ALL)
-def test_segments_that_take_turns_have_the_advantages_of_one_segment(name: str, seed: int) -> None:
+def test_interleaved_segments_count_as_one(name: str) -> None:
     """An agent that returns to an older segment: turns 0, 2 in the first segment, 1, 3 in the second; time orders them."""
-    groups, whole = batch(seed)
+    groups, whole = batch(0)
     estimator = advantages.resolve(name)
     pieces = []
     for s in whole:
@@ -170,18 +167,18 @@ def plain(turn_scores: tuple[float | None, ...] = (None, None), seen: str | None
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("return_to_go", "needs scores of turns and none of the 2 trajectories"),
-        ("mt_grpo", "needs scores of turns and none of the 2 trajectories"),
-        ("gigpo", "no turn of this step left an observation or a state_key"),
-        ("gae", "needs a critic's values and sample .* has none"),
+        ("return_to_go", "scores of turns"),
+        ("mt_grpo", "scores of turns"),
+        ("gigpo", "observation or a state_key"),
+        ("gae", "critic's values"),
     ],
 )
-def test_what_an_estimator_lacks_is_said(name: str, words: str) -> None:
+def test_missing_input_of_an_estimator_is_named(name: str, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         assign_advantages(*plain(size=2), estimator=advantages.resolve(name))
 
 
-def test_a_step_in_which_nobody_earned_a_score_is_no_mistake_where_earlier_ones_had_some() -> None:
+def test_step_without_scores_is_fine_after_one_with_scores() -> None:
     (found,) = assign_advantages(*plain(), estimator=advantages.resolve("return_to_go"), has_scored=True)
     assert found.advantages is not None and found.advantages.tolist() == [0, 1, 1], "the reward alone, from each turn on"
 
@@ -204,36 +201,35 @@ def found_by_id(groups: Any, samples: Any, name: str, **kwargs: Any) -> dict[str
     return {s.id.trajectory: s.advantages.tolist() for s in made}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", [n for n in ALL if n not in WITHOUT_BASELINE])
-def test_one_that_is_left_of_a_group_teaches_nothing_and_changes_nothing(name: str, seed: int) -> None:
+def test_last_member_of_a_group_has_no_advantage(name: str) -> None:
     """Three of four failed: the raw reward of the fourth is no advantage, and in no statistic of the batch."""
-    found = found_by_id(*with_survivors(seed, (4, 1, 4)), name)
-    without = found_by_id(*with_survivors(seed, (4, 0, 4)), name)
+    found = found_by_id(*with_survivors(0, (4, 1, 4)), name)
+    without = found_by_id(*with_survivors(0, (4, 0, 4)), name)
     assert set(found.pop("g1/0")) == {0.0}
     assert found == without
     assert any(any(values) for values in found.values()), "the others do teach"
 
 
 @pytest.mark.parametrize("name", WITHOUT_BASELINE)
-def test_without_a_group_baseline_one_that_is_left_is_trained_like_any_other(name: str) -> None:
+def test_last_member_is_trained_without_a_group_baseline(name: str) -> None:
     assert any(found_by_id(*with_survivors(1, (4, 1, 4)), name)["g1/0"])
 
 
-def test_return_to_go_compares_unless_it_has_no_baseline() -> None:
+def test_return_to_go_compares_only_with_a_baseline() -> None:
     survivors = with_survivors(0, (4, 1, 4))
     assert not any(found_by_id(*survivors, "return_to_go")["g1/0"])
     assert any(found_by_id(*survivors, "return_to_go", baseline=False)["g1/0"])
     assert members_needed(advantages.resolve("return_to_go"), group_size=1) == 1, "a group of one that was asked for"
 
 
-def test_remax_without_a_greedy_rollout_has_nothing_to_compare_one_with() -> None:
+def test_remax_needs_a_greedy_rollout() -> None:
     groups, samples = with_survivors(0, (4, 1, 4))
     groups[1] = dataclasses.replace(groups[1], baseline=None)
     assert not any(found_by_id(groups, samples, "remax")["g1/0"])
 
 
-def test_an_estimator_for_verl_compares_where_it_reads_the_index() -> None:
+def test_verl_estimator_compares_where_it_reads_the_index() -> None:
     def reads_groups(token_level_rewards: Any, response_mask: Any, index: Any) -> Any:
         return token_level_rewards, token_level_rewards
 
@@ -248,7 +244,7 @@ def test_an_estimator_for_verl_compares_where_it_reads_the_index() -> None:
     assert members_needed(as_estimator(reads_groups), group_size=1) == 1
 
 
-def test_a_group_of_one_has_nothing_to_compare_with() -> None:
+def test_estimator_that_compares_refuses_groups_of_one() -> None:
     for name in ALL:
         estimator = advantages.resolve(name)
         if name in ("reinforce_plus_plus", "remax", "return_to_go", "gae", "turn_gae", "bilevel_gae"):
@@ -258,19 +254,20 @@ def test_a_group_of_one_has_nothing_to_compare_with() -> None:
                 check_estimator(estimator, name=name, group_size=1)
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"takes no 'gama'.*Did you mean 'gamma'"):
-        bind_estimator(advantages.resolve("gae"), offered={}, kwargs={"gama": 0.9})
-    with pytest.raises(ConfigError, match=r"outcome is 'rset'.*Did you mean 'rest'"):
-        run("gae", outcome="rset")
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gae", {"gama": 0.9}, "'gama'.*'gamma'"),
+        ("gae", {"outcome": "rset"}, "'rset'.*'rest'"),
+        ("gdpo", {"weights": {"formt": 1.0}}, "'formt'.*'format'"),
+    ],
+)
+def test_unknown_option_is_refused_with_the_nearest(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(name, **options)
 
 
-def test_gdpo_has_no_use_for_a_kl_penalty() -> None:
-    with pytest.raises(ConfigError, match=r"kl\.place to loss"):
-        check_estimator(advantages.resolve("gdpo"), name="gdpo", group_size=4, has_penalties=True)
-
-
-def test_an_estimator_of_ones_own_may_ask_for_the_batch() -> None:
+def test_own_estimator_may_ask_for_the_batch() -> None:
     @declare(scope="batch")
     def ranks(batch: Any) -> Any:
         flat = sorted(m.total for g in batch for m in g.members)
@@ -283,7 +280,7 @@ def test_an_estimator_of_ones_own_may_ask_for_the_batch() -> None:
     assert max(float(s.advantages.max()) for s in found if s.advantages is not None) == 11
 
 
-def test_options_that_are_not_null_have_the_defaults_of_the_estimator_they_are_of() -> None:
+def test_options_have_the_defaults_of_their_estimator() -> None:
     for options in get_args(NamedEstimatorOptions):
         own = {f.name: f.default for f in dataclasses.fields(options) if f.name != "name" and f.default is not None}
         for name in get_args(get_type_hints(options)["name"]):
@@ -300,13 +297,13 @@ OF_GROUPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
-def test_rewards_that_are_equal_teach_exactly_nothing_whatever_their_rounding(name: str) -> None:
+def test_equal_rewards_give_exactly_no_advantage(name: str) -> None:
     """The mean of three times 0.1 is not 0.1, and a division by a deviation near 0 makes much of what is left."""
     assert not any(np.any(a) for a in _advantages_of(name, EQUAL))
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
-def test_only_differences_of_rewards_count_however_large_what_they_share(name: str) -> None:
+def test_only_differences_of_rewards_count(name: str) -> None:
     small, large = ([[shared, shared + 1, shared + 4]] for shared in (0.0, 2.0**40))
     for here, there in zip(_advantages_of(name, small), _advantages_of(name, large), strict=True):
         np.testing.assert_allclose(here, there, rtol=1e-6)

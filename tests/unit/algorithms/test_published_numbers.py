@@ -62,7 +62,7 @@ def test_pass_at_k_of_right_and_wrong_answers(n: int, right: int, k: int) -> Non
     assert found == pytest.approx([of_right] * right + [of_wrong] * wrong, rel=1e-4, abs=1e-5)
 
 
-def test_gdpo_tells_three_combinations_of_two_rewards_apart_where_grpo_tells_two() -> None:
+def test_gdpo_tells_three_reward_combinations_apart() -> None:
     """Liu et al. 2026 (GDPO), its example: two rollouts, two rewards of 0 and 1, before the batch is normalised."""
 
     def pair(first: tuple[float, float], second: tuple[float, float]) -> list[float]:
@@ -76,7 +76,7 @@ def test_gdpo_tells_three_combinations_of_two_rewards_apart_where_grpo_tells_two
     assert of_rewards("grpo", [0.0, 1.0]) == pytest.approx(of_rewards("grpo", [0.0, 2.0]), abs=1e-4)
 
 
-def test_gdpo_normalises_the_sums_over_the_trajectories_of_the_batch() -> None:
+def test_gdpo_normalises_sums_over_trajectories() -> None:
     """Liu et al. 2026, the last of its three steps, as in its code: mean and deviation over trajectories, not tokens."""
     long = (0, 0, 0, 0, 0, 0)
     groups = [

@@ -71,7 +71,7 @@ def by_turn(t: Trajectory, estimator: Any) -> dict[int, float]:
     return found
 
 
-async def test_scores_of_hooks_and_steps_reach_an_estimator_across_segments() -> None:
+async def test_turn_scores_reach_an_estimator_across_segments() -> None:
     t = await play(Scores())
     assert t.turn_scores == (0.25, None, 1.0) and len(t.segments) == 2
     assert t.reward is not None and t.reward.total == 1.25
@@ -81,7 +81,7 @@ async def test_scores_of_hooks_and_steps_reach_an_estimator_across_segments() ->
 
 
 @pytest.mark.parametrize("score", ["much", float("nan"), None])
-async def test_a_score_that_is_no_number_fails_its_trajectory_by_name(score: Any) -> None:
+async def test_score_that_is_no_number_fails_its_trajectory(score: Any) -> None:
     class Odd(MultiTurnScheduler):
         async def on_turn_end(self, episode: Any, turn: Any) -> None:
             turn.scores["care"] = score
@@ -90,13 +90,7 @@ async def test_a_score_that_is_no_number_fails_its_trajectory_by_name(score: Any
     assert t.error is not None and f"turn 0 has the score care={score!r}; it must be a finite number" in t.error
 
 
-async def test_a_trajectory_without_scores_has_none() -> None:
-    t = await play(MultiTurnScheduler())
-    samples = to_samples(TrajectoryGroup(id="g", task=t.task, trajectories=(t,)), temperature=1.0)
-    assert [s.turn_scores for s in samples] == [None]
-
-
-async def test_a_shared_chunk_of_a_tree_gets_the_mean_of_its_leaves() -> None:
+async def test_shared_chunk_of_a_tree_gets_the_mean_of_its_leaves() -> None:
     """The estimator that the guide shows for trees: each turn against the mean of its group's trees."""
 
     def say(request: Any) -> str:
