@@ -28,6 +28,7 @@ from polyturn.engines.chat_partner import (
     names_of,
     without_thoughts,
 )
+from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
@@ -85,6 +86,11 @@ class FrozenPolicy:
         """The longest prompt plus completion."""
         self._numbers = itertools.count()
         self._num_tokens = 0
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of its tokenizer and template."""
+        return self._encoder.codec
 
     async def say(
         self,

@@ -128,7 +128,7 @@ class LongestFirst(OrderPolicy):
         super().__init__()
         if not 0 < age <= 2:
             raise ConfigError(f"age is {age}; over 2, a request could wait more than 3 times its fair share; 0 is its own")
-        self._age = age
+        self.age = age
         self._by_work: list[tuple[tuple[float, ...], int, _Entry]] = []
         self._by_due: list[tuple[int, int, _Entry]] = []
         self._num_waiting = self._num_arrived = self._num_admitted = self._learned = 0
@@ -137,7 +137,7 @@ class LongestFirst(OrderPolicy):
         """Take a request and predict what its episode still has to do."""
         self._num_arrived += 1
         share = self._num_waiting + 1
-        entry = _Entry(waiting, arrival=self._num_arrived, due=self._num_admitted + int(self._age * share))
+        entry = _Entry(waiting, arrival=self._num_arrived, due=self._num_admitted + int(self.age * share))
         self._num_waiting += 1
         heapq.heappush(self._by_work, (self._key(entry), entry.arrival, entry))
         heapq.heappush(self._by_due, (entry.due, entry.arrival, entry))

@@ -97,6 +97,11 @@ class EnginePool(BaseEngine):
     # Who is in it.
 
     @property
+    def order(self) -> OrderPolicy:
+        """The order in which waiting requests are served."""
+        return self._policy
+
+    @property
     def replicas(self) -> tuple[Replica, ...]:
         """The servers, those that are down included."""
         return tuple(self._replicas)

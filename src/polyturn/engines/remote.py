@@ -55,6 +55,8 @@ _NUM_LOOKS = 2
 """So many looks at a server's health in a row must fail for it to count as lost."""
 _NUM_LOADS = 1000
 """So many are kept where nobody reads them."""
+LOOK_SHARE = 0.5
+"""Part of `health_s` between two looks at a server."""
 _HUNG_AFTER = 3.0
 """A server of our own that has not answered for so many times `health_s` is killed and started again."""
 
@@ -113,6 +115,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._is_closed = False
         self._loads: deque[ServerLoad | None] = deque(maxlen=_NUM_LOADS)
         """As of the latest looks at the server since they were last read."""
+
+    @property
+    def supervisor(self) -> ServerSupervisor | None:
+        """What started the server; None for a server of somebody else's."""
+        return self._supervisor
 
     @property
     def url(self) -> str:
@@ -356,7 +363,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         """While requests run, look whether the server is at work; where it is not, give all of them up."""
         failed = 0
         while self._live:
-            await asyncio.sleep(self._health_s / 2)
+            await asyncio.sleep(self._health_s * LOOK_SHARE)
             if not self._is_open.is_set():  # updates have deadlines of their own
                 failed = 0
                 continue

@@ -21,9 +21,9 @@ class ServerSupervisor:
 
     def __init__(self, spec: LaunchSpec, *, max_restarts: int = 3, start: StartServer = Server.start) -> None:
         """Take how the server is started; `start` does it, on this machine or elsewhere."""
-        self._spec = spec
+        self.spec = spec
         self._start = start
-        self._max_restarts = max_restarts
+        self.max_restarts = max_restarts
         self._lock = asyncio.Lock()
         self.server: RunningServer | None = None
         self.num_restarts = 0
@@ -36,7 +36,7 @@ class ServerSupervisor:
         """
         async with self._lock:
             if self.server is None:
-                self.server = await self._start(self._spec)
+                self.server = await self._start(self.spec)
                 logger.info("started a server at %s", self.server.url)
             return self.server
 
@@ -48,7 +48,7 @@ class ServerSupervisor:
             EngineError: it did not come up.
         """
         async with self._lock:
-            if self.num_restarts >= self._max_restarts:
+            if self.num_restarts >= self.max_restarts:
                 raise EngineGoneError(
                     f"{why}, and it was started again {self.num_restarts} times already (engine.launch.max_restarts)"
                 )
@@ -56,7 +56,7 @@ class ServerSupervisor:
             if self.server is not None:
                 logger.warning("%s; the last lines of its log:\n%s", why, await self.server.last_lines())
                 await self.server.stop()
-            self.server = await self._start(self._spec)
+            self.server = await self._start(self.spec)
             logger.info("started a server again, at %s", self.server.url)
             return self.server
 

@@ -135,6 +135,11 @@ class TargetForward:
         if not next(model.parameters()).is_meta:
             self.find_head()
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether only the hidden states of targets go through the output embedding."""
+        return self._head is not None
+
     def find_head(self) -> None:
         """Try, once, whether the output embedding alone makes the logits of the last hidden state."""
         if not self._is_tried:

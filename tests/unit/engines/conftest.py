@@ -1,4 +1,4 @@
-"""Engines of the tests compute with one thread, as their results are compared bit for bit; later files get theirs back."""
+"""Engine tests compute with one thread, because they compare results bit for bit; the files after them do not."""
 
 from __future__ import annotations
 

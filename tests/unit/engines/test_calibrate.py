@@ -1,4 +1,4 @@
-"""Measuring a server: a simulated one, whose speed is known."""
+"""Calibration measures the speed of a simulated server, which is known."""
 
 from __future__ import annotations
 

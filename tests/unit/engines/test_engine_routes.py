@@ -1,4 +1,4 @@
-"""The embedded engine says which experts tokens went to: those that one pass over the whole sequence chooses."""
+"""The embedded engine returns the experts of each token, as one pass over the whole sequence chooses them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def whole(request: GenerateRequest, answer: Completion) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_routes_are_those_of_the_whole_sequence_and_logprobs_the_models_own(kind: str) -> None:
+async def test_routes_are_those_of_one_pass_over_the_sequence(kind: str) -> None:
     model = make(kind)
     engine = EmbeddedEngine(model, num_slots=4, prefill_chunk=16, routes=True)
     assert engine.capabilities.routes
@@ -85,8 +85,8 @@ async def test_routes_are_those_of_the_whole_sequence_and_logprobs_the_models_ow
         np.testing.assert_allclose(answer.logprobs, own, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 8])
-async def test_turns_forks_shared_prefixes_and_evictions_keep_every_route_aligned(num_slots: int) -> None:
+@pytest.mark.parametrize("num_slots", [1, 3])
+async def test_routes_stay_aligned_with_any_cache(num_slots: int) -> None:
     """One builder and its forks: whatever the cache held, a segment ends up with the routes of its own sequence."""
     model = make()
     engine = EmbeddedEngine(model, num_slots=num_slots, prefill_chunk=8, routes=True)
@@ -111,7 +111,7 @@ async def test_turns_forks_shared_prefixes_and_evictions_keep_every_route_aligne
     assert engine.stats.reused_tokens or num_slots == 1
 
 
-async def test_a_token_that_was_sampled_keeps_its_experts_when_newer_weights_compute_it_again() -> None:
+async def test_sampled_token_keeps_its_experts_after_an_update() -> None:
     model = make()
     engine = EmbeddedEngine(model, num_slots=2, routes=True)
     request = ask(np.arange(10), max_tokens=12)
@@ -130,7 +130,7 @@ async def test_a_token_that_was_sampled_keeps_its_experts_when_newer_weights_com
     assert same_sets(answer.routed_experts[10 + count - 1 :], live_routes(model, ids)[10 + count - 1 : -1])
 
 
-async def test_a_request_that_is_ended_before_its_prompt_is_read_has_no_routes() -> None:
+async def test_request_aborted_in_its_prompt_has_no_routes() -> None:
     engine = EmbeddedEngine(make(), num_slots=1, prefill_chunk=8, routes=True)
     request = ask(np.arange(40))
     running = asyncio.create_task(engine.generate(request))
@@ -139,7 +139,7 @@ async def test_a_request_that_is_ended_before_its_prompt_is_read_has_no_routes()
     assert (await running).routed_experts is None
 
 
-async def test_routes_come_out_of_another_process_and_start_where_they_are_asked_for() -> None:
+async def test_process_engine_returns_routes_from_where_asked() -> None:
     model = make()
     engine = ProcessEngine(model, num_slots=2, routes=True)
     try:
@@ -151,7 +151,7 @@ async def test_routes_come_out_of_another_process_and_start_where_they_are_asked
     assert same_sets(answer.routed_experts, live_routes(model, whole(request, answer))[4:-1])
 
 
-async def test_without_being_asked_it_says_nothing_and_without_experts_it_cannot() -> None:
+async def test_engine_gives_no_routes_unasked_or_without_experts() -> None:
     engine = EmbeddedEngine(make(), num_slots=1)
     assert not engine.capabilities.routes
     assert (await engine.generate(ask([1, 2]))).routed_experts is None

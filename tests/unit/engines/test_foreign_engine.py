@@ -1,4 +1,4 @@
-"""An engine of somebody else's is contained: whatever it raises or returns, whoever asks it meets an `EngineError`."""
+"""A plug-in engine is contained: whatever it raises or returns, the caller gets an `EngineError`."""
 
 from __future__ import annotations
 
@@ -101,43 +101,40 @@ CALLS: dict[str, Callable[[ForeignEngine], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    ("problem", "words"),
+    ("name", "problem", "words"),
     [
-        (SystemExit(3), "SystemExit: 3"),
-        (Worded("stop"), "Worded: stop"),
-        (asyncio.CancelledError(), "CancelledError"),
-        (GeneratorExit(), "GeneratorExit"),
-        (StopIteration(), "RuntimeError"),
-        (TimeoutError("late"), "TimeoutError: late"),
-        (ValueError("plain"), "ValueError: plain"),
-        (Silent(), "Silent: (its message cannot be read: ValueError)"),
+        ("generate", SystemExit(3), "SystemExit: 3"),
+        ("abort", Worded("stop"), "Worded: stop"),
+        ("end_session", asyncio.CancelledError(), "CancelledError"),
+        ("update_weights", asyncio.CancelledError(), "CancelledError"),
+        ("generate", GeneratorExit(), "GeneratorExit"),
+        ("generate", StopIteration(), "RuntimeError"),
+        ("update_weights", TimeoutError("late"), "TimeoutError: late"),
+        ("abort", ValueError("plain"), "ValueError: plain"),
+        ("generate", Silent(), "Silent: (its message cannot be read: ValueError)"),
     ],
 )
-async def test_whatever_it_raises_names_its_class_its_method_and_the_lines(name: str, problem: BaseException, words: str):
+async def test_exception_of_an_engine_names_class_method_and_line(name: str, problem: BaseException, words: str):
     with pytest.raises(EngineError, match=rf"^the engine Odd: {name} \({HERE}, line \d+\) raised ") as caught:
         await CALLS[name](contained(raising(problem)))
     assert words in str(caught.value) and str(caught.value).count(f"({HERE}, line") == 2
 
 
-async def test_an_engine_error_is_told_in_its_own_words():
+async def test_engine_error_passes_unchanged():
     with pytest.raises(EngineLostError, match=r"^gone$"):
         await contained(raising(EngineLostError("gone"))).generate(REQUEST)
 
 
-def test_an_interrupt_passes():
+def test_interrupt_passes_unless_the_engine_raised_it():
     with pytest.raises(KeyboardInterrupt):
         contained(lambda: signal.raise_signal(signal.SIGINT)).read_metrics()
-
-
-def test_an_interrupt_that_the_engine_raises_itself_is_its_failure():
-    with pytest.raises(EngineError, match=r"read_metrics .* raised KeyboardInterrupt"):
+    with pytest.raises(EngineError, match="KeyboardInterrupt"):
         contained(raising(KeyboardInterrupt())).read_metrics()
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
-async def test_a_cancellation_of_the_caller_passes_and_a_coroutine_that_is_dropped_just_ends(is_dropped: bool):
+async def test_cancellation_of_the_caller_passes(is_dropped: bool):
     asked = asyncio.Event()
 
     class Waits(Odd):
@@ -158,7 +155,7 @@ async def test_a_cancellation_of_the_caller_passes_and_a_coroutine_that_is_dropp
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("lets_itself_be_cancelled", [True, False])
-async def test_a_call_that_hangs_fails_by_its_deadline(
+async def test_hanging_call_fails_at_its_deadline(
     name: str, lets_itself_be_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ):
     over = asyncio.Event()
@@ -171,17 +168,16 @@ async def test_a_call_that_hangs_fails_by_its_deadline(
     monkeypatch.setattr(Odd, name, hangs)
     engine = of(Odd(completion), timeout_s=0.01)
     engine.bounded.max_abandoned = 0
-    said = rf"^the engine Odd: {name} \({HERE}, line \d+\): it took longer than 0.01 s; raise engine.timeout_s, or give "
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=rf"Odd: {name} .*0.01 s.*engine.timeout_s"):
         await CALLS[name](engine)
     if not lets_itself_be_cancelled:
-        with pytest.raises(RolloutError, match="1 calls of the engine Odd still run past their deadline"):
+        with pytest.raises(RolloutError, match="Odd"):
             await engine.generate(REQUEST)
         await engine.close()
     over.set()
 
 
-async def test_an_engine_that_cancels_the_task_that_it_is_called_in_fails_alone():
+async def test_engine_that_cancels_its_caller_fails_alone():
     class Cancels(Odd):
         async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
             task = asyncio.current_task()
@@ -189,51 +185,51 @@ async def test_an_engine_that_cancels_the_task_that_it_is_called_in_fails_alone(
             task.cancel()
             await asyncio.sleep(0)
 
-    with pytest.raises(EngineError, match=r"the engine Cancels: update_weights .* it was cancelled from within"):
+    with pytest.raises(EngineError, match="Cancels: update_weights"):
         await CALLS["update_weights"](of(Cancels(completion)))
 
 
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda: None, "returned None; it must be a Completion"),
-        (lambda: SimpleNamespace(token_ids=[3]), "returned namespace(token_ids=[3]); it must be a Completion"),
-        (lambda: completion(logprobs=(-1.0,)), "raised AlignmentError: a completion of 2 tokens came with 1 logprobs"),
-        (lambda: completion(reason="bored"), "raised ValueError: 'bored' is not a valid FinishReason"),
-        (lambda: completion(logprobs=(-1.0, np.nan)), "it has the logprob nan"),
-        (lambda: completion(logprobs=(0.7, -1.0)), "it has the logprob 0.7; the logarithm of a probability"),
-        (lambda: completion(logprobs=None), "it has no logprobs, and its capabilities promise them"),
-        (lambda: completion(ids=(3, 8)), "token id 8 is outside the model's vocabulary, which ends at 7"),
-        (lambda: completion(ids=(-1, 3)), "token id -1 is outside"),
-        (lambda: completion(ids=[3] * 5, logprobs=[-1.0] * 5), "it has 5 tokens, and at most 4 were asked for"),
+        (lambda: None, "None"),
+        (lambda: SimpleNamespace(token_ids=[3]), "namespace(token_ids=[3])"),
+        (lambda: completion(logprobs=(-1.0,)), "AlignmentError"),
+        (lambda: completion(reason="bored"), "'bored'"),
+        (lambda: completion(logprobs=(-1.0, np.nan)), "logprob nan"),
+        (lambda: completion(logprobs=(0.7, -1.0)), "logprob 0.7"),
+        (lambda: completion(logprobs=None), "no logprobs"),
+        (lambda: completion(ids=(3, 8)), "token id 8"),
+        (lambda: completion(ids=(-1, 3)), "token id -1"),
+        (lambda: completion(ids=[3] * 5, logprobs=[-1.0] * 5), "5 tokens"),
     ],
 )
-async def test_a_completion_that_is_none_is_one_sentence(act: Callable[[], Any], words: str):
+async def test_wrong_completion_is_refused(act: Callable[[], Any], words: str):
     with pytest.raises(EngineError, match=r"^the engine Odd: generate ") as caught:
         await contained(act).generate(REQUEST)
     assert words in str(caught.value)
 
 
-async def test_a_good_completion_passes_as_it_is():
+async def test_good_completion_passes_unchanged():
     given = completion(logprobs=(-np.inf, 1e-6))
     assert await contained(lambda: given).generate(REQUEST) is given
     assert given.finish_reason is FinishReason.STOP
 
 
-def test_what_it_says_of_itself_is_looked_at():
+def test_wrong_properties_and_metrics_are_refused():
     bare = of(Bare())
-    with pytest.raises(EngineError, match="the engine Bare: capabilities returned None; it must be an EngineCapabilities"):
+    with pytest.raises(EngineError, match="Bare: capabilities returned None"):
         _ = bare.capabilities
-    with pytest.raises(EngineError, match="the engine Bare: busy_s returned 'long'; it must be a number of seconds"):
+    with pytest.raises(EngineError, match="Bare: busy_s returned 'long'"):
         _ = bare.busy_s
-    with pytest.raises(EngineError, match=r"read_metrics \(.*\) returned \{'engine/x': 'much'\}; it must be a mapping"):
+    with pytest.raises(EngineError, match="'engine/x': 'much'"):
         contained(lambda: {"engine/x": "much"}).read_metrics()
-    with pytest.raises(EngineError, match=r"read_metrics \(.*\) raised SystemExit: 3"):
+    with pytest.raises(EngineError, match="SystemExit: 3"):
         contained(raising(SystemExit(3))).read_metrics()
     assert contained(lambda: {"engine/x": 2}).read_metrics() == {"engine/x": 2.0}
 
 
-async def test_a_close_that_fails_or_hangs_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+async def test_close_that_fails_or_hangs_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     class Stays(Odd):
         async def close(self) -> None:
             await asyncio.Event().wait()
@@ -242,15 +238,12 @@ async def test_a_close_that_fails_or_hangs_is_a_warning(monkeypatch: pytest.Monk
     monkeypatch.setattr(foreign, "CLOSE_S", 0.001)
     await of(Stays(completion)).close()
     first, second = (record.getMessage() for record in caplog.records)
-    assert "raised SystemExit: 3" in first and first.endswith("what it held may be left behind")
-    assert "the engine Stays: close" in second and second.endswith(
-        "it took longer than 0.001 s; what it held may be left behind"
-    )
+    assert "SystemExit: 3" in first
+    assert "Stays: close" in second
 
 
-def test_one_that_cannot_be_made_is_a_sentence():
-    said = rf"engine.kind: 'odd' cannot be made, it raised SystemExit: 3 \({HERE}, line"
-    with pytest.raises(ConfigError, match=said), making("odd", Odd):
+def test_engine_that_cannot_be_made_is_named():
+    with pytest.raises(ConfigError, match=rf"'odd' .*SystemExit: 3 \({HERE}, line"), making("odd", Odd):
         raising(SystemExit(3))()
 
 
@@ -296,7 +289,7 @@ SMALL = ("warm_start.conversations=null", "train.steps=1", "train.group_size=2",
         ("update_weights", 2, "update_weights (leaving.py, line 28) raised SystemExit: 3 (leaving.py, line 30)"),
     ],
 )
-def test_a_trajectory_fails_or_a_run_ends_with_the_sentence(tmp_path: Path, when: str, code: int, words: str):
+def test_run_reports_the_failure_of_its_engine(tmp_path: Path, when: str, code: int, words: str):
     config = write_tiny_run(tmp_path)
     config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("engine:")))
     (tmp_path / "leaving.py").write_text(ENGINE)

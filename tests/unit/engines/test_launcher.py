@@ -1,4 +1,4 @@
-"""A server is started, waited for and stopped, and nothing of it stays behind. Real processes, a real HTTP server."""
+"""A server is started, awaited and stopped, and leaves nothing behind. Real processes, a real HTTP server."""
 
 import asyncio
 import logging

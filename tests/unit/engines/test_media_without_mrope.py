@@ -1,4 +1,4 @@
-"""A model that sees and counts its positions 0, 1, 2, …: engine and trainer treat it as the one with three a token."""
+"""A vision model with plain positions 0, 1, 2, … works as one with three positions a token."""
 
 from __future__ import annotations
 

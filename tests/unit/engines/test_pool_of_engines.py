@@ -1,4 +1,4 @@
-"""The pool: where a turn goes, in which order, and what happens when a server is lost."""
+"""The pool: which server gets a turn, in which order, and what happens when a server is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.core.errors import UnknownNameError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.order import LongestFirst
 from polyturn.engines.pool import EnginePool
@@ -32,7 +31,7 @@ def servers(count: int, length: int = 100, **options: Any) -> list[FailingEngine
     return [FailingEngine(Speed(), plan=lambda r: length, name=f"s{i}", **options) for i in range(count)]
 
 
-def test_turns_of_a_session_go_where_its_prefix_is_and_new_ones_where_the_least_runs() -> None:
+def test_turns_go_where_their_prefix_is() -> None:
     async def main() -> tuple[list[int], int]:
         engines = servers(2)
         pool = EnginePool(engines)
@@ -43,7 +42,7 @@ def test_turns_of_a_session_go_where_its_prefix_is_and_new_ones_where_the_least_
     assert run_virtual(main()) == ([40, 40], 0)
 
 
-def test_what_a_killed_server_held_is_done_elsewhere_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_of_a_killed_server_are_redone_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> tuple[list[Completion], EnginePool]:
         engines = servers(2)
         pool = EnginePool(engines)
@@ -58,7 +57,7 @@ def test_what_a_killed_server_held_is_done_elsewhere_once_and_counted(caplog: py
     assert "replica 0 is left out (EngineLostError: s0 was killed)" in caplog.text
 
 
-def test_that_no_server_is_up_is_said_once_with_how_long_requests_wait(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_server_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         engines = servers(2)
         pool = EnginePool(engines, patience_s=20.0)
@@ -75,7 +74,7 @@ def test_that_no_server_is_up_is_said_once_with_how_long_requests_wait(caplog: p
     assert said == [f"no server is up ({each}){wait}"]
 
 
-def test_a_hung_server_is_left_after_its_time_and_used_again_when_it_is_back() -> None:
+def test_hung_server_is_left_and_used_again_when_back() -> None:
     async def main() -> tuple[int, list[int]]:
         engines = servers(2, timeout_s=5.0)
         pool = EnginePool(engines, slots=1)
@@ -92,7 +91,7 @@ def test_a_hung_server_is_left_after_its_time_and_used_again_when_it_is_back() -
     assert sum(done) == 8
 
 
-def test_a_server_that_was_lost_often_is_tried_when_its_pause_ends_although_nothing_else_happens() -> None:
+def test_lost_server_is_tried_when_its_pause_ends() -> None:
     async def main() -> list[str]:
         engines = [FailingEngine(Speed(step_s=0.1), plan=lambda r: 10_000, name=f"s{i}") for i in range(2)]
         pool = EnginePool(engines, slots=1)
@@ -110,7 +109,7 @@ def test_a_server_that_was_lost_often_is_tried_when_its_pause_ends_although_noth
     assert run_virtual(main()) == ["g/1/0"]
 
 
-def test_a_request_waits_while_all_are_down_and_fails_by_name_when_none_returns() -> None:
+def test_request_waits_while_all_servers_are_down() -> None:
     async def main(returns: bool) -> Completion:
         engines = servers(1)
         pool = EnginePool(engines, patience_s=100.0, max_tries=50)
@@ -124,7 +123,7 @@ def test_a_request_waits_while_all_are_down_and_fails_by_name_when_none_returns(
         run_virtual(main(False))
 
 
-def test_servers_join_and_leave_under_way() -> None:
+def test_servers_join_and_leave_a_running_pool() -> None:
     async def main() -> list[int]:
         engines = servers(2)
         pool = EnginePool(engines[:1], slots=1)
@@ -140,7 +139,7 @@ def test_servers_join_and_leave_under_way() -> None:
     assert run_virtual(main()) == [2, 2, 2]
 
 
-def test_weights_go_to_all_and_a_server_restarted_with_old_ones_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_server_restarted_with_old_weights_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> tuple[list[int], int]:
         engines = servers(2)
         pool = EnginePool(engines)
@@ -155,7 +154,7 @@ def test_weights_go_to_all_and_a_server_restarted_with_old_ones_is_left_out(capl
     assert "replica 0 is left out (EngineError: it answers as policy version 0 and was given 3)" in caplog.text
 
 
-def test_aborts_reach_what_waits_and_what_runs_and_cancelling_frees_the_place() -> None:
+def test_abort_reaches_waiting_and_running_requests() -> None:
     async def main() -> tuple[list[FinishReason], int]:
         pool = EnginePool(servers(1), slots=1)
         tasks = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(3)]
@@ -170,7 +169,7 @@ def test_aborts_reach_what_waits_and_what_runs_and_cancelling_frees_the_place() 
     assert run_virtual(main()) == ([FinishReason.ABORT, FinishReason.ABORT], 0)
 
 
-def test_the_longest_by_prediction_goes_first() -> None:
+def test_longest_predicted_session_goes_first() -> None:
     """Group a's first member was long and group b's short, so of the rest the pool starts with a."""
 
     async def main() -> list[str]:
@@ -194,7 +193,7 @@ def test_the_longest_by_prediction_goes_first() -> None:
     assert run_virtual(main())[1:3] == ["a/1", "a/2"]
 
 
-def test_nothing_waits_longer_than_three_times_its_fair_share() -> None:
+def test_no_request_waits_over_three_times_its_share() -> None:
     """Long ones keep arriving; a short one still gets its turn."""
 
     class Item:
@@ -220,8 +219,3 @@ def test_nothing_waits_longer_than_three_times_its_fair_share() -> None:
         since, share = arrived[item.request.session_id]
         waits.append((admitted + 1 - since) / share)
     assert max(waits) <= 3
-
-
-def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="longest_first"):
-        EnginePool(policy="longest_frist")

@@ -1,4 +1,4 @@
-"""What is predicted of an episode's remaining work, from its own turns, its group's and everybody's."""
+"""The predicted work of an episode, from its own turns, its group's and all others'."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def predicted(predictor: WorkPredictor, session: str) -> float:
     return predictor.remaining_s(ask(session))
 
 
-def test_nothing_is_predicted_before_anything_is_known():
+def test_new_predictor_predicts_nothing():
     assert predicted(WorkPredictor(), "g0/0") == 0.0
 
 
-def test_a_group_is_known_by_the_first_turns_of_members_that_still_run():
+def test_group_is_known_by_turns_of_running_members():
     predictor = WorkPredictor()
     run(predictor, "short/0", [1.0], ends=False)
     run(predictor, "long/0", [10.0], ends=False)
     assert predicted(predictor, "long/1") > 1.5 * predicted(predictor, "short/1")
 
 
-def test_an_episode_whose_own_turns_are_longer_than_its_siblings_is_predicted_to_go_on_like_that():
+def test_episode_with_long_turns_is_predicted_to_go_on():
     predictor = WorkPredictor()
     for number in range(4):
         run(predictor, f"g/{number}", [1.0, 1.0, 1.0])
@@ -49,7 +49,7 @@ def test_an_episode_whose_own_turns_are_longer_than_its_siblings_is_predicted_to
     assert predictor.remaining_s(ask("g/giant")) > 3 * predictor.remaining_s(ask("g/usual"))
 
 
-def test_turns_still_to_come_are_those_of_episodes_that_came_as_far():
+def test_remaining_turns_are_those_of_comparable_episodes():
     predictor = WorkPredictor()
     for number in range(50):
         run(predictor, f"g{number}/0", [1.0] * 4)
@@ -59,7 +59,7 @@ def test_turns_still_to_come_are_those_of_episodes_that_came_as_far():
     assert 0.9 < predictor.remaining_s(ask("late/0")) < 1.2
 
 
-def test_waiting_in_the_queue_is_no_work():
+def test_time_in_the_queue_is_no_work():
     predictor = WorkPredictor()
     predictor.arrived(ask("g/0"), now=0.0)
     predictor.admitted(ask("g/0"), waited_s=100.0)

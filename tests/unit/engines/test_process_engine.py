@@ -104,7 +104,7 @@ async def test_process_engine_answers_as_the_embedded_one_bit_for_bit(engine: Pr
 
 
 @on_one_loop
-async def test_process_engine_stays_usable_after_abort_and_cancellation(engine: ProcessEngine):
+async def test_engine_stays_usable_after_abort_and_cancellation(engine: ProcessEngine):
     async with held(engine, ask("long", max_tokens=2000)) as running:
         aborting = asyncio.create_task(engine.abort("long"))
         await asyncio.sleep(0)
@@ -125,7 +125,7 @@ def write_to_log_of(engine: ProcessEngine) -> None:
 
 
 @on_one_loop
-async def test_abort_reaches_a_starting_process_and_its_death_is_reported():
+async def test_abort_reaches_a_starting_process_and_death_is_told():
     engine = ProcessEngine(MODEL, num_slots=8)
     first = asyncio.create_task(engine.generate(ask("first", max_tokens=1)))
     aborted = asyncio.create_task(engine.generate(ask("aborted", max_tokens=2000)))
@@ -148,7 +148,7 @@ async def test_abort_reaches_a_starting_process_and_its_death_is_reported():
 
 @on_one_loop
 @pytest.mark.parametrize("passes", range(3))
-async def test_close_while_the_process_starts_fails_every_waiting_request(passes: int):
+async def test_close_while_starting_fails_every_waiting_request(passes: int):
     engine = ProcessEngine(MODEL, num_slots=8)
     asked = [asyncio.create_task(engine.generate(ask(name, max_tokens=1))) for name in "ab"]
     for _ in range(passes):
@@ -171,7 +171,7 @@ async def crosses_an_update(engine: ProcessEngine, before: dict[str, torch.Tenso
 
 
 @on_one_loop
-async def test_update_sends_the_weights_of_that_moment_and_tags_each_token(engine: ProcessEngine):
+async def test_update_sends_current_weights_and_tags_each_token(engine: ProcessEngine):
     before = {name: value.clone() for name, value in MODEL.state_dict().items()}
     old = model()
     old.load_state_dict(before)
@@ -221,9 +221,11 @@ asyncio.run(main())
 def test_engine_process_dies_with_its_parent(tmp_path: Path):
     (tmp_path / "starts.py").write_text(STARTS)
     parent = Forked(tmp_path / "starts.py", call="support.forked:run_file")
-    parent.wait_until(lambda: "\n" in parent.out)
-    end = os.pidfd_open(int(parent.out.split()[0]))
-    parent.kill()
+    try:
+        parent.wait_until(lambda: "\n" in parent.out)
+        end = os.pidfd_open(int(parent.out.split()[0]))
+    finally:
+        parent.kill()
     parent.wait()
     ended, _, _ = select.select([end], [], [], 120)
     os.close(end)

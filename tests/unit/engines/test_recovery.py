@@ -87,20 +87,20 @@ def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None)
     return run_virtual(main())
 
 
-def test_one_that_was_started_anew_gets_the_weights_before_it_is_back() -> None:
+def test_restarted_server_gets_weights_before_it_is_back() -> None:
     engine = Restartable()
     _, seen = run_recovery(engine)
     assert engine.pushed == [3, 3]
     assert [found.version for found in seen] == [3]
 
 
-def test_one_that_kept_its_weights_is_not_sent_them_again() -> None:
+def test_server_that_kept_its_weights_is_not_sent_them() -> None:
     engine = Restartable(keeps_weights=True)
     run_recovery(engine)
     assert engine.pushed == [3]
 
 
-def test_one_that_does_not_pass_the_proof_stays_out_until_it_does() -> None:
+def test_server_stays_out_until_it_passes_the_proof() -> None:
     tried: list[int] = []
 
     async def verify(engine: Any, version: int) -> None:
@@ -114,7 +114,7 @@ def test_one_that_does_not_pass_the_proof_stays_out_until_it_does() -> None:
     assert engine.pushed == [3, 3, 3, 3]
 
 
-def test_weights_that_change_meanwhile_are_sent_instead() -> None:
+def test_newer_weights_are_sent_to_a_recovering_server() -> None:
     versions = [PoolWeights(3, {"w": 1}), PoolWeights(4, {"w": 2})]
     asked: list[int] = []
 
@@ -154,7 +154,7 @@ class Reading(Restartable):
 
 
 @pytest.mark.parametrize("when", ["while it starts", "while it is sent them"])
-def test_weights_that_newer_ones_replaced_on_the_disk_are_not_looked_for(tmp_path: Path, when: str) -> None:
+def test_replaced_weights_on_disk_are_not_read(tmp_path: Path, when: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     with WeightFolder(tmp_path, root=tmp_path) as files:
 
@@ -179,7 +179,7 @@ def test_weights_that_newer_ones_replaced_on_the_disk_are_not_looked_for(tmp_pat
     assert engine.held == [4.0]
 
 
-def test_a_server_of_a_pool_that_dies_is_started_again_and_works_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_server_of_a_pool_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> tuple[list[Completion], EnginePool]:
         engines = [Restartable(), Restartable()]
         pool = EnginePool(engines)
@@ -208,7 +208,7 @@ def test_a_server_of_a_pool_that_dies_is_started_again_and_works_on(caplog: pyte
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_requests_fail_at_once_when_every_server_is_lost_for_good() -> None:
+def test_requests_fail_at_once_when_all_servers_are_gone() -> None:
     async def main() -> float:
         engine = Restartable(max_restarts=0)
         pool = EnginePool([engine], patience_s=10_000.0)
@@ -221,7 +221,7 @@ def test_requests_fail_at_once_when_every_server_is_lost_for_good() -> None:
     assert run_virtual(main()) < 10
 
 
-def test_a_server_whose_recovery_breaks_is_lost_with_the_trace_of_what_broke(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_recovery_loses_the_server_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Restartable):
         async def revive(self) -> None:
             raise OSError("the folder of its log is gone")
@@ -239,7 +239,7 @@ def test_a_server_whose_recovery_breaks_is_lost_with_the_trace_of_what_broke(cap
     assert "the folder of its log is gone" in said.message and said.exc_info is not None
 
 
-def test_a_pool_that_keeps_no_weights_gives_a_restarted_server_the_next_ones() -> None:
+def test_restarted_server_waits_for_the_next_weights() -> None:
     async def main() -> tuple[bool, bool, list[int]]:
         engines = [Restartable(), Restartable()]
         pool = EnginePool(engines)
@@ -255,7 +255,7 @@ def test_a_pool_that_keeps_no_weights_gives_a_restarted_server_the_next_ones() -
     assert run_virtual(main()) == (False, True, [2, 2, 2, 2])
 
 
-def test_a_server_that_joins_under_way_is_given_the_weights_before_it_works() -> None:
+def test_joining_server_waits_for_the_next_weights() -> None:
     async def main() -> tuple[bool, bool, list[int]]:
         pool = EnginePool([Restartable()])
         await pool.update_weights(1)
@@ -269,7 +269,7 @@ def test_a_server_that_joins_under_way_is_given_the_weights_before_it_works() ->
     assert run_virtual(main()) == (False, True, [2])
 
 
-def test_closing_ends_what_tries_to_bring_servers_back() -> None:
+def test_close_ends_recoveries() -> None:
     async def main() -> None:
         engine = Restartable(dead_s=10_000.0)
         pool = EnginePool([engine])
@@ -284,7 +284,7 @@ def test_closing_ends_what_tries_to_bring_servers_back() -> None:
     run_virtual(main())
 
 
-def test_why_no_server_comes_back_is_said_when_all_are_lost_and_when_it_changes_not_at_each_attempt(
+def test_reason_of_lost_servers_is_logged_when_it_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Refusing(Restartable):
@@ -314,16 +314,3 @@ def test_why_no_server_comes_back_is_said_when_all_are_lost_and_when_it_changes_
     assert len(said) == 5, said
     assert "replica 0: EngineLostError: server cannot be reached" in said[0] or "and 1 more" in said[0]
     assert "port 8001 is in use" in said[1] and "no memory is left" in said[-1]
-
-
-def test_a_server_that_is_left_out_for_its_weights_is_told_too_where_it_was_the_last(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def main() -> None:
-        pool = EnginePool([Restartable()], patience_s=20.0)
-        pool.exclude(pool.replicas[0], EngineError("it serves other weights"))
-        await pool.close()
-
-    with caplog.at_level(logging.WARNING):
-        run_virtual(main())
-    assert "no server is up (replica 0: EngineError: it serves other weights)" in caplog.text

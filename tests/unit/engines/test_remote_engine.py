@@ -120,7 +120,7 @@ def answering(*statuses: int, asked: list[str] | None = None) -> Handler:
 @pytest.mark.parametrize(
     ("status", "error"), [(400, EngineError), (500, EngineLostError), (502, EngineLostError), (503, EngineBusyError)]
 )
-async def test_a_status_says_what_may_be_done(status: int, error: type[EngineError]) -> None:
+async def test_status_decides_the_error(status: int, error: type[EngineError]) -> None:
     async with serving(answering(status)) as url:
         link = HttpClient(url)
         with pytest.raises(EngineError, match=f"answered {status}") as caught:
@@ -129,14 +129,7 @@ async def test_a_status_says_what_may_be_done(status: int, error: type[EngineErr
         await link.close()
 
 
-async def test_a_server_that_nobody_runs_is_lost_and_named() -> None:
-    link = HttpClient("http://127.0.0.1:9")
-    with pytest.raises(EngineLostError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
-        await link.post("/generate")
-    await link.close()
-
-
-async def test_a_full_server_is_asked_again_until_it_takes_the_request() -> None:
+async def test_full_server_is_asked_again() -> None:
     async with serving(answering(503, 429, 200)) as url:
         engine = Echo(url, ServedModel(vocab_size=10))
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
@@ -144,18 +137,24 @@ async def test_a_full_server_is_asked_again_until_it_takes_the_request() -> None
         await engine.close()
 
 
-async def test_a_server_that_stays_full_is_lost_and_a_late_request_has_nothing() -> None:
+async def test_server_that_stays_full_is_lost() -> None:
     async with serving(answering(503)) as url:
         engine = Echo(url, ServedModel(vocab_size=10))
         engine._busy_limit_s = 0.2
         with pytest.raises(EngineLostError, match="answered 503"):
             await engine.generate(ask())
+        await engine.close()
+
+
+async def test_request_at_a_full_server_ends_at_its_deadline() -> None:
+    async with serving(answering(503)) as url:
+        engine = Echo(url, ServedModel(vocab_size=10))
         late = await engine.generate(ask(deadline=asyncio.get_running_loop().time() + 0.02))
         assert (len(late.token_ids), late.finish_reason) == (0, FinishReason.ABORT)
         await engine.close()
 
 
-async def test_a_server_that_takes_requests_and_hangs_is_given_up_for_all_of_them() -> None:
+async def test_hanging_server_is_given_up_for_all_requests() -> None:
     async def silent(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         return web.json_response({})
@@ -168,18 +167,25 @@ async def test_a_server_that_takes_requests_and_hangs_is_given_up_for_all_of_the
                 await task
 
 
-async def test_a_slow_server_that_says_it_is_well_is_waited_for() -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> ServerOptions:
+    """Look at a server every 50 ms, and let each answer take a minute."""
+    monkeypatch.setattr("polyturn.engines.remote.LOOK_SHARE", 0.05 / 60)
+    return ServerOptions(kind="vllm", health_s=60.0)
+
+
+async def test_slow_healthy_server_is_waited_for(patient: ServerOptions) -> None:
     asked, is_trusted = itertools.count(), asyncio.Event()
 
     async def slow(request: web.Request) -> web.Response:
         if request.path == "/generate":
             await is_trusted.wait()
-        elif next(asked) == 4:  # it was long past `health_s` by then
+        elif next(asked) == 4:
             is_trusted.set()
         return web.json_response({"token": 7})
 
     async with serving(slow) as url:
-        engine = Echo(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
+        engine = Echo(url, ServedModel(vocab_size=10), options=patient)
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
         await engine.close()
 
@@ -193,7 +199,7 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 1.0
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
-async def test_a_server_says_how_many_requests_wait_and_how_full_its_cache_is(kind: type[RemoteEngine]) -> None:
+async def test_load_of_a_server_is_read(kind: type[RemoteEngine]) -> None:
     """vLLM in its metrics, SGLang under /v1/loads; a pool adds up what waits and gives the mean use."""
 
     async def tell(request: web.Request) -> web.Response:
@@ -212,7 +218,7 @@ async def test_a_server_says_how_many_requests_wait_and_how_full_its_cache_is(ki
         await pool.close()
 
 
-async def test_while_requests_run_the_load_of_their_server_is_looked_at() -> None:
+async def test_load_is_read_while_requests_run(patient: ServerOptions) -> None:
     """One that does not tell it is as well as others."""
     is_seen = asyncio.Event()
 
@@ -229,22 +235,13 @@ async def test_while_requests_run_the_load_of_their_server_is_looked_at() -> Non
         return web.json_response({"token": 7})
 
     async with serving(slow) as url:
-        engine = Loaded(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
+        engine = Loaded(url, ServedModel(vocab_size=10), options=patient)
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
         assert engine.read_metrics() == {"engine/queue": 2.0, "engine/kv_use": 0.25}
         await engine.close()
 
 
-def test_a_number_that_changes_at_moments_has_its_mean_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 1.0, 4.0, 5.0, 6.0])
-    monkeypatch.setattr("polyturn.engines.base.time.perf_counter", lambda: next(now))
-    waiting = MeanOverTime()
-    waiting.set(2)
-    waiting.set(0)
-    assert waiting.read() == pytest.approx(2 * 3 / 5) and waiting.read() == 0
-
-
-async def test_what_the_server_says_of_its_context_is_held() -> None:
+async def test_context_of_the_server_bounds_prompts() -> None:
     async with serving(answering(200)) as url:
         engine = Echo(url, ServedModel(vocab_size=10, max_context=100))
         with pytest.raises(EngineError, match="the context holds 64"):
@@ -252,7 +249,7 @@ async def test_what_the_server_says_of_its_context_is_held() -> None:
         await engine.close()
 
 
-async def test_a_banned_id_is_thrown_away_and_sampled_anew() -> None:
+async def test_banned_id_is_sampled_anew() -> None:
     answers = iter([7, 3, 3, 5])
     prompts: list[list[int]] = []
 
@@ -270,7 +267,7 @@ async def test_a_banned_id_is_thrown_away_and_sampled_anew() -> None:
     assert prompts == [prompts[0]] * 4  # nothing of what was thrown away is in the next prompt
 
 
-async def test_a_model_that_samples_nothing_but_banned_ids_is_an_error() -> None:
+async def test_model_that_samples_only_banned_ids_fails() -> None:
     async with serving(answering(200)) as url:  # it answers 7
         engine = Echo(url, ServedModel(vocab_size=10))
         with pytest.raises(EngineError, match="sampled the banned id 7 16 times in a row"):
@@ -278,7 +275,7 @@ async def test_a_model_that_samples_nothing_but_banned_ids_is_an_error() -> None
         await engine.close()
 
 
-async def test_a_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
+async def test_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -294,7 +291,7 @@ async def test_a_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
         await engine.close()
 
 
-def test_only_the_weights_of_this_client_have_a_version() -> None:
+def test_only_weights_of_this_client_have_a_version() -> None:
     engine, other = (Echo("http://127.0.0.1:9", ServedModel(vocab_size=10)) for _ in range(2))
     assert engine.version_of("default") == 0  # nothing was sent: the server may serve what it likes
     engine._updates = 1
@@ -312,7 +309,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-async def test_a_server_is_started_again_so_often_and_no_more() -> None:
+async def test_server_is_restarted_a_bounded_number_of_times() -> None:
     supervisor = ServerSupervisor(
         LaunchSpec(command=(sys.executable, "-c", SERVE, "{port}"), stop_timeout_s=2), max_restarts=1
     )
@@ -326,7 +323,7 @@ async def test_a_server_is_started_again_so_often_and_no_more() -> None:
     assert not second.is_alive
 
 
-async def test_weights_are_written_once_for_all_servers_and_kept_for_one_that_comes_back(tmp_path: Path) -> None:
+async def test_weights_are_written_once_for_all_servers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     folders: list[str] = []
     there: list[list[str]] = []
@@ -350,3 +347,13 @@ async def test_weights_are_written_once_for_all_servers_and_kept_for_one_that_co
         look()
     assert [folder[-8:] for folder in folders] == ["00000000"] * 3 + ["00000001"] * 3
     assert there == [["00000000"], ["00000001"], []]
+
+
+def test_queue_is_its_mean_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr("polyturn.engines.base.time.perf_counter", lambda: next(now))
+    waiting = MeanOverTime()
+    waiting.set(2)
+    waiting.set(0)
+    assert waiting.read() == pytest.approx(2 * 3 / 5)
+    assert waiting.read() == 0

@@ -35,7 +35,7 @@ def test_draws_have_the_frequencies_of_the_softmax():
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-def test_logprobs_are_of_the_full_vocabulary_at_the_temperature_whatever_is_cut(temperature):
+def test_logprobs_are_of_the_full_tempered_vocabulary(temperature):
     torch.manual_seed(1)
     logits = torch.randn(50, 30) * 3
     tokens, logprobs = draw(logits, temperature=temperature, top_p=0.6, top_k=5, uniform=grid(50))
@@ -85,7 +85,7 @@ def test_top_p_applies_to_what_top_k_left():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_interval_never_draw_an_impossible_token(uniform):
+def test_ends_of_the_interval_draw_no_impossible_token(uniform):
     logits = torch.full((1, 1000), float("-inf"))
     logits[0, 400:600] = torch.randn(200)
     tokens, logprobs = draw(logits, uniform=uniform)

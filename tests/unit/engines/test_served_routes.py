@@ -70,7 +70,7 @@ def sglang_reply(routes: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("routed_from", [0, 2, 3])
 @pytest.mark.parametrize("starts_where_asked", [True, False])
-def test_both_servers_formats_give_the_tokens_that_were_asked_for(routed_from: int, starts_where_asked: bool) -> None:
+def test_routes_of_both_servers_are_read(routed_from: int, starts_where_asked: bool) -> None:
     captured = every_layer(4)  # 3 tokens of the prompt and all but the last of 2 that were sampled
     sent = captured[routed_from:] if starts_where_asked else captured
     vllm = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
@@ -91,7 +91,7 @@ def test_both_servers_formats_give_the_tokens_that_were_asked_for(routed_from: i
     assert (asked["return_routed_experts"], asked["routed_experts_start_len"]) == (True, routed_from)
 
 
-def test_a_server_that_is_not_asked_is_sent_nothing_of_it_and_an_answer_without_routes_has_none() -> None:
+def test_answer_without_routes_has_none() -> None:
     plain = VllmEngine("http://x", ServedModel(vocab_size=16)), SglangEngine("http://x", ServedModel(vocab_size=16))
     for engine, reply in zip(plain, (vllm_reply(None), sglang_reply(None)), strict=True):
         assert "routed_experts" not in str(engine._call(ask(0), "w").body)
@@ -102,7 +102,7 @@ def test_a_server_that_is_not_asked_is_sent_nothing_of_it_and_an_answer_without_
     assert wanting._read(ask(0), vllm_reply(npy(every_layer(2)))).routed_experts is None, "fewer than were asked for"
 
 
-def test_what_a_server_cannot_give_or_says_of_another_model_is_refused_in_a_sentence() -> None:
+def test_missing_or_misshapen_routes_are_refused() -> None:
     with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
         ServedRoutes(SHAPE, is_needed=True).check_given(False, url="http://x")
     ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
@@ -117,7 +117,7 @@ def test_what_a_server_cannot_give_or_says_of_another_model_is_refused_in_a_sent
 
 @pytest.mark.parametrize("client", [VllmEngine, SglangEngine])
 @pytest.mark.parametrize("needs", [False, True])
-def test_a_server_on_a_cpu_is_not_asked_to_say_it(
+def test_server_on_a_cpu_is_not_asked_for_routes(
     needs: bool, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

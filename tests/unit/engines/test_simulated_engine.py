@@ -1,4 +1,4 @@
-"""The simulated server: what its clock says is what the formula says."""
+"""The simulated server takes the time that its formula says."""
 
 from __future__ import annotations
 
@@ -32,18 +32,14 @@ async def timed(engine: SimulatedEngine, request: GenerateRequest) -> tuple[Comp
     return completion, asyncio.get_running_loop().time()
 
 
-def test_a_thousand_hours_of_sleep_pass() -> None:
-    run_virtual(asyncio.sleep(1000 * 3600.0))
-
-
-def test_one_sequence_takes_its_prefill_and_its_steps() -> None:
+def test_sequence_takes_its_prefill_and_its_steps() -> None:
     completion, at = run_virtual(timed(SimulatedEngine(SPEED, plan=lambda r: 4), ask("a")))
     assert at == pytest.approx(10 * 0.1 + 4 * 1.5)
     assert completion.token_ids.tolist() == [0, 0, 0, 7]
     assert completion.finish_reason is FinishReason.STOP
 
 
-def test_two_sequences_share_steps_and_a_third_waits_for_a_slot() -> None:
+def test_sequences_share_steps_and_wait_for_slots() -> None:
     async def main() -> list[float]:
         engine = SimulatedEngine(SPEED, plan=lambda r: 4)
         return [at for _, at in await asyncio.gather(*(timed(engine, ask(s)) for s in "abc"))]
@@ -91,7 +87,7 @@ def test_a_longer_context_makes_each_step_longer() -> None:
     assert long == pytest.approx(2.0 + both + 2 * 1.5 + 0.01 * (13 + 14))
 
 
-def test_what_does_not_fill_a_block_of_the_prefix_cache_is_computed_again() -> None:
+def test_partial_cache_block_is_computed_again() -> None:
     async def main() -> int:
         engine = SimulatedEngine(dataclasses.replace(SPEED, cache_block=8, request_s=1.0), plan=lambda r: 4)
         await engine.generate(ask("a"))
@@ -102,7 +98,7 @@ def test_what_does_not_fill_a_block_of_the_prefix_cache_is_computed_again() -> N
     assert run_virtual(main()) == 20 - 8  # it had 14 tokens
 
 
-def test_what_outgrows_the_room_is_put_back_and_still_answered_whole() -> None:
+def test_sequence_beyond_the_cache_is_put_back_and_finished() -> None:
     async def main() -> tuple[int, list[int]]:
         engine = SimulatedEngine(Speed(slots=2, kv_tokens=100), plan=lambda r: 60)
         done = await asyncio.gather(*(engine.generate(ask(s)) for s in "ab"))
@@ -122,7 +118,7 @@ def test_the_highest_priority_goes_first() -> None:
     assert high < low
 
 
-def test_a_killed_server_loses_what_it_held_and_a_hung_one_after_its_time() -> None:
+def test_killed_and_hung_servers_lose_their_requests() -> None:
     async def main(fault: str) -> float:
         engine = FailingEngine(SPEED, plan=lambda r: 400, timeout_s=30.0)
         asyncio.get_running_loop().call_later(5.0, engine.kill if fault == "kill" else engine.hang)
@@ -134,7 +130,7 @@ def test_a_killed_server_loses_what_it_held_and_a_hung_one_after_its_time() -> N
     assert run_virtual(main("hang")) == pytest.approx(35.0)
 
 
-def test_an_aborted_request_returns_what_there_is_and_a_cancelled_one_frees_its_slot() -> None:
+def test_abort_and_cancellation_free_their_slots() -> None:
     async def main() -> tuple[Completion, int]:
         engine = SimulatedEngine(SPEED, plan=lambda r: 400)
         running = asyncio.create_task(engine.generate(ask("a")))

@@ -130,9 +130,7 @@ def ask(name: str = "r") -> GenerateRequest:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_server_sleeps_before_an_update_and_wakes_its_weights_before_and_its_cache_after_they_arrive(
-    kind: str, folder: Path
-) -> None:
+async def test_server_sleeps_before_an_update_and_wakes_in_order(kind: str, folder: Path) -> None:
     async with serving(kind, folder) as (server, engine):
         asked = asyncio.create_task(engine.generate(ask()))
         while not server.told:  # noqa: ASYNC110
@@ -156,9 +154,7 @@ async def test_a_server_sleeps_before_an_update_and_wakes_its_weights_before_and
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_server_that_cannot_load_as_it_wakes_is_awake_and_names_its_weights_unfinished(
-    kind: str, folder: Path
-) -> None:
+async def test_failed_load_wakes_the_server_with_unfinished_weights(kind: str, folder: Path) -> None:
     async with serving(kind, folder) as (server, engine):
         await engine.sleep()
         server.refuses = WAKE[kind][1]
@@ -182,7 +178,7 @@ class Supervised:
         self.num_stops += 1
 
 
-async def test_a_server_of_ones_own_that_does_not_answer_is_stopped_and_somebody_elses_is_an_error(folder: Path) -> None:
+async def test_own_silent_server_is_stopped_and_a_foreign_one_fails(folder: Path) -> None:
     async with serving("vllm", folder) as (_, engine):
         url, model = engine.url, ServedModel(vocab_size=16, folder=folder)
         supervisor = Supervised(url)
@@ -232,7 +228,7 @@ class Restarting(BaseEngine):
         self.is_lost = False
 
 
-def test_a_lost_server_of_a_pool_that_sleeps_is_started_when_the_pool_wakes_and_not_beside_the_update() -> None:
+def test_lost_server_is_started_when_its_pool_wakes() -> None:
     log: list[str] = []
 
     async def main() -> None:

@@ -65,7 +65,7 @@ def drafting(model, **options) -> EmbeddedEngine:
         {"temperature": 1.0, "max_tokens": 3},
     ],
 )
-def test_drafts_change_the_number_of_forward_passes_and_nothing_else(model, sampling):
+def test_drafts_change_only_the_number_of_forward_passes(model, sampling):
     async def main():
         engine = drafting(model)
         first = await complete(engine, requests("first", **sampling))
@@ -86,7 +86,7 @@ def test_drafts_change_the_number_of_forward_passes_and_nothing_else(model, samp
 
 @pytest.mark.usefixtures("widest")
 @pytest.mark.parametrize(("most", "drafts"), [(6 * VOCAB, False), (12 * VOCAB, True)])
-def test_drafts_do_not_make_more_logits_than_are_allowed(model, monkeypatch, most, drafts):
+def test_drafts_keep_to_the_limit_of_logits(model, monkeypatch, most, drafts):
     monkeypatch.setattr(batch_step, "MAX_LOGITS", most)
 
     async def main():
@@ -102,7 +102,7 @@ def test_drafts_do_not_make_more_logits_than_are_allowed(model, monkeypatch, mos
 
 
 @pytest.mark.usefixtures("widest")
-def test_a_seed_gives_the_same_tokens_whatever_was_drafted_wrongly(model):
+def test_wrong_drafts_do_not_change_seeded_tokens(model):
     async def main():
         plain = EmbeddedEngine(model, num_slots=6, deterministic=True)
         expected = await complete(plain, requests("a"))
@@ -135,7 +135,7 @@ def test_logprobs_behind_drafts_are_those_of_the_model(model):
 
 
 @pytest.mark.usefixtures("widest")
-def test_a_session_goes_on_behind_a_draft_that_did_not_stand(model):
+def test_session_continues_behind_a_wrong_draft(model):
     """What was fed in vain lies behind the known tokens in the cache, and the next turn's tokens take its place."""
 
     async def main():
@@ -157,7 +157,7 @@ def test_a_session_goes_on_behind_a_draft_that_did_not_stand(model):
 
 
 @pytest.mark.usefixtures("widest")
-def test_the_last_token_of_the_context_can_be_drafted(model):
+def test_last_token_of_the_context_can_be_drafted(model):
     async def main():
         engine = drafting(model, max_context=32)
         for label in "ab":
@@ -168,7 +168,7 @@ def test_the_last_token_of_the_context_can_be_drafted(model):
     asyncio.run(main())
 
 
-def test_a_follower_drafts_what_followed_and_looks_again_where_it_went_another_way():
+def test_follower_drafts_what_followed_before():
     drafts = Drafts()
     earlier = Follower(drafts, [1, 2, 3, 4, 5])
     assert earlier.drafted(4) == []
@@ -185,7 +185,7 @@ def test_a_follower_drafts_what_followed_and_looks_again_where_it_went_another_w
     assert follower.drafted(0) == []
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_number_of_contexts_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(speculation, "MAX_ENTRIES", 4096)
     drafts = Drafts()
     for start in range(0, 5 * 4096, 300):
@@ -196,7 +196,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert drafts.after(list(range(max(CONTEXTS)))) is None
 
 
-def test_a_step_is_as_wide_as_pays():
+def test_step_is_as_wide_as_pays():
     def width(*, right: float, seconds: dict[int, float]) -> int:
         drafts = Drafts()
         for turn in range(5000):

@@ -36,7 +36,7 @@ def served(own, dtype=torch.float32):
     return made
 
 
-def test_a_fold_ignores_order_adds_up_and_is_zero_for_zeros():
+def test_fold_ignores_order_and_adds_up():
     a, b = torch.randn(5, 7), torch.randn(3, 7)
     assert fold(torch.cat([a, b, torch.zeros(2, 7)])) == total([(1, fold(a)), (1, fold(b))])
     assert fold(torch.zeros(9)) == 0
@@ -45,7 +45,7 @@ def test_a_fold_ignores_order_adds_up_and_is_zero_for_zeros():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_a_single_bit_changes_it_and_taking_it_changes_nothing(dtype):
+def test_single_bit_changes_the_fold(dtype):
     tensor = torch.randn(100).to(dtype)
     before = tensor.clone()
     first = fold(tensor)
@@ -59,13 +59,13 @@ def test_a_single_bit_changes_it_and_taking_it_changes_nothing(dtype):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpu_folds_to_the_same_number(dtype):
+def test_gpu_folds_to_the_same_number(dtype):
     tensor = torch.randn(2**24 + 77).to(dtype)
     assert fold(tensor.cuda()) == fold(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tensor_is_found_in_what_a_server_made_of_them(dtype):
+def test_every_tensor_is_found_in_the_servers_tensors(dtype):
     own = weights()
     held = ServerChecksums.read([checksums(served(own, dtype).items())])
     made = Composition.find(held, own)
@@ -77,7 +77,7 @@ def test_every_tensor_is_found_in_what_a_server_made_of_them(dtype):
     )
 
 
-def test_the_tensor_that_is_not_what_was_sent_is_named_with_its_parts():
+def test_stale_tensor_is_named_with_its_parts():
     own = weights()
     made = Composition.find(ServerChecksums.read([checksums(served(own).items())]), own)
     later = weights(seed=1)
@@ -87,7 +87,7 @@ def test_the_tensor_that_is_not_what_was_sent_is_named_with_its_parts():
     assert problem.endswith("of 7 tensors")
 
 
-def test_ranks_that_share_a_tensor_out_or_hold_it_twice_are_added_up():
+def test_checksums_of_server_ranks_add_up():
     own = weights()
     qkv = {n: [own[f"layers.{n}.self_attn.{part}_proj.weight"] for part in "qkv"] for n in range(2)}
 
@@ -105,13 +105,13 @@ def test_ranks_that_share_a_tensor_out_or_hold_it_twice_are_added_up():
     assert {count for part in made.parts for count, _ in part.terms} == {1, 2, 4}
 
 
-def test_a_tensor_that_nothing_explains_is_left_out():
+def test_unexplained_tensor_is_left_out():
     own = weights()
     made = served(own) | {"model.norm": torch.randn(8)}
     assert Composition.find(ServerChecksums.read([checksums(made.items())]), own).names == own.keys() - {"norm.weight"}
 
 
-def test_a_tied_head_counts_once():
+def test_tied_head_counts_once():
     own = weights()
     own["lm_head.weight"] = own["embed_tokens.weight"]
     assert Composition.find(ServerChecksums.read([checksums(served(own).items())]), own).names == own.keys() - {
@@ -119,6 +119,6 @@ def test_a_tied_head_counts_once():
     }
 
 
-def test_hashes_that_are_not_ours_are_no_checksums():
+def test_foreign_hashes_are_no_checksums():
     assert ServerChecksums.read([{"model.norm": "00112233aabbccdd"}]) is None
     assert ServerChecksums.read([]) is None

@@ -1,4 +1,4 @@
-"""The trainer's end of a process group with a server's workers: a group beside all others, between processors or GPUs."""
+"""The trainer's end of a process group with a server's workers, beside all other groups."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ print(json.dumps({name: tensor.tolist() for name, tensor in came.items()}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the group is made")
-def test_nccl_without_a_gpu_is_one_sentence():
+def test_nccl_without_a_gpu_is_refused():
     with pytest.raises(EngineError, match=r"over nccl needs a GPU .* set engine\.weights to gloo"):
         WeightGroup(URLS, name="g", backend="nccl", size=2)
 
@@ -45,7 +45,7 @@ def test_nccl_without_a_gpu_is_one_sentence():
     "backend",
     ["gloo", pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs"))],
 )
-async def test_a_worker_joins_and_receives_and_no_other_group_is_touched(backend):
+async def test_worker_joins_and_receives_weights(backend):
     group = WeightGroup(URLS, name="polyturn-one", backend=backend, size=2)
     where = ["127.0.0.1", str(group.port), str(group.size), group.name, backend]
     worker = await asyncio.create_subprocess_exec(
@@ -62,7 +62,7 @@ async def test_a_worker_joins_and_receives_and_no_other_group_is_touched(backend
     group.close()
 
 
-async def test_a_server_that_does_not_join_ends_the_wait_at_once():
+async def test_server_that_does_not_join_ends_the_wait():
     async def refuses():
         raise EngineLostError("it has died")
 
