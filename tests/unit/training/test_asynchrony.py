@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,23 +27,18 @@ def loop(**settings: Any) -> LoopSettings:
 
 @pytest.mark.parametrize("update", MODES)
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_no_token_is_staler_than_the_bound_and_the_bound_is_used(max_staleness: int, update: Any):
+def test_staleness_reaches_and_keeps_its_bound(max_staleness: int, update: Any):
     run = run_simulated(loop(max_staleness=max_staleness), seed=1, update=update)
     assert set(run.staleness) == set(range(max_staleness + 1))
     assert (run.mixed > 0) == (update != "wait"), "completions cross an update, unless the update waits for them"
 
 
-def test_with_staleness_0_everything_is_trained_by_the_weights_that_sampled_it():
-    run = run_simulated(loop(), seed=1)
-    assert set(run.staleness) == {0} and run.mixed == 0
-
-
-def test_rollout_beside_training_takes_less_time_than_in_turns():
+def test_rollout_beside_training_takes_less_time():
     waits, overlaps = (run_simulated(loop(max_staleness=k), seed=2, train_s=1.5).duration_s for k in (0, 1))
     assert overlaps < 0.75 * waits
 
 
-def test_over_sampling_that_cuts_off_takes_less_time_and_says_that_it_drops_the_long_ones():
+def test_oversampling_drops_long_groups_and_counts_them():
     plain = run_simulated(loop(), seed=3, train_s=0.01)
     cut = run_simulated(loop(oversample=0.75), seed=3, train_s=0.01)
     assert cut.duration_s < plain.duration_s
@@ -58,7 +52,7 @@ def test_over_sampling_that_cuts_off_takes_less_time_and_says_that_it_drops_the_
     assert mean[1] < mean[0], "the bias is real"
 
 
-def test_over_sampling_that_carries_over_trains_every_task_and_drops_nothing():
+def test_oversampling_with_carry_drops_nothing():
     run = run_simulated(loop(max_staleness=1, oversample=0.75, leftover="carry", steps=16), seed=3)
     assert sorted(t for step in run.tasks for t in step) == sorted(f"t{i}" for i in range(64)), "each task once an epoch"
     assert max(run.staleness) == 1
@@ -68,14 +62,14 @@ def test_over_sampling_that_carries_over_trains_every_task_and_drops_nothing():
 @pytest.mark.parametrize(
     "settings", [{}, {"max_staleness": 1}, {"max_staleness": 1, "oversample": 0.5, "leftover": "carry"}]
 )
-def test_a_run_that_goes_on_trains_no_task_twice_and_forgets_none(tmp_path: Path, settings: dict[str, Any]):
+def test_resumed_run_trains_each_task_once(tmp_path: Path, settings: dict[str, Any]):
     first = run_simulated(loop(steps=7, checkpoint_every=7, **settings), seed=5, folder=tmp_path)
     second = run_simulated(loop(steps=16, **settings), seed=5, folder=tmp_path, resume=True)
     trained = [t for step in (*first.tasks, *second.tasks) for t in step]
     assert sorted(trained) == sorted(f"t{i}" for i in range(64))
 
 
-def test_dynamic_sampling_tries_other_tasks_in_place_of_groups_without_signal_a_bounded_number_of_times():
+def test_dynamic_sampling_replaces_groups_without_signal():
     plain = run_simulated(loop(), seed=4, flat_share=0.5)
     again = run_simulated(loop(dynamic_sampling=4), seed=4, flat_share=0.5)
     flat = [sum(m["buffer/groups_zero_variance"] for m in run.metrics) for run in (plain, again)]
@@ -85,19 +79,19 @@ def test_dynamic_sampling_tries_other_tasks_in_place_of_groups_without_signal_a_
     assert [m["buffer/groups_resampled"] for m in never.metrics] == [12, 12], "three more tasks for each of four places"
 
 
-def test_the_tasks_that_stand_in_do_not_depend_on_which_group_finishes_first():
+def test_replacement_tasks_do_not_depend_on_timing():
     runs = [run_simulated(loop(dynamic_sampling=2), seed=seed, flat_share=0.5) for seed in (6, 7)]
     assert runs[0].tasks == runs[1].tasks
 
 
-def test_replayed_groups_are_trained_beside_the_new_ones_within_the_bound():
+def test_replayed_groups_keep_the_staleness_bound():
     run = run_simulated(loop(max_staleness=3, replay=0.5), seed=8)
     assert max(run.staleness) <= 3
     assert sum(m["buffer/groups_replayed"] for m in run.metrics) >= 3
     assert [len(step) for step in run.tasks] == [4] * 8, "they are not recorded again"
 
 
-async def test_one_thread_runs_everything_in_order_and_hands_errors_over():
+async def test_one_thread_runs_in_order_and_raises_errors():
     thread = OneThread("test")
     names = [await thread.submit(lambda: threading.current_thread().name) for _ in range(3)]
     assert names == ["test"] * 3
@@ -109,24 +103,31 @@ async def test_one_thread_runs_everything_in_order_and_hands_errors_over():
         await thread.submit(fail)
 
 
-async def test_work_that_must_not_be_half_done_is_waited_for_and_the_cancellation_is_kept():
-    thread, done = OneThread("test"), []
+async def test_finish_waits_for_work_and_keeps_the_cancellation():
+    thread, done, begun, go = OneThread("test"), [], threading.Event(), threading.Event()
+
+    def train() -> str:
+        begun.set()
+        assert go.wait(60)
+        return "trained"
 
     async def step() -> None:
-        result, cancelled = await finish(thread.submit(lambda: time.sleep(0.05) or "trained"))
+        result, cancelled = await finish(thread.submit(train))
         done.append(result)
         assert cancelled is not None
         raise cancelled
 
     running = asyncio.create_task(step())
-    await asyncio.sleep(0.01)
+    await asyncio.to_thread(begun.wait, 60)
     running.cancel()
+    await asyncio.sleep(0)
+    go.set()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert done == ["trained"]
 
 
-def test_a_completion_that_is_held_back_suspends_its_episode():
+def test_held_completion_suspends_its_episode():
     lifecycle = Lifecycle()
     lifecycle.move(RequestState.GENERATING)
     with lifecycle.generating(), suspended():

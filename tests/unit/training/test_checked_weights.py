@@ -1,4 +1,4 @@
-"""Checksums after every sync: what no logprob shows is found, named, and treated as any server that serves other weights."""
+"""Checksums after every weight sync find what no logprob shows, and name the tensor."""
 
 import copy
 
@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.engines.pool import EnginePool
 from polyturn.engines.server_side.polyturn_weights import checksums
 from polyturn.engines.weight_checksums import Checked, ServerChecksums
 from polyturn.training.optim import OptimSettings
@@ -22,7 +21,6 @@ NORM = "model.norm.weight"
 
 
 def make_policy() -> ModelPolicy:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1, "tie_word_embeddings": True}
@@ -54,7 +52,7 @@ def step(policy: ModelPolicy) -> None:
         policy.weights()[NORM].view(torch.int32)[3] ^= 1
 
 
-async def test_a_step_of_one_bit_that_does_not_arrive_ends_the_run_and_is_named():
+async def test_changed_bit_that_does_not_arrive_ends_the_run():
     policy = make_policy()
     server = Server(policy)
     assert isinstance(server, Checked)
@@ -62,42 +60,28 @@ async def test_a_step_of_one_bit_that_does_not_arrive_ends_the_run_and_is_named(
     await sync.start(0)
     server.keeps = NORM
     step(policy)
-    with pytest.raises(EngineError, match=r"were sent as version 1: checksums differ in model\.norm\.weight of 11 tensors"):
+    with pytest.raises(EngineError, match=r"version 1: .*model\.norm\.weight"):
         await sync.publish(1)
     server.keeps = ""
     assert await sync.publish(2) <= 3 * sync.noise
 
 
-async def test_one_server_of_several_is_left_out_by_it_and_the_run_goes_on(caplog):
-    policy = make_policy()
-    servers = [Server(policy), Server(policy)]
-    pool = EnginePool(servers)
-    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
-    await sync.start(0)
-    servers[1].keeps = NORM
-    step(policy)
-    await sync.publish(1)
-    assert [replica.is_live for replica in pool.replicas] == [True, False]
-    lines = [record.message for record in caplog.records if "replica 1 is left out" in record.message]
-    assert len(lines) == 1 and "checksums differ in model.norm.weight" in lines[0]
-
-
-async def test_a_server_that_comes_back_is_held_to_them_too():
+async def test_returning_server_is_held_to_the_checksums():
     policy = make_policy()
     server = Server(policy)
     sync = WeightSync(server, policy, WeightProbe(**SMALL))
     await sync.start(5)
     with torch.no_grad():
         server.model.model.norm.weight.view(torch.int32)[3] ^= 1
-    with pytest.raises(EngineError, match=r"version 5: checksums differ in model\.norm\.weight"):
+    with pytest.raises(EngineError, match=r"version 5: .*model\.norm\.weight"):
         await sync.verify(server, 5)
 
 
-async def test_the_log_says_how_many_tensors_are_compared_or_that_none_are(caplog):
+async def test_number_of_compared_tensors_is_logged(caplog):
     caplog.set_level("INFO", logger="polyturn.training")
     policy = make_policy()
     await WeightSync(Server(policy), policy, WeightProbe(**SMALL)).start(0)
-    assert "checksums of 11 of 11 tensors are compared after every sync, of the engine" in caplog.text
+    assert "11 of 11 tensors" in caplog.text
     silent = EmbeddedEngine(copy.deepcopy(policy.backend.model).eval(), num_slots=4)
     await WeightSync(silent, policy, WeightProbe(**SMALL)).start(0)
-    assert "no checksums are compared of the engine, which gives none" in caplog.text
+    assert "no checksums" in caplog.text

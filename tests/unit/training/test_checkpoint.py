@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, the newest ones and the best one stay, and a damaged one says so."""
+"""A checkpoint is complete or absent; the newest and the best stay; a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
     return sorted(p.name for p in checkpoints.folder.glob("*") if p.is_dir())
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path):
+def test_saved_state_is_loaded(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     state = {"policy": {"w": torch.arange(3.0)}, "loop": {"step": 4, "best": float("-inf"), "reports": {}}}
     path = checkpoints.save(4, state, export=export)
@@ -32,7 +32,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path):
     assert checkpoints.latest() == path and checkpoints.best() is None
 
 
-def test_the_newest_and_the_best_stay_and_everything_else_goes(tmp_path: Path):
+def test_only_the_newest_and_the_best_stay(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in range(6):
         checkpoints.save(step, {"step": step}, export=export, is_best=step == 1)
@@ -43,7 +43,7 @@ def test_the_newest_and_the_best_stay_and_everything_else_goes(tmp_path: Path):
     assert best is not None and best.name == "step-000006"
 
 
-def test_a_checkpoint_can_become_the_best_after_it_was_written(tmp_path: Path):
+def test_written_checkpoint_can_become_the_best(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(0, {}, export=export)
     checkpoints.mark_best(0)
@@ -69,18 +69,16 @@ def fails(problem: Exception) -> Any:
 
 
 @pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
-def test_a_save_that_fails_leaves_the_earlier_ones_and_says_which(tmp_path: Path, problem: Exception):
+def test_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path, problem: Exception):
     checkpoints = Checkpoints(tmp_path)
     first = checkpoints.save(1, {"step": 1}, export=export)
-    with pytest.raises(
-        CheckpointError, match=r"the checkpoint of step 1 cannot be written .*the last good one is .*step-000001"
-    ):
+    with pytest.raises(CheckpointError, match=r"step 1 .*step-000001"):
         checkpoints.save(1, {"step": 1}, export=fails(problem))
     assert checkpoints.load(first) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"], "no draft is left behind"
 
 
-def test_a_kill_while_a_checkpoint_is_replaced_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kill_during_a_replacement_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The process dies between setting the former one aside and moving the new one to its place."""
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"try": 1}, export=export)
@@ -102,29 +100,26 @@ def test_a_kill_while_a_checkpoint_is_replaced_costs_nothing(tmp_path: Path, mon
     assert again.load(latest) == {"try": 3} and [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
-def test_a_missing_checkpoint_says_so(tmp_path: Path):
+def test_missing_checkpoint_is_refused(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest() is None
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*; a checkpoint is a folder with state\.pt"):
+    with pytest.raises(CheckpointError, match="step-000001"):
         checkpoints.load(tmp_path / "step-000001")
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda whole: whole[:100], lambda whole: b"", lambda whole: b"\x80\x02}s.", lambda whole: b"ab"]
-)
-def test_a_damaged_checkpoint_says_in_one_line_what_to_do(tmp_path: Path, damage: Callable[[bytes], bytes]):
+@pytest.mark.parametrize("damage", [lambda whole: whole[:100], lambda whole: b"", lambda whole: b"\x80\x02}s."])
+def test_damaged_checkpoint_is_refused_in_one_line(tmp_path: Path, damage: Callable[[bytes], bytes]):
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.save(1, {"step": 1}, export=export)
     state = path / "state.pt"
     state.write_bytes(damage(state.read_bytes()))
-    said = r"^the checkpoint .*state\.pt cannot be read \(\w+Error.*\); to resume from an earlier one, remove .*step-000001$"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=r"^.*state\.pt .*\w+Error.*step-000001$"):
         checkpoints.load(path)
 
 
-def test_a_mark_that_cannot_be_written_is_told_as_a_checkpoint_that_cannot(tmp_path: Path):
+def test_mark_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / ".best").mkdir()
     saver = Saver(Checkpoints(tmp_path))
     saver.save(1, {"step": 1}, export=export, is_best=True)
-    with pytest.raises(CheckpointError, match=r"step 1 cannot be written .*the last good one is .*step-000001"):
+    with pytest.raises(CheckpointError, match=r"step 1 .*step-000001"):
         saver.wait()

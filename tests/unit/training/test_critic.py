@@ -20,7 +20,6 @@ from polyturn.training.reward_kl import RewardKl
 from support.models import tiny_model
 from support.states import hand_over
 
-torch.set_num_threads(1)
 VOCAB = 48
 
 
@@ -56,7 +55,7 @@ def train(made: Critic, batch: list[TrainSample]) -> dict[str, float]:
     return reduce(merge([made.forward_backward(batch), made.optim_step()]))
 
 
-def test_every_value_is_0_at_first_and_the_policy_is_left_alone() -> None:
+def test_new_critic_has_values_of_0_and_leaves_the_policy() -> None:
     model = tiny_model(VOCAB, hidden=16)
     before = {name: p.clone() for name, p in model.named_parameters()}
     made = local_critic(model, optim=OptimSettings(lr=1e-2))
@@ -67,7 +66,7 @@ def test_every_value_is_0_at_first_and_the_policy_is_left_alone() -> None:
     assert any(v.any() for v in made.score(samples()))
 
 
-def test_values_are_read_before_the_token_and_only_where_something_is_trained() -> None:
+def test_value_is_read_before_its_token() -> None:
     made = critic()
     for _ in range(3):
         train(made, samples())
@@ -82,7 +81,7 @@ def test_values_are_read_before_the_token_and_only_where_something_is_trained() 
     assert made.score([sample.replace(token_ids=ids)])[0][last] != plain[last]
 
 
-def test_the_loss_is_the_mean_over_targets_of_half_the_squared_error_clipped_around_the_old_value() -> None:
+def test_value_loss_by_hand() -> None:
     batch = samples(2)
     old = [np.where(s.loss_weights != 0, 0.5, 0.0).astype(np.float32) for s in batch]
     batch = [s.replace(values=v) for s, v in zip(batch, old, strict=True)]
@@ -100,7 +99,7 @@ def test_the_loss_is_the_mean_over_targets_of_half_the_squared_error_clipped_aro
     assert inside["critic/clip_fraction"] == 0 and inside["critic/value_loss"] == unclipped["critic/value_loss"]
 
 
-def test_the_gradient_does_not_depend_on_micro_batches_and_nan_returns_teach_nothing() -> None:
+def test_gradient_does_not_depend_on_micro_batches() -> None:
     def gradient(batch: list[TrainSample], tokens: int) -> torch.Tensor:
         made = critic(tokens=tokens)
         torch.nn.init.normal_(made.backend.model.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
@@ -114,7 +113,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_and_nan_returns_teach_not
     torch.testing.assert_close(gradient([*batch[:-1], unused], 4096), gradient(batch[:-1], 4096))
 
 
-def test_it_learns_what_it_is_told() -> None:
+def test_critic_learns_its_returns() -> None:
     made, batch = critic(clip=None, lr=3e-2), samples(returns=None)
     batch = [s.replace(returns=np.where(s.loss_weights != 0, 1.0 + i, 0.0)) for i, s in enumerate(batch)]
     for _ in range(60):
@@ -123,7 +122,7 @@ def test_it_learns_what_it_is_told() -> None:
     assert reduce(value_metrics(batch))["critic/explained_variance"] > 0.9
 
 
-def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
+def test_critic_resumes_bit_for_bit() -> None:
     one, two = critic(), critic(seed=1)
     train(one, samples())
     hand_over(one, two)
@@ -136,7 +135,7 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
         hand_over(one, other)
 
 
-def test_with_an_adapter_its_head_is_in_the_checkpoint_too() -> None:
+def test_checkpoint_of_an_adapted_critic_has_its_head() -> None:
     def adapted() -> Critic:
         model = tiny_model(VOCAB, hidden=16)
         add_lora(model, LoraSettings(rank=2))
@@ -150,7 +149,7 @@ def test_with_an_adapter_its_head_is_in_the_checkpoint_too() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(found, two.score(samples()), strict=True))
 
 
-def test_bad_input_is_said() -> None:
+def test_bad_input_is_refused() -> None:
     with pytest.raises(TrainingError, match="has no values or returns"):
         critic().forward_backward(samples(returns=None))
     made, bad = critic(), [s.replace(returns=np.full(len(s), np.inf)) for s in samples(1)]
@@ -180,7 +179,7 @@ def test_each_trained_token_costs_its_kl(name: str, kl: Any) -> None:
     assert reduce(metrics)["policy/kl_in_reward"] == pytest.approx(total / num_tokens, rel=1e-5)
 
 
-def test_the_weight_of_the_penalty_follows_its_target_and_survives() -> None:
+def test_weight_of_the_penalty_follows_its_target() -> None:
     batch = [s.replace(old_logprobs=np.ones(len(s)), ref_logprobs=np.zeros(len(s))) for s in samples()]
     made = RewardKl(KlOptions(place="reward", coef=0.1, target=0.5, horizon=10))
     made.apply(batch)

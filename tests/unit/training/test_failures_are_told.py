@@ -1,4 +1,4 @@
-"""What fails is said: in the line of a step, in an alarm with the line of the plug-in's code, and by how a run ends."""
+"""Failures reach the step's line, an alarm with the line of the plug-in's code, and the end of the run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from polyturn.build.tasks import build_run_tasks
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError, DataError, RewardError, RolloutError, raised_at
-from polyturn.core.metrics import reduce
+from polyturn.core.errors import ConfigError, DataError, RolloutError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
@@ -24,9 +23,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.executor import ToolBox
 from polyturn.tracking.alarms import Alarms
-from polyturn.tracking.console import ConsoleTracker
 from polyturn.tracking.plugin_alarms import MIN_CALLS, PluginAlarms
-from polyturn.training.rollout_metrics import rollout_metrics
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
 
@@ -86,36 +83,26 @@ async def groups_of(num: int, size: int, says: Any = ("x",), *, share: float = 1
     ],
     ids=["interaction", "plain interaction", "scheduler", "reward"],
 )
-async def test_a_failure_names_the_line_of_the_plugin_and_its_traceback_is_logged_once(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failure_names_the_line_of_the_plugin(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     (group,) = await groups_of(1, 4, **options)
     assert all(HERE in (t.error or "") for t in group.trajectories), group.trajectories[0].error
     traces = [r for r in caplog.records if r.exc_info and "failed" in r.getMessage()]
     assert len(traces) == 1 and "nothing is here" in str(traces[0].exc_info)
     (alarm,) = PluginAlarms().feed(3, [group])
-    assert alarm.message.startswith("step 3: 4 of 4 trajectories failed and are in no loss; 4 times: ")
-    assert HERE in alarm.message and "KeyError" in alarm.message
+    assert "step 3: 4 of 4" in alarm.message
+    assert HERE in alarm.message
+    assert "KeyError" in alarm.message
 
 
 @pytest.mark.parametrize("wrong", [{"scheduler": Stepper()}, {"rewards": {"openai/gsm8k": lambda trajectory: "a"}}])
-async def test_one_reason_of_many_failures_is_logged_the_first_the_tenth_the_hundredth_time(
-    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_repeated_failure_is_logged_ever_more_rarely(wrong: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     groups = await groups_of(6, 5, **wrong)
     assert all(t.is_failed for group in groups for t in group.trajectories)
     said = [r.getMessage() for r in caplog.records if "failed" in r.getMessage()]
     assert [text.endswith("(10 trajectories so far)") for text in said] == [False, True]
 
 
-def test_an_error_that_passed_through_no_code_of_a_user_names_no_line() -> None:
-    assert raised_at(RewardError("never raised")) == ""
-    with pytest.raises(KeyError) as caught:
-        broken()
-    assert raised_at(caught.value) == f" {HERE}"
-
-
-async def test_a_tool_that_fails_on_every_call_raises_an_alarm_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tool_that_always_fails_raises_one_alarm(caplog: pytest.LogCaptureFixture) -> None:
     alarms = PluginAlarms()
     groups = await groups_of(3, 3, [CALL, "#### 4"], tools=[look])
     raised = alarms.feed(1, groups) + alarms.feed(2, groups)
@@ -127,7 +114,7 @@ async def test_a_tool_that_fails_on_every_call_raises_an_alarm_once_with_its_lin
     assert Path(__file__).name not in str(result.content), "the model is told nothing of our files"
 
 
-async def test_a_call_that_works_ends_the_alarm() -> None:
+async def test_working_call_ends_the_alarm() -> None:
     @polyturn.tool
     def look(key: str) -> str:
         """Look something up.
@@ -144,37 +131,13 @@ async def test_a_call_that_works_ends_the_alarm() -> None:
     assert [len(alarms.feed(step, groups)) for step, groups in enumerate(steps)] == [1, 0, 0, 1, 0]
 
 
-async def test_seven_of_eight_that_failed_stand_in_the_line_of_the_step(caplog: pytest.LogCaptureFixture) -> None:
-    class Some(BaseInteraction):
-        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
-            return (True, "", 1.0, {}) if instance_id.endswith("/0") else broken()
-
-    groups = await groups_of(
-        1, 8, ["#### 4"], interactions={"some": Some({})}, task={"interaction": "some", "data_source": None}
-    )
-    metrics = {**reduce(rollout_metrics(groups, version=0)), "buffer/failed_trajectories": 7.0}
-    line = ConsoleTracker(3).line(1, metrics)
-    assert "success 1.000" in line and "FAILED 7 of 8" in line
-    assert "FAILED" not in ConsoleTracker(3).line(1, {**metrics, "buffer/failed_trajectories": 0.0})
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 15, 16, 40])
-@pytest.mark.parametrize("share", [0.1, 0.99])
-async def test_where_all_fail_the_end_is_an_error_however_few_they_are(count: int, share: float) -> None:
+@pytest.mark.parametrize(("count", "share"), [(1, 0.1), (1, 0.99), (16, 0.1), (40, 0.99)])
+async def test_run_ends_with_an_error_where_all_fail(count: int, share: float) -> None:
     context = scripted_context(["x"], rewards={"openai/gsm8k": score})
     with pytest.raises(RolloutError, match=r"trajectories failed.*KeyError.*test_failures_are_told"):
         await RolloutPool(context, max_failed_share=share).run(
             [GroupSpec(id=f"g{i}", task=task(id=f"t{i}")) for i in range(count)]
         )
-
-
-async def test_where_one_came_to_something_a_small_number_that_failed_is_no_error() -> None:
-    def some(trajectory: Any) -> float:
-        return 1.0 if trajectory.id == "g0/0" else broken()
-
-    context = scripted_context(["x"], rewards={"openai/gsm8k": some})
-    groups = await RolloutPool(context).run([GroupSpec(id=f"g{i}", task=task(id=f"t{i}")) for i in range(3)])
-    assert [g.trajectories[0].is_failed for g in groups] == [False, True, True]
 
 
 def steps(metrics: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
@@ -183,14 +146,14 @@ def steps(metrics: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("idle", [{"buffer/samples_kept": 0.0}, {"buffer/samples_kept": 8.0, "loss/grad_norm": 0.0}])
-def test_steps_in_a_row_that_train_nothing_raise_one_alarm(idle: dict[str, float]) -> None:
+def test_steps_that_train_nothing_raise_one_alarm(idle: dict[str, float]) -> None:
     busy = {"buffer/samples_kept": 8.0, "loss/grad_norm": 0.3}
     assert steps([idle] * 17) == [(2, "nothing_trained")]
     assert steps([idle, idle, busy] * 6) == []
     assert [i for i, _ in steps([busy, *[idle] * 4, busy, *[idle] * 4])] == [3, 8]
 
 
-def test_a_row_that_nothing_scores_is_refused_although_tools_only_answer() -> None:
+def test_row_that_nothing_scores_is_refused() -> None:
     @polyturn.tool
     def paid(key: str) -> tuple[str, float]:
         """Look something up, for a reward.
@@ -203,16 +166,16 @@ def test_a_row_that_nothing_scores_is_refused_although_tools_only_answer() -> No
     silent, paying = ToolBox([look]), ToolBox([look, paid])
     row = task(data_source=None)
     assert (silent.scoring, paying.scoring) == (frozenset(), {"paid"})
-    with pytest.raises(DataError, match=r"task 't0' has nothing that scores it.*'look' return answers and no rewards"):
+    with pytest.raises(DataError, match=r"'t0'.*'look'"):
         RewardRouter().check([row], tools=silent.tools, scoring=silent.scoring)
     RewardRouter().check([row], tools=paying.tools, scoring=paying.scoring)
-    with pytest.raises(DataError, match="nothing that scores it"):
+    with pytest.raises(DataError, match="'t0'"):
         RewardRouter().check([task(data_source=None, tools=("look",))], tools=paying.tools, scoring=paying.scoring)
     RewardRouter(function=score).check([row], tools=silent.tools, scoring=silent.scoring)
 
 
 @pytest.mark.parametrize("setting", ["every=5", "patience=2", "stop_at=0.9"])
-def test_an_evaluation_without_anything_to_evaluate_on_is_refused(tmp_path: Path, setting: str) -> None:
+def test_evaluation_without_data_is_refused(tmp_path: Path, setting: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi", "data_source": "openai/gsm8k", "ground_truth": "4"}\n')
     overrides = ["model.path=m", "data.train.files=rows.jsonl"]
 
@@ -220,7 +183,7 @@ def test_an_evaluation_without_anything_to_evaluate_on_is_refused(tmp_path: Path
         return build_run_tasks(ConfigSource(config=load_config(RunConfig, None, [*overrides, *more]).config, base=tmp_path))
 
     name, _, value = setting.partition("=")
-    with pytest.raises(ConfigError, match=rf"evaluation\.{name} is {value} and there is nothing to evaluate on"):
+    with pytest.raises(ConfigError, match=rf"evaluation\.{name} is {value}"):
         tasks(f"evaluation.{setting}")
     assert len(tasks().train) == 1
     assert len(tasks(f"evaluation.{setting}", "evaluation.data.files=rows.jsonl").eval_sets) == 1

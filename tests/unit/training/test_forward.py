@@ -1,4 +1,4 @@
-"""The forward pass: the same log-probabilities by both ways to the logits, and the choice between them."""
+"""Both ways to the logits give the same log-probabilities, and the model decides between them."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,6 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.hf import build_model
 from polyturn.training.network import TargetForward
 from support.models import tiny_model
-
-torch.set_num_threads(1)
 
 
 def batch(vocab: int, temperature: float = 1.0) -> MicroBatch:
@@ -39,12 +37,12 @@ def expected(model: torch.nn.Module, made: MicroBatch, temperature: float) -> to
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_the_tempered_full_vocabulary(kind, temperature):
+def test_logprobs_are_those_of_the_tempered_vocabulary(kind, temperature):
     model = tiny_model(64, kind)
     forward = TargetForward(model)
     made = batch(64, temperature)
     scores = forward(made, entropy_grad=False)
-    assert forward._head is not None, "it reads targets off hidden states"
+    assert forward.reads_hidden_states
     assert torch.allclose(scores.logprobs_S, expected(model, made, temperature), atol=1e-5)
     assert scores.logprobs_S.requires_grad
     assert not scores.entropy_S.requires_grad
@@ -52,7 +50,7 @@ def test_log_probabilities_are_those_of_the_tempered_full_vocabulary(kind, tempe
 
 
 @pytest.mark.parametrize("cap", [0.05, 30.0])
-def test_a_model_that_caps_its_logits_takes_the_long_way(cap: float):
+def test_model_that_caps_its_logits_computes_all_of_them(cap: float):
     """Gemma 2 bends its logits after the output embedding, so gathering hidden states first would be wrong.
 
     It is found out too where the cap is so high that the small logits of random weights hardly feel it.
@@ -72,21 +70,21 @@ def test_a_model_that_caps_its_logits_takes_the_long_way(cap: float):
     model = build_model(config, seed=0)
     forward = TargetForward(model)
     made = batch(64)
-    assert forward._head is None
+    assert not forward.reads_hidden_states
     assert torch.allclose(forward(made).logprobs_S, expected(model, made, 1.0), atol=1e-5)
 
 
-def test_half_precision_models_give_float32_log_probabilities():
+def test_half_precision_model_gives_float32_logprobs():
     forward = TargetForward(tiny_model(64).to(torch.bfloat16))
     assert forward(batch(64)).logprobs_S.dtype == torch.float32
 
 
-def test_how_much_of_the_vocabulary_is_computed_at_a_time_is_up_to_the_device_that_it_is_computed_on(monkeypatch):
+def test_size_of_logit_chunks_depends_on_the_device(monkeypatch):
     """The ranks' models are made on the processor and moved."""
     model = tiny_model(2**15, layers=1)
     forward = TargetForward(model)
     sizes = []
-    forward._head.register_forward_hook(lambda module, args, out: sizes.append(len(args[0])))
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: sizes.append(len(args[0])))
     sample = TrainSample(
         id=SampleId("g", "0", 0),
         token_ids=np.arange(300),

@@ -14,8 +14,6 @@ from polyturn.training.hf import as_checkpoint, build_model, choose_kernels, cou
 from support.models import tiny_model
 from support.vision import tiny_vision_model, vision_tokenizer
 
-torch.set_num_threads(1)
-
 CONFIG = {
     "model_type": "qwen3",
     "vocab_size": 64,
@@ -29,7 +27,7 @@ CONFIG = {
 }
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state_alone():
+def test_seed_decides_weights_and_leaves_the_random_state():
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     one, two, other = (build_model(CONFIG, seed=s) for s in (1, 1, 2))
@@ -38,13 +36,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state_alone(
     assert not torch.equal(one.get_input_embeddings().weight, other.get_input_embeddings().weight)
 
 
-def test_tied_weights_count_once():
-    tied = count_parameters(build_model(CONFIG, seed=0))
-    untied = count_parameters(build_model({**CONFIG, "tie_word_embeddings": False}, seed=0))
-    assert untied - tied == 64 * 16
-
-
-def test_an_export_is_loaded_by_transformers(tmp_path):
+def test_export_is_loaded_by_transformers(tmp_path):
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer)
     folder = save_model(model, tmp_path / "run" / "model", tokenizer=tokenizer)
@@ -59,7 +51,7 @@ def test_an_export_is_loaded_by_transformers(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), load_model(folder).parameters(), strict=True))
 
 
-def test_a_save_replaces_the_former_one_and_leaves_nothing_beside_it(tmp_path):
+def test_save_replaces_the_former_one(tmp_path):
     folder = tmp_path / "model"
     save_model(tiny_model(64, seed=1), folder)
     (folder / "stale.txt").write_text("from before")
@@ -70,7 +62,7 @@ def test_a_save_replaces_the_former_one_and_leaves_nothing_beside_it(tmp_path):
     assert torch.equal(next(load_model(folder).parameters()), next(newer.parameters()))
 
 
-def test_a_save_that_fails_keeps_the_former_one(tmp_path):
+def test_failed_save_keeps_the_former_one(tmp_path):
     class Full:
         def save_pretrained(self, folder: object) -> None:
             raise OSError("no space left on device")
@@ -91,14 +83,9 @@ def test_a_save_that_fails_keeps_the_former_one(tmp_path):
         ({**CONFIG, "num_attention_heads": "two"}, "no 'qwen3' model can be built"),
     ],
 )
-def test_a_config_that_cannot_be_built_is_named(config, message):
+def test_config_that_cannot_be_built_is_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         build_model(config, seed=0)
-
-
-def test_a_missing_model_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"no model can be loaded from .*nowhere' \(there is no such folder"):
-        load_model(tmp_path / "nowhere")
 
 
 def seeing_model() -> PreTrainedModel:
@@ -114,7 +101,7 @@ def model_of_experts() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [seeing_model, model_of_experts])
-def test_weights_for_a_server_are_named_and_shaped_as_in_a_saved_checkpoint(make: Any, tmp_path: Path) -> None:
+def test_weights_for_servers_are_those_of_a_checkpoint(make: Any, tmp_path: Path) -> None:
     model = make()
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -123,7 +110,7 @@ def test_weights_for_a_server_are_named_and_shaped_as_in_a_saved_checkpoint(make
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
-def test_weights_whose_names_are_those_of_the_checkpoint_are_sent_without_a_copy() -> None:
+def test_weights_with_checkpoint_names_are_not_copied() -> None:
     model = tiny_model(tiny_tokenizer())
     weights = {name: value.detach() for name, value in model.state_dict().items()}
     sent = as_checkpoint(model, weights)
@@ -132,7 +119,7 @@ def test_weights_whose_names_are_those_of_the_checkpoint_are_sent_without_a_copy
     }.items()
 
 
-def test_kernels_that_are_not_there_are_refused_with_what_to_install() -> None:
+def test_missing_kernels_are_refused() -> None:
     fields = {"model_type": "qwen3", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
     model = build_model(fields, seed=0)
@@ -143,14 +130,16 @@ def test_kernels_that_are_not_there_are_refused_with_what_to_install() -> None:
         choose_kernels(model, liger=True)
 
 
-def test_weights_that_are_damaged_or_of_other_shapes_are_named(tmp_path: Path) -> None:
+def test_missing_damaged_or_misshapen_weights_are_refused(tmp_path: Path) -> None:
     folder = save_model(build_model(CONFIG, seed=0), tmp_path / "model")
     weights, config = folder / "model.safetensors", folder / "config.json"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=r"no model can be loaded from .*the folder exists: SafetensorError"):
+    with pytest.raises(ConfigError, match="SafetensorError"):
         load_model(folder)
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_model(tmp_path / "nowhere")
     weights.write_bytes(whole)
     config.write_text(config.read_text().replace('"intermediate_size": 32', '"intermediate_size": 48'))
-    with pytest.raises(ConfigError, match=r"no model can be loaded from .*the folder exists: RuntimeError.*mismatch"):
+    with pytest.raises(ConfigError, match="mismatch"):
         load_model(folder)

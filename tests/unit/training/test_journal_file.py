@@ -1,4 +1,4 @@
-"""The lines of conversations in flight outlive their process, and those that a checkpoint stands for are found again."""
+"""The journal of episodes in flight survives a kill, and a resumed run finds its lines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Life:
         return [line["state"] for line in held.lines] if held.why_not is None else held.why_not
 
 
-def test_turns_are_found_after_a_kill_and_once(tmp_path: Path):
+def test_turns_are_found_once_after_a_kill(tmp_path: Path):
     life = Life(tmp_path, step=2)
     life.begins("g4/0")
     life.turn("g4/0")
@@ -56,7 +56,7 @@ def test_turns_are_found_after_a_kill_and_once(tmp_path: Path):
     assert after.held("g4/0") == ["behind 1", "behind 2"] and after.held("g4/0") is None and after.held("g4/1") is None
 
 
-def test_what_later_weights_sampled_is_left_out_and_what_came_before_stays(tmp_path: Path):
+def test_turns_of_later_weights_are_left_out(tmp_path: Path):
     life = Life(tmp_path, step=2)
     life.begins("g4/0")
     life.turn("g4/0", version=2)
@@ -68,7 +68,7 @@ def test_what_later_weights_sampled_is_left_out_and_what_came_before_stays(tmp_p
     assert after.held("g4/1") == "weights that came after the checkpoint sampled it"
 
 
-def test_what_too_old_weights_sampled_is_left_out(tmp_path: Path):
+def test_turns_of_too_old_weights_are_left_out(tmp_path: Path):
     life = Life(tmp_path, step=2)
     life.begins("g4/0")
     life.turn("g4/0", version=1)
@@ -78,7 +78,7 @@ def test_what_too_old_weights_sampled_is_left_out(tmp_path: Path):
     )
 
 
-def test_a_run_that_goes_on_behind_an_earlier_turn_replaces_the_later_ones(tmp_path: Path):
+def test_resumed_episode_replaces_later_turns(tmp_path: Path):
     life = Life(tmp_path, step=2)
     life.begins("g4/0")
     life.turn("g4/0", version=2)
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_behind_an_earlier_turn_replaces_the_later_ones(tmp_p
     assert Life(tmp_path, step=2, resumes=True).held("g4/0") == ["behind 1", "behind the other 2"]
 
 
-def test_an_episode_that_restarts_forgets_what_it_had(tmp_path: Path):
+def test_restarted_episode_forgets_its_turns(tmp_path: Path):
     life = Life(tmp_path, step=2)
     life.begins("g4/0")
     life.turn("g4/0")
@@ -97,7 +97,7 @@ def test_an_episode_that_restarts_forgets_what_it_had(tmp_path: Path):
     assert Life(tmp_path, step=2, resumes=True).held("g4/0") == []
 
 
-def test_one_that_was_given_up_says_why(tmp_path: Path):
+def test_dropped_episode_says_why(tmp_path: Path):
     life = Life(tmp_path, step=2)
     life.begins("g4/0")
     life.turn("g4/0")
@@ -105,7 +105,7 @@ def test_one_that_was_given_up_says_why(tmp_path: Path):
     assert Life(tmp_path, step=2, resumes=True).held("g4/0") == "it broke"
 
 
-def test_half_a_line_is_skipped_and_what_follows_it_is_read(tmp_path: Path):
+def test_half_a_line_is_skipped(tmp_path: Path):
     Life(tmp_path, step=2).begins("g1/0")
     with (tmp_path / "step-000002.jsonl").open("a") as file:
         file.write('{"s": "g1/1", "begun": "ab')
@@ -115,7 +115,7 @@ def test_half_a_line_is_skipped_and_what_follows_it_is_read(tmp_path: Path):
     assert (again.held("g1/0"), again.held("g1/1"), again.held("g1/2")) == ([], None, [])
 
 
-def test_the_journal_of_a_new_checkpoint_has_the_live_groups_alone(tmp_path: Path):
+def test_new_journal_has_the_live_groups_alone(tmp_path: Path):
     life = Life(tmp_path, step=2)
     for episode in ("g1/0", "g2r1/0", "g3/0"):
         life.begins(episode)
@@ -136,7 +136,7 @@ def test_the_journal_of_a_new_checkpoint_has_the_live_groups_alone(tmp_path: Pat
     assert Life(tmp_path, step=8, resumes=True).held("g2r1/0") == ["behind 1"], "and of a run that was resumed"
 
 
-def test_without_a_checkpoint_the_journal_keeps_what_a_resumed_run_may_use_and_no_more(tmp_path: Path):
+def test_journal_without_checkpoints_does_not_pile_up(tmp_path: Path):
     """Steps 3 to 40 behind the checkpoint of step 2: what weights behind it sampled is of no use, and does not pile up."""
     life, path, largest = Life(tmp_path, step=2), tmp_path / "step-000002.jsonl", 0
     for step in range(3, 41):
@@ -154,7 +154,7 @@ def test_without_a_checkpoint_the_journal_keeps_what_a_resumed_run_may_use_and_n
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_after_the_last_checkpoint_only_conversations_in_flight_stay(tmp_path: Path):
+def test_settled_journal_keeps_episodes_in_flight_alone(tmp_path: Path):
     folder = tmp_path / "journal"
     life = Life(folder, step=2)
     for episode in ("g1/0", "g2/0"):
@@ -178,22 +178,35 @@ def test_evaluations_are_not_kept(tmp_path: Path):
     assert not journal.takes("eval-greedy-0/0") and journal.takes("g12r3/greedy")
 
 
-def test_what_json_cannot_write_is_refused(tmp_path: Path):
+def test_line_that_json_cannot_write_is_refused(tmp_path: Path):
     with pytest.raises(SnapshotError, match="cannot be written as JSON"):
         Life(tmp_path, step=0).write("g1/0", {"begun": object()})
 
 
-def test_a_disk_that_takes_no_more_ends_the_journal_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    life = Life(tmp_path, step=0)
-    (tmp_path / "step-000000.jsonl").unlink()
-    (tmp_path / "step-000000.jsonl").symlink_to("/dev/full")
-    life.journal._open(tmp_path / "step-000000.jsonl")
-    life.begins("g1/0")
-    life.begins("g1/1")
-    assert caplog.text.count("conversations in flight are not kept any more") == 1
+def test_full_disk_ends_the_journal_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Until the next checkpoint, whose journal is a new file."""
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    life = Life(tmp_path, step=2)
+    life.begins("g4/0")
+    monkeypatch.setattr(Path, "replace", full)
+    life.journal.begin(3)
+    life.turn("g4/0", version=3)
+    monkeypatch.undo()
+    assert caplog.text.count("No space left on device") == 1
+    life.journal.begin(4)
+    life.begins("g4/1")
+    life.turn("g4/1", version=4)
+    after = Life(tmp_path, step=4, resumes=True)
+    assert after.held("g4/1") == ["behind 1"]
+    assert after.held("g4/0") is None
 
 
-def test_what_became_of_them_is_said_once_however_many_steps_they_start_in(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_fate_of_episodes_in_flight_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     life = Life(tmp_path, step=2)
     for episode in ("g4/0", "g4/1", "g5/0"):
         life.begins(episode)
@@ -208,24 +221,4 @@ def test_what_became_of_them_is_said_once_however_many_steps_they_start_in(tmp_p
             resumed.append(after.journal.read_metrics()["rollout/resumed_episodes"])
     assert resumed == [2, 1, 0]
     (said,) = [r.getMessage() for r in caplog.records if "in flight" in r.getMessage()]
-    assert said == "conversations in flight: 3 went on from their last complete turn, 0 start from their tasks"
-
-
-def test_a_disk_that_takes_no_journal_ends_it_until_the_next_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def full(self: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device")
-
-    life = Life(tmp_path, step=2)
-    life.begins("g4/0")
-    monkeypatch.setattr(Path, "replace", full)
-    life.journal.begin(3)
-    assert "not kept any more ([Errno 28] No space left on device)" in caplog.text
-    life.turn("g4/0", version=3)
-    monkeypatch.undo()
-    life.journal.begin(4)
-    life.begins("g4/1")
-    life.turn("g4/1", version=4)
-    after = Life(tmp_path, step=4, resumes=True)
-    assert after.held("g4/1") == ["behind 1"] and after.held("g4/0") is None
+    assert "3 went on" in said

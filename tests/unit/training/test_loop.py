@@ -106,6 +106,10 @@ def is_right_by_seed(request: GenerateRequest, version: int) -> bool:
     return (request.sampling.seed or 0) % 2 == 0
 
 
+def on_fire(request: GenerateRequest, version: int) -> Any:
+    return OSError("the model is on fire") if version else True
+
+
 ALGORITHM = {f.name for f in fields(AlgorithmOptions)} - {"drop_zero_variance"}
 EVALUATION = {"eval_before", "eval_every", "eval_limit_during", "stop_at", "patience"}
 
@@ -200,7 +204,7 @@ class Rig:
         return [(g.id, g.task.id) for step in sorted(self.observer.groups) for g in self.observer.groups[step]]
 
 
-def test_with_staleness_0_every_step_is_generate_train_publish(tmp_path: Path):
+def test_step_without_staleness_generates_trains_publishes(tmp_path: Path):
     rig = Rig(tmp_path).run()
     assert [e[0] for e in rig.of("train", "optim_step", "weights", "step")] == [
         "weights", *["train", "optim_step", "weights", "step"] * 3,
@@ -215,9 +219,7 @@ def test_with_staleness_0_every_step_is_generate_train_publish(tmp_path: Path):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_an_engine_on_the_trainers_gpus_sleeps_through_every_update_until_it_is_given_weights(
-    tmp_path: Path, max_staleness: int
-):
+def test_engine_on_shared_gpus_sleeps_through_every_update(tmp_path: Path, max_staleness: int):
     rig = Rig(tmp_path, sleeps=True, max_staleness=max_staleness, eval_sets=("greedy",), eval_every=1).run()
     order = [e[0] for e in rig.of("sleep", "score", "train", "optim_step", "weights")]
     step = ["sleep", *(["score"] if max_staleness else []), "train", "optim_step", "weights"]
@@ -228,10 +230,8 @@ def test_an_engine_on_the_trainers_gpus_sleeps_through_every_update_until_it_is_
         assert "eval" not in {e[0] for e in rig.events[began:ended]}, "and a validation finds it awake"
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_with_staleness_groups_run_ahead_never_by_more_than_the_bound_and_never_past_the_end(
-    tmp_path: Path, max_staleness: int
-):
+@pytest.mark.parametrize("max_staleness", [2])
+def test_groups_run_ahead_within_staleness_and_run_length(tmp_path: Path, max_staleness: int):
     rig = Rig(tmp_path, steps=5, max_staleness=max_staleness, latency_s=0.002).run()
     staleness = [rig.observer.metrics[s]["buffer/staleness"] for s in range(1, 6)]
     assert max(staleness) == max_staleness
@@ -306,7 +306,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("good", "best"), [({0: 3, 1: 1, 2: 1}, 0), ({0: 0, 1: 1, 2: 2}, 2)])
-def test_the_weights_before_training_and_the_last_ones_may_be_the_best(tmp_path: Path, good: dict[int, int], best: int):
+def test_first_or_last_weights_may_be_the_best(tmp_path: Path, good: dict[int, int], best: int):
     rig = Rig(tmp_path, is_right=right_in_evaluations_of(good), eval_sets=("greedy",), eval_every=1, steps=2, keep=1).run()
     found = rig.checkpoints.best()
     assert found is not None and rig.checkpoints.load(found)["loop"]["step"] == best == rig.trainer.state.best_step
@@ -320,39 +320,30 @@ def test_the_time_of_a_step_is_accounted_for(tmp_path: Path):
         assert metrics["time/other_share"] == pytest.approx(outside / metrics["time/step_s"])
 
 
-def test_a_step_with_nothing_to_learn_from_takes_no_optimizer_step_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_step_without_signal_takes_no_optimizer_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def is_right(request: GenerateRequest, version: int) -> bool:
         return version == 1 and request.session_id.endswith("/1")
 
     rig = Rig(tmp_path, is_right=is_right, drop_zero_variance=True).run()
     assert rig.policy.steps == 1 and rig.trainer.state.step == 3
     assert [rig.observer.metrics[s]["buffer/groups_zero_variance"] for s in (1, 2, 3)] == [2, 0, 2]
-    assert "step 3: no group" in caplog.text and (
-        "step 1: no group has anything to learn from (groups: 2, 2 with the same reward for every member)" in caplog.text
-    )
+    assert "step 1: no group" in caplog.text
+    assert "step 3: no group" in caplog.text
 
 
-def test_too_many_failures_end_the_run_with_the_reasons_and_leave_a_checkpoint(tmp_path: Path):
-    rig = Rig(tmp_path, is_right=lambda request, version: OSError("the model is on fire") if version else True, steps=20)
-    with pytest.raises(RolloutError, match=r"times: EngineError: .*the model is on fire"):
+@pytest.mark.parametrize(
+    ("fault", "error"), [({"fail_at": 1}, TrainingError), ({"is_right": on_fire, "steps": 20}, RolloutError)]
+)
+def test_error_ends_the_run_and_leaves_a_checkpoint(tmp_path: Path, fault: dict[str, Any], error: type[Exception]):
+    rig = Rig(tmp_path, **fault)
+    with pytest.raises(error, match=r"not finite at optimizer step 1|the model is on fire"):
         rig.run()
     latest = rig.checkpoints.latest()
-    assert latest is not None and rig.checkpoints.load(latest)["loop"]["step"] == rig.trainer.state.step >= 1
+    assert latest is not None
+    assert rig.checkpoints.load(latest)["loop"]["step"] == rig.trainer.state.step >= 1
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_a_checkpoint(tmp_path: Path):
-    rig = Rig(tmp_path, fail_at=1)
-    with pytest.raises(TrainingError, match="the loss is not finite at optimizer step 1"):
-        rig.run()
-    latest = rig.checkpoints.latest()
-    assert latest is not None and rig.checkpoints.load(latest)["policy"]["steps"] == 1
-
-
-def test_an_error_while_the_last_checkpoint_is_written_does_not_hide_what_ended_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_error_of_the_last_save_does_not_hide_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rig = Rig(tmp_path, fail_at=1)
 
     def full(path: Path) -> None:
@@ -375,7 +366,7 @@ class Rewrites(MultiTurnScheduler):
         return "go on"
 
 
-def test_minibatches_keep_the_segments_of_a_trajectory_together(tmp_path: Path):
+def test_minibatches_keep_the_segments_of_a_trajectory(tmp_path: Path):
     rig = Rig(tmp_path, scheduler=Rewrites(), minibatches=3, steps=1).run()
     keys = [[(s.id.group, s.id.trajectory) for s in batch] for batch in rig.policy.batches]
     assert len(keys) == 3 and rig.policy.steps == 3
@@ -384,14 +375,14 @@ def test_minibatches_keep_the_segments_of_a_trajectory_together(tmp_path: Path):
     assert all(s.old_logprobs is not None for batch in rig.policy.batches for s in batch)
 
 
-def test_the_reference_is_asked_for_only_where_the_loss_needs_it(tmp_path: Path):
+def test_reference_scores_only_where_the_loss_needs_it(tmp_path: Path):
     rig = Rig(tmp_path, kl=KlOptions(coef=0.1), steps=1).run()
     assert rig.of("score") == [("score", True)]
     assert all(s.ref_logprobs is not None for s in rig.policy.batches[0])
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_after_a_resume_tasks_come_in_exactly_the_order_of_a_run_that_was_never_stopped(tmp_path: Path, max_staleness: int):
+def test_resumed_run_has_the_task_order_of_a_whole_run(tmp_path: Path, max_staleness: int):
     """Five tasks and two a step, so that the order crosses epochs."""
     whole = Rig(tmp_path / "whole", steps=6, max_staleness=max_staleness).run()
     first = Rig(tmp_path / "parts", steps=4, max_staleness=max_staleness).run()
@@ -415,18 +406,18 @@ def test_after_a_resume_tasks_come_in_exactly_the_order_of_a_run_that_was_never_
         assert all(same), "the same tasks, seeds and versions give the same tokens"
 
 
-def test_a_resume_refuses_another_tokenizer_and_another_dataset(tmp_path: Path):
+@pytest.mark.parametrize(
+    "change", [{"fingerprint": "g"}, {"num_tasks": 6}, {"group_size": 2}, {"groups_per_step": 1}, {"oversample": 0.5}]
+)
+def test_resume_refuses_other_data_tokenizer_or_group_sizes(tmp_path: Path, change: dict[str, Any]):
     latest = Rig(tmp_path, steps=1).run().checkpoints.latest()
     assert latest is not None
-    other = Rig(tmp_path, steps=2, fingerprint="g")
-    with pytest.raises(CheckpointError, match="made with another tokenizer or chat template"):
-        other.trainer.resume(latest)
-    with pytest.raises(CheckpointError, match="task order has size 5 and this run has 6"):
-        Rig(tmp_path, steps=2, num_tasks=6).trainer.resume(latest)
+    with pytest.raises(CheckpointError):
+        Rig(tmp_path, steps=2, **change).trainer.resume(latest)
 
 
 @pytest.mark.parametrize("at_event", [1, 9, 20, 31, 50])
-def test_a_run_that_is_cancelled_anywhere_leaves_a_checkpoint_and_every_step_is_recorded_once(tmp_path: Path, at_event: int):
+def test_cancelled_run_resumes_with_every_step_recorded_once(tmp_path: Path, at_event: int):
     rig = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=4, latency_s=0.001)
 
     async def cancelled() -> None:
@@ -450,7 +441,7 @@ def test_a_run_that_is_cancelled_anywhere_leaves_a_checkpoint_and_every_step_is_
     assert rig.tasks_of_steps() + again.tasks_of_steps() == Rig(tmp_path / "whole", steps=4).run().tasks_of_steps()
 
 
-def test_a_cancellation_while_new_weights_are_published_still_records_the_step(tmp_path: Path):
+def test_cancellation_during_publishing_records_the_step(tmp_path: Path):
     rig = Rig(tmp_path, steps=3)
     publish = rig.context.engine.update_weights
 
@@ -481,7 +472,7 @@ def test_the_report_before_training_survives_a_resume(tmp_path: Path):
     assert [e[1] for e in second.of("eval")] == [2]
 
 
-def test_the_engines_logprobs_can_be_the_old_ones_and_save_a_forward_pass(tmp_path: Path):
+def test_engine_logprobs_can_be_the_old_ones(tmp_path: Path):
     rig = Rig(tmp_path, minibatches=2, steps=1, old_logprobs="engine").run()
     trained = [s for batch in rig.policy.batches for s in batch]
     assert trained
@@ -496,11 +487,11 @@ def test_old_logprobs_of_an_engine_that_says_none_are_refused(tmp_path: Path):
         return dataclasses.replace(await generate(request), logprobs=None)
 
     rig.context.engine.generate = silent  # type: ignore[method-assign]
-    with pytest.raises(TrainingError, match=r"old_logprobs is 'engine' and sample .* came without logprobs; set it to"):
+    with pytest.raises(TrainingError, match="old_logprobs is 'engine'"):
         rig.run()
 
 
-def test_a_step_that_ends_between_two_optimizer_steps_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_step_that_ends_between_minibatches_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rig = Rig(tmp_path, fail_at=3, minibatches=2, checkpoint_every=1)
     with pytest.raises(TrainingError, match="the loss is not finite"):
         rig.run()
@@ -509,7 +500,7 @@ def test_a_step_that_ends_between_two_optimizer_steps_is_not_kept(tmp_path: Path
     assert "the run ended in the middle of step 2, whose weights are not kept" in caplog.text
 
 
-def test_a_validation_that_a_kill_prevented_is_done_when_the_run_goes_on(tmp_path: Path):
+def test_missed_validation_is_done_after_a_resume(tmp_path: Path):
     first = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=2).run()
     latest = first.checkpoints.latest()
     assert latest is not None
@@ -524,18 +515,8 @@ def test_a_validation_that_a_kill_prevented_is_done_when_the_run_goes_on(tmp_pat
     assert [e[1] for e in third.of("eval")] == [4], "what was done is not done again"
 
 
-@pytest.mark.parametrize(("name", "value"), [("group_size", 2), ("groups_per_step", 1), ("oversample", 0.5)])
-def test_a_resume_refuses_settings_that_would_skip_or_repeat_tasks(tmp_path: Path, name: str, value: float):
-    latest = Rig(tmp_path, steps=1).run().checkpoints.latest()
-    assert latest is not None
-    with pytest.raises(CheckpointError, match=r"tasks would be skipped or visited twice; resume with the same"):
-        Rig(tmp_path, steps=2, **{name: value}).trainer.resume(latest)
-
-
 @pytest.mark.parametrize("on_checkpoint_error", ["stop", "warn"])
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_checkpoint_error: str
-):
+def test_failed_checkpoint_stops_or_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture, on_checkpoint_error: str):
     rig = Rig(tmp_path, checkpoint_every=1, on_checkpoint_error=on_checkpoint_error)
 
     def export(path: Path) -> None:
@@ -577,7 +558,7 @@ def test_checkpoints_keep_a_time_apart(tmp_path: Path, every: int | str, expecte
     assert saved == expected
 
 
-def test_checkpoints_by_time_cost_a_fiftieth_of_it_at_most(tmp_path: Path):
+def test_timed_checkpoints_cost_a_fiftieth_at_most(tmp_path: Path):
     ticks = iter(range(0, 100_000, 7))  # whatever is measured takes 7 s, and two checkpoints are never 350 s apart
     rig = Rig(tmp_path, steps=6, checkpoint_every="1s", keep=9, clock=lambda: float(next(ticks))).run()
     assert sorted(p.name for p in rig.checkpoints.folder.glob("step-*")) == ["step-000000", "step-000006"]
@@ -590,11 +571,8 @@ def test_a_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(("steps", "size"), [(1, 1), (1, 4), (3, 2)])
-@pytest.mark.parametrize("share", [0.1, 1.0])
-def test_a_run_in_which_every_trajectory_fails_ends_with_an_error_whatever_its_length(
-    tmp_path: Path, steps: int, size: int, share: float
-):
+@pytest.mark.parametrize(("steps", "size", "share"), [(1, 1, 0.1), (1, 4, 1.0), (3, 2, 0.1)])
+def test_run_in_which_every_trajectory_fails_ends(tmp_path: Path, steps: int, size: int, share: float):
     rig = Rig(
         tmp_path,
         is_right=lambda request, version: EngineError("it is gone"),

@@ -98,20 +98,20 @@ def alone(model: torch.nn.Module, one: TrainSample) -> np.ndarray:
     return np.concatenate([[0.0], picked]) * one.loss_weights
 
 
-def test_logprobs_equal_a_plain_pass_of_processor_and_model_over_each_row_alone() -> None:
+def test_logprobs_are_those_of_each_row_alone() -> None:
     trainer, rows = policy(), samples()
     for one, scores in zip(rows, trainer.score(rows), strict=True):
         np.testing.assert_allclose(scores, alone(trainer.backend.model, one), atol=1e-5)
 
 
-def test_another_picture_of_the_same_size_changes_the_logprobs_and_not_the_ids() -> None:
+def test_another_picture_changes_the_logprobs() -> None:
     red, blue = sample(0, prompt(picture("red"), "Which?")), sample(0, prompt(picture("blue"), "Which?"))
     assert red.token_ids.tolist() == blue.token_ids.tolist()
     first, second = policy().score([red, blue])
     assert np.abs(first - second).max() > 1e-4
 
 
-def test_the_gradient_does_not_depend_on_the_split_into_micro_batches() -> None:
+def test_gradient_does_not_depend_on_micro_batches() -> None:
     gradients = []
     for tokens in (4096, 64, 1):
         trainer = policy(dtype=torch.float64, settings=LayoutSettings(max_tokens_per_batch=tokens))
@@ -122,14 +122,14 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches() -> None:
         torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-9)
 
 
-def test_the_gradient_reaches_the_part_that_sees() -> None:
+def test_gradient_reaches_the_vision_encoder() -> None:
     trainer = policy()
     trainer.forward_backward(samples())
     vision = [p.grad for name, p in trainer.backend.model.named_parameters() if "visual" in name]
     assert all(grad is not None and grad.abs().sum() > 0 for grad in vision)
 
 
-def test_what_is_shown_behind_the_last_weighted_token_is_left_out() -> None:
+def test_picture_behind_the_last_target_is_cut() -> None:
     """The row is cut before its last target, and a picture behind it must be cut with it."""
     shown = sample(0, prompt(picture("red"), "Which?"))
     behind = MEDIA.expand(CODEC.encode(CODEC.template.render([prompt(picture("blue"))])), [prompt(picture("blue"))])
@@ -144,19 +144,19 @@ def test_what_is_shown_behind_the_last_weighted_token_is_left_out() -> None:
     np.testing.assert_allclose(whole[: len(cut)], cut, atol=1e-6)
 
 
-def test_samples_that_show_media_need_a_processor() -> None:
+def test_samples_with_media_need_a_processor() -> None:
     trainer = local_policy(tiny_vision_model(TOKENIZER), optim=OptimSettings())
     with pytest.raises(AlignmentError, match="shows 1 media and the policy was given no processor"):
         trainer.score([sample(0, prompt(picture("red")))])
 
 
-def test_a_token_that_stands_for_an_image_without_one_is_refused() -> None:
+def test_image_token_without_an_image_is_refused() -> None:
     one = sample(0, prompt(picture("red"), "Which?"))
     with pytest.raises(TemplateError, match="features for other media than the 0"):
         policy().score([one.replace(media=())])
 
 
-def test_a_conversation_that_shows_images_is_trained_as_it_is_rolled_out(tmp_path: Path) -> None:
+def test_conversation_with_images_is_encoded_as_in_rollout(tmp_path: Path) -> None:
     picture("red", 56, 28).save(tmp_path / "red.png")
     said = [("user", "<image>Which?"), ("assistant", "red"), ("user", "And <image>?"), ("assistant", "red")]
     row = {"messages": [{"role": r, "content": c} for r, c in said], "images": ["red.png"] * 2}

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes on: metrics, trajectories, alarms, and lines for a person."""
+"""A running run records metrics, trajectories, alarms, and lines for a person."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def groups(first: int = 0, num: int = 2) -> list[TrajectoryGroup]:
     return await RolloutPool(scripted_context(["#### 4"])).run(specs)
 
 
-async def test_a_step_is_on_disk_when_it_was_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_step_is_on_disk_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     with RunObserver(tmp_path, total_steps=3) as observer:
         for group in (found := await groups()):
@@ -36,9 +36,7 @@ async def test_a_step_is_on_disk_when_it_was_told(tmp_path: Path, caplog: pytest
     assert [line for line in caplog.messages if line.startswith("step 1/3")]
 
 
-async def test_an_evaluation_is_recorded_under_its_own_split_and_in_the_line_of_its_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+async def test_evaluation_is_recorded_under_its_own_split(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     found = await groups()
     with RunObserver(tmp_path, total_steps=1) as observer:
@@ -50,7 +48,7 @@ async def test_an_evaluation_is_recorded_under_its_own_split_and_in_the_line_of_
     assert not any("nan" in message for message in caplog.messages), "what could not be measured is not in the line"
 
 
-async def test_more_can_be_recorded_beside_them(tmp_path: Path):
+async def test_dumps_and_metrics_are_recorded_beside_them(tmp_path: Path):
     found = await groups()
     also = AlsoRecord(
         train_dump=TrajectoryDump(tmp_path / "train", str),
@@ -67,7 +65,7 @@ async def test_more_can_be_recorded_beside_them(tmp_path: Path):
     assert [len(file.read_text().splitlines()) for file in dumps] == [4, 4]
 
 
-async def test_a_resume_says_which_steps_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_resume_logs_the_steps_that_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with RunObserver(tmp_path, total_steps=9) as observer:
         for step in (1, 2, 3, 4):
             observer.on_step(step, {"reward/mean": 1.0}, [])
@@ -78,9 +76,7 @@ async def test_a_resume_says_which_steps_are_lost(tmp_path: Path, caplog: pytest
         assert (words in caplog.text) if words else ("done again" not in caplog.text)
 
 
-async def test_after_a_resume_later_metrics_go_and_the_same_step_is_written_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+async def test_resume_removes_later_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with RunObserver(tmp_path, total_steps=4) as observer:
         for step in (1, 2, 3):
             observer.on_step(step, {"reward/mean": float(step)}, await groups(2 * step))
@@ -93,7 +89,7 @@ async def test_after_a_resume_later_metrics_go_and_the_same_step_is_written_once
     assert len(open_store(tmp_path)) == 12, "a step that was taken again counts once"
 
 
-async def test_an_alarm_is_logged_and_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_alarm_is_logged_and_written(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with RunObserver(tmp_path, total_steps=40) as observer:
         for step in range(1, 41):
             observer.on_step(step, {"policy/entropy": 1.0 if step < 20 else 0.001}, [])
@@ -102,7 +98,7 @@ async def test_an_alarm_is_logged_and_written_down(tmp_path: Path, caplog: pytes
     assert alarms[0]["message"] in caplog.text
 
 
-def test_supervised_steps_go_to_a_file_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_supervised_steps_have_their_own_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     with RunObserver(tmp_path, total_steps=0) as observer:
         for step in (1, 2):
@@ -113,7 +109,7 @@ def test_supervised_steps_go_to_a_file_of_their_own(tmp_path: Path, caplog: pyte
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-async def test_what_was_recorded_is_kept_when_the_run_ends_with_an_error(tmp_path: Path):
+async def test_records_are_kept_when_the_run_fails(tmp_path: Path):
     found = await groups()
 
     def fail() -> None:

@@ -10,8 +10,6 @@ from polyturn.core.metrics import reduce
 from polyturn.training.optim import Optimizer, OptimSettings, lr_factor
 from polyturn.training.options import ScheduleOptions
 
-torch.set_num_threads(1)
-
 
 class Net(torch.nn.Module):
     def __init__(self) -> None:
@@ -28,7 +26,7 @@ def set_grad(net: Net, value: float) -> None:
         p.grad = torch.full_like(p, value)
 
 
-def test_the_schedule_warms_up_and_falls():
+def test_schedule_warms_up_and_falls():
     cosine = OptimSettings(warmup_steps=2, schedule=ScheduleOptions(name="cosine", total_steps=6, min_lr_ratio=0.1))
     assert [lr_factor(s, cosine) for s in range(7)] == pytest.approx(
         [0.5, 1.0, 1.0, 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, 0.55, 0.1 + 0.9 * (1 - math.cos(math.pi / 4)) / 2, 0.1]
@@ -47,7 +45,7 @@ def test_only_matrices_decay():
     assert net.norm.tolist() == [1.0, 1.0]
 
 
-def test_a_step_is_adam_and_reports_the_norm_before_and_after_clipping():
+def test_step_is_adam_and_reports_the_norm():
     """The first step of Adam moves by lr against the sign, whatever the size of the gradient (Kingma and Ba 2015)."""
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1, weight_decay=0.0, max_grad_norm=1.0))
@@ -59,18 +57,18 @@ def test_a_step_is_adam_and_reports_the_norm_before_and_after_clipping():
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_names_the_tensor():
+def test_gradient_that_is_not_finite_names_the_tensor():
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1, max_skipped=0))
     set_grad(net, 1.0)
     net.norm.grad[0] = float("nan")
-    with pytest.raises(TrainingError, match=r"optimizer step 0 \(first in 'norm', in 1 of 2 tensors\).*lower optim.lr"):
+    with pytest.raises(TrainingError, match=r"step 0 .*'norm', in 1 of 2.*optim\.lr"):
         optimizer.step()
     assert net.matrix.tolist() == [[1.0, 1.0]] * 2
     assert net.norm.grad is None
 
 
-def test_or_the_step_is_skipped_and_counted():
+def test_step_that_is_not_finite_is_skipped_and_counted():
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1))
     set_grad(net, float("inf"))
@@ -81,7 +79,7 @@ def test_or_the_step_is_skipped_and_counted():
     assert reduce(optimizer.step())["loss/skipped_steps"] == 0
 
 
-def test_the_run_ends_after_so_many_bad_steps_in_a_row():
+def test_run_ends_after_bad_steps_in_a_row():
     """A good step in between starts the count again, and a resumed run goes on counting."""
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1, max_skipped=2))
@@ -95,7 +93,7 @@ def test_the_run_ends_after_so_many_bad_steps_in_a_row():
         later.step()
 
 
-def test_a_spoiled_step_is_skipped_with_its_reason():
+def test_spoiled_step_is_skipped_with_its_reason():
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1, max_skipped=1))
     set_grad(net, 1.0)
@@ -110,7 +108,7 @@ def test_a_spoiled_step_is_skipped_with_its_reason():
         OptimSettings(max_skipped=-1)
 
 
-def test_a_state_loads_into_other_settings():
+def test_state_loads_into_other_settings():
     net = Net()
     optimizer = Optimizer(net, OptimSettings(lr=0.1))
     set_grad(net, 1.0)
@@ -125,22 +123,22 @@ def test_a_state_loads_into_other_settings():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"warmup_steps": 2.5}, "warmup_steps is 2.5; it must be whole, or a share"),
+        ({"warmup_steps": 2.5}, "warmup_steps is 2.5"),
         ({"lr": -1.0}, "lr is -1.0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
     ],
 )
-def test_settings_that_cannot_work_are_named(options, message):
+def test_wrong_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         OptimSettings(**options)
-    with pytest.raises(ConfigError, match="'exponential'; it must be 'constant'"):
+    with pytest.raises(ConfigError, match="'exponential'"):
         ScheduleOptions(name="exponential")  # type: ignore[arg-type]
 
 
-def test_a_schedule_needs_an_end_above_its_warm_up_and_takes_that_of_the_run():
-    with pytest.raises(ConfigError, match="needs total_steps above warmup_steps"):
+def test_schedule_takes_the_length_of_the_run():
+    with pytest.raises(ConfigError, match="total_steps"):
         Optimizer(Net(), OptimSettings(schedule=COSINE))
-    with pytest.raises(ConfigError, match=r"warmup_steps is 0.1, a share of a run's steps"):
+    with pytest.raises(ConfigError, match=r"warmup_steps is 0.1"):
         Optimizer(Net(), OptimSettings(warmup_steps=0.1))
     found = OptimSettings(schedule=COSINE, warmup_steps=0.1).over(50)
     assert (found.warmup_steps, found.schedule.total_steps) == (5, 50)

@@ -99,7 +99,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1
 @pytest.mark.parametrize("kind", MODELS)
 @settings(max_examples=4)
 @given(seed=st.integers(0, 10**6), tokens=st.sampled_from([20, 70, 10**6]))
-def test_logprobs_and_gradient_are_those_of_padded_rows(kind, seed, tokens):
+def test_packed_rows_have_the_gradient_of_padded_rows(kind, seed, tokens):
     samples = branching(seed)
     rows = policy_of(kind, ROWS)
     expected, scores = gradient(rows, samples), rows.score(samples)
@@ -110,29 +110,14 @@ def test_logprobs_and_gradient_are_those_of_padded_rows(kind, seed, tokens):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)  # scores are float32
 
 
-def test_target_logprobs_agree_in_float64():
-    samples = branching(3)
-    found = {}
-    for name, layout in {"rows": ROWS, "packed": PACKED, "shared": SHARED}.items():
-        policy = policy_of("qwen3", layout)
-        forward, values = TargetForward(policy.backend.model), {}
-        for batch in policy.backend.lay_out(samples, [s.loss_weights for s in samples]):
-            places = zip(batch.sample_S.tolist(), batch.token_S.tolist(), strict=True)
-            values |= dict(zip(places, forward(batch).logprobs_S.tolist(), strict=True))
-        found[name] = values
-    for name in ("packed", "shared"):
-        assert found[name].keys() == found["rows"].keys()
-        assert max(abs(found[name][key] - value) for key, value in found["rows"].items()) < 1e-9
-
-
-def test_layers_that_are_computed_again_in_the_backward_pass_attend_by_rows_too():
+def test_recomputed_layers_attend_by_rows():
     samples = branching(4)
     expected = gradient(policy_of("qwen3", ROWS), samples)
     for layout in (ROWS, PACKED, SHARED):
         assert_same(gradient(policy_of("qwen3", layout, checkpointing=True), samples), expected)
 
 
-def test_a_prefix_that_is_shared_is_counted():
+def test_shared_prefix_is_counted():
     samples = branching(5)
     metrics = policy_of("qwen3", SHARED).forward_backward(samples).metrics
     plain = policy_of("qwen3", ROWS).forward_backward(samples).metrics
@@ -142,7 +127,7 @@ def test_a_prefix_that_is_shared_is_counted():
     assert metrics["tokens/trained"].value == plain["tokens/trained"].value
 
 
-def test_the_model_is_left_as_it_was():
+def test_model_keeps_its_attention_implementation():
     policy = policy_of("qwen3", SHARED)
     policy.forward_backward(branching(6))
     assert policy.backend.model.config._attn_implementation == "sdpa"
@@ -165,7 +150,7 @@ def test_long_rows_behind_a_prefix_go_in_blocks():
         assert float((out[:, :, place] - alone).abs().max()) < 1e-12
 
 
-def test_the_mask_of_the_gpu_kernel_says_the_same_as_the_rows():
+def test_gpu_kernel_masks_as_rows_do():
     samples = branching(7)
     rows = [s.token_ids for s in samples]
     rows = [rows[i] for i in sorted_rows(rows)]
@@ -187,7 +172,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_a_model_that_cannot_be_packed_is_trained_in_rows_and_that_is_said_once(name, caplog):
+def test_model_that_cannot_be_packed_is_trained_in_rows(name, caplog):
     model = build_model({"num_key_value_heads": 1, **SMALL, **OTHER[name]}, seed=0)
     assert why_not_packed(model)
     with caplog.at_level(logging.WARNING, logger="polyturn.training.policy"):
@@ -199,27 +184,20 @@ def test_a_model_that_cannot_be_packed_is_trained_in_rows_and_that_is_said_once(
     assert len([r for r in caplog.records if "cannot be packed, because" in r.message]) == 1
 
 
-def test_the_mask_of_a_block_is_of_the_type_that_is_asked_for():
-    view = PackedView(pack([np.arange(3)], shared=[0]), torch.device("cpu"))
-    for dtype in (torch.float32, torch.float64):
-        mask = view.causal(2, 3, dtype)
-        assert mask.dtype == dtype and mask.isinf().tolist() == [[False, False, True], [False, False, False]]
-
-
-def test_a_model_with_a_recurrent_state_is_not_packed():
+def test_model_with_a_recurrent_state_is_not_packed():
     recurrent = {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     model = build_model({"num_key_value_heads": 1, **SMALL, **recurrent}, seed=0)
     assert why_not_packed(model) == "it has layers of linear_attention"
 
 
-def test_a_model_with_experts_is_packed():
+def test_model_with_experts_is_packed():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = build_model({"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 16, **experts, **SMALL}, seed=0)
     assert why_not_packed(model) is None
 
 
 @pytest.mark.parametrize("entropy_grad", [None, False, True])
-def test_logits_in_chunks_give_the_same_numbers_and_gradient(entropy_grad):
+def test_chunked_logits_give_the_same_gradient(entropy_grad):
     samples = branching(9)
     found = []
     for max_logits in (None, 7 * VOCAB):
@@ -253,12 +231,17 @@ def test_logits_of_all_targets_are_never_held_at_once():
     assert sum(sizes) == 2 * batch.num_targets  # once forward, once in the backward pass
 
 
+def masters_of(policy: ModelPolicy) -> dict[str, Tensor]:
+    """Return the float32 copies of the parameters."""
+    return dict(policy.backend.optimizer.sections()["masters/"])
+
+
 def bf16_policy(**optim: Any) -> ModelPolicy:
     model = copy.deepcopy(MODELS["qwen3"]).to(torch.bfloat16)
     return local_policy(model, optim=OptimSettings(**optim), layout=SHARED)
 
 
-def test_parameters_in_bfloat16_learn_by_less_than_they_can_show():
+def test_bfloat16_parameters_learn_small_steps():
     """A step of 1e-4 of a weight is lost in bfloat16; in the masters many of them add up."""
     policy = bf16_policy(lr=2e-5, weight_decay=0.0, max_grad_norm=None)
     start = {n: p.detach().clone() for n, p in policy.backend.model.named_parameters()}
@@ -268,12 +251,12 @@ def test_parameters_in_bfloat16_learn_by_less_than_they_can_show():
         policy.optim_step()
     name, parameter = next((n, p) for n, p in policy.backend.model.named_parameters() if "q_proj" in n)
     assert parameter.dtype == torch.bfloat16
-    moved = (policy.backend.optimizer._masters[name] - start[name].float()).abs()
+    moved = (masters_of(policy)[name] - start[name].float()).abs()
     assert float(moved.detach().median()) > 1e-4
-    assert torch.equal(parameter, policy.backend.optimizer._masters[name].to(torch.bfloat16))
+    assert torch.equal(parameter, masters_of(policy)[name].to(torch.bfloat16))
 
 
-def test_gradients_of_many_micro_batches_are_summed_in_float32():
+def test_micro_batch_gradients_are_summed_in_float32():
     samples = branching(12)
     policy = bf16_policy()
     policy.forward_backward(samples)
@@ -291,8 +274,8 @@ def test_masters_survive_a_checkpoint():
     for policy in (one, other):
         policy.forward_backward(samples)
         policy.optim_step()
-    for name, master in one.backend.optimizer._masters.items():
-        assert torch.equal(master, other.backend.optimizer._masters[name])
+    for name, master in masters_of(one).items():
+        assert torch.equal(master, masters_of(other)[name])
     plain = local_policy(copy.deepcopy(MODELS["qwen3"]).float(), optim=OptimSettings())
     with pytest.raises(CheckpointError, match=r"float32 copies of .* another model\.dtype"):
         hand_over(one, plain)

@@ -1,4 +1,4 @@
-"""What every tool and interaction takes is seen in the metrics of a step."""
+"""Metrics of a step show how long each tool and interaction takes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ async def episode(tool_s: list[float], *, error: str | None = None, interaction_
     return replace(t, turns=(turn,), task=replace(t.task, interaction=ref))
 
 
-async def test_a_tool_has_its_median_its_slow_calls_and_its_share_of_the_rollout():
+async def test_tool_has_its_median_slow_calls_and_share():
     found = reduce(plugin_times([await episode([1.0]), await episode([2.0]), await episode([3.0])]))
     assert found["time/tool/search/p50_s"] == 2.0
     assert found["time/tool/search/p99_s"] == pytest.approx(2.98)
     assert found["time/tool/search/share"] == pytest.approx(6 / 24)
 
 
-async def test_an_interaction_has_them_under_its_name():
+async def test_interaction_has_its_times():
     found = reduce(plugin_times([await episode([], interaction_s=2.0)]))
     assert found == {
         "time/interaction/user/p50_s": 2.0,
@@ -40,6 +40,6 @@ async def test_an_interaction_has_them_under_its_name():
     }
 
 
-async def test_a_name_that_the_model_made_up_makes_no_metric():
+async def test_unknown_tool_makes_no_metric():
     assert plugin_times([await episode([1.0], error="unknown_tool")]) == {}
     assert plugin_times([]) == {}

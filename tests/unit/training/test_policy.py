@@ -14,7 +14,6 @@ from polyturn.algorithms.losses import TokenLoss, policy_losses
 from polyturn.algorithms.options import AlgorithmOptions, AverageOptions, DistillSettings, KlOptions
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError
 from polyturn.core.metrics import merge, reduce
-from polyturn.core.protocols import Policy
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
@@ -23,7 +22,6 @@ from polyturn.training.shards import write_shards
 from support.models import tiny_model
 from support.states import stored
 
-torch.set_num_threads(1)
 VOCAB = 48
 
 
@@ -58,12 +56,7 @@ def policy(*, reference: bool = False, lr: float = 1e-2, seed: int = 0, **loss: 
     )
 
 
-def test_it_is_a_policy():
-    made: Policy = policy()
-    assert callable(made.score)
-
-
-def test_scores_are_zero_where_nothing_is_weighted_and_log_probabilities_elsewhere():
+def test_scores_are_logprobs_of_weighted_tokens():
     made = policy()
     batch = samples()
     for sample, score in zip(batch, made.score(batch), strict=True):
@@ -76,7 +69,7 @@ def test_scores_are_zero_where_nothing_is_weighted_and_log_probabilities_elsewhe
         assert score[5] == pytest.approx(float(every[4, ids[5]]), abs=1e-5)
 
 
-def test_without_old_logprobs_the_batch_is_on_policy():
+def test_batch_without_old_logprobs_is_on_policy():
     """The ratio is 1, nothing is clipped, and the gradient is that of the same batch with its own scores as old ones."""
     made = policy()
     batch = samples()
@@ -90,7 +83,7 @@ def test_without_old_logprobs_the_batch_is_on_policy():
     assert all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(fresh, made.backend.model.parameters(), strict=True))
 
 
-def test_the_engines_logprobs_can_be_the_old_ones():
+def test_engine_logprobs_can_be_the_old_ones():
     made = policy(algorithm=AlgorithmOptions(old_logprobs="engine"))
     batch = samples()
     theirs = [o - 0.1 * (s.loss_weights > 0) for s, o in zip(batch, made.score(batch), strict=True)]
@@ -104,7 +97,7 @@ def test_the_engines_logprobs_can_be_the_old_ones():
     assert metrics["policy/rollout_difference_max"] == pytest.approx(0.1, abs=1e-4)
 
 
-def test_training_raises_what_was_rewarded_and_lowers_what_was_not():
+def test_training_raises_rewarded_tokens():
     made = policy()
     batch = samples()
     before = [s.sum() for s in made.score(batch)]
@@ -116,7 +109,7 @@ def test_training_raises_what_was_rewarded_and_lowers_what_was_not():
     assert made.step_count == 5
 
 
-def test_a_policy_loss_of_ones_own_is_told_its_options_and_which_tokens_belong_together():
+def test_own_policy_loss_gets_options_and_sequences():
     told = []
 
     def mine(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, scale, sequence_T):
@@ -128,11 +121,11 @@ def test_a_policy_loss_of_ones_own_is_told_its_options_and_which_tokens_belong_t
     assert losses[1] == pytest.approx(2 * losses[0]) and losses[0] != 0
     assert {clip for clip, _ in told} == {0.1}
     assert all(len(list(itertools.groupby(rows))) == len(set(rows)) for _, rows in told), "a sample's tokens stand together"
-    with pytest.raises(ConfigError, match=r"takes no option 'scales'. Did you mean 'scale'"):
+    with pytest.raises(ConfigError, match=r"'scales'.*'scale'"):
         policy(policy_loss=mine, policy_loss_kwargs={"scales": 1.0})
 
 
-def test_supervised_training_fits_the_weighted_tokens():
+def test_supervised_training_fits_weighted_tokens():
     made = policy()
     batch = samples(advantages=None)
     losses = []
@@ -142,7 +135,7 @@ def test_supervised_training_fits_the_weighted_tokens():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_reference_stays_while_the_policy_moves_and_the_kl_term_pulls_back():
+def test_reference_stays_while_the_policy_moves():
     made = policy(reference=True, algorithm=with_kl(0.5))
     batch = samples()
     start = made.score(batch, reference=True)
@@ -167,13 +160,6 @@ def test_time_and_tokens_are_counted():
     assert made.train_seconds == metrics["time/forward_backward"] > 0
     assert made.optim_seconds == metrics["time/optim"] > 0
     assert 0 <= metrics["tokens/padding_share"] < 1
-
-
-def test_a_batch_without_weight_has_no_gradient_and_still_steps():
-    made = policy()
-    unweighted = [s.replace(loss_weights=np.zeros(len(s))) for s in samples()]
-    assert "tokens/trained" not in made.forward_backward(unweighted).metrics
-    assert reduce(made.optim_step())["loss/grad_norm"] == 0
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -216,18 +202,18 @@ def test_parameters_are_only_written_in_place(tmp_path: Path):
     assert not any(v.requires_grad for v in made.weights().values())
 
 
-def test_a_checkpoint_that_lacks_a_part_of_the_optimizer_is_refused(tmp_path: Path):
+def test_checkpoint_without_a_moment_is_refused(tmp_path: Path):
     made = policy()
     made.forward_backward(samples())
     made.optim_step()
     state = made.backend.state_dict()
     lost = next(name for name in state if name.startswith("moments/exp_avg_sq/"))
     write_shards({name: part for name, part in state.items() if name != lost}, tmp_path).result()
-    with pytest.raises(CheckpointError, match=r"checkpoint's optimizer is of another model: it lacks \['exp_avg_sq/"):
+    with pytest.raises(CheckpointError, match="exp_avg_sq/"):
         policy().load(tmp_path)
 
 
-def test_a_checkpoint_of_another_model_or_without_the_reference_is_refused(tmp_path: Path):
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path):
     state = stored(policy(), tmp_path / "state")
     other = local_policy(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
     with pytest.raises(CheckpointError, match="is of another model"):
@@ -240,7 +226,7 @@ def test_a_checkpoint_of_another_model_or_without_the_reference_is_refused(tmp_p
     ("name", "message"),
     [("advantages", "advantage nan"), ("old_logprobs", "old_logprob nan"), ("parameters", "logprob nan")],
 )
-def test_a_loss_that_is_not_finite_names_step_sample_and_numbers(name, message):
+def test_loss_that_is_not_finite_names_its_sample(name, message):
     made = policy()
     made.forward_backward(samples())
     made.optim_step()
@@ -261,7 +247,7 @@ def test_a_loss_that_is_not_finite_names_step_sample_and_numbers(name, message):
     assert all(p.grad is None for p in made.backend.model.parameters())
 
 
-def test_a_step_with_a_bad_loss_is_skipped_and_reports_only_finite_figures():
+def test_step_with_a_bad_loss_is_skipped():
     made = policy()
     before = [p.clone() for p in made.backend.model.parameters()]
     broken = samples()
@@ -277,7 +263,7 @@ def test_a_step_with_a_bad_loss_is_skipped_and_reports_only_finite_figures():
     assert not all(torch.equal(a, b) for a, b in zip(before, made.backend.model.parameters(), strict=True))
 
 
-def test_distillation_has_the_gradient_of_the_kl_to_the_teacher():
+def test_distillation_has_the_gradient_of_the_kl():
     """Over all next tokens, each weighted by its probability: the term's gradient is that of KL(policy || teacher)."""
     student, teacher = tiny_model(VOCAB, hidden=16, seed=1), tiny_model(VOCAB, hidden=16, seed=2)
     prompt = np.arange(5)
@@ -311,7 +297,7 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher():
     assert all(torch.allclose(g, p.grad, atol=1e-6) for g, p in zip(grads, student.parameters(), strict=True))
 
 
-def test_marks_are_chosen_over_the_whole_step_from_the_log_probabilities_it_begins_with():
+def test_marks_are_chosen_over_the_whole_step():
     made = policy(policy_loss=policy_losses.resolve("kl_cov"), policy_loss_kwargs={"kl_cov_ratio": 0.2})
     batch = samples()
     count = sum(s.num_weighted for s in batch)
@@ -319,7 +305,7 @@ def test_marks_are_chosen_over_the_whole_step_from_the_log_probabilities_it_begi
     assert found["policy/marked_share"] == pytest.approx(int(0.2 * count) / count)
 
 
-def test_an_adaptive_kl_weight_is_what_the_loss_uses_and_what_a_checkpoint_keeps():
+def test_adaptive_kl_weight_is_used_and_kept():
     made = local_policy(
         tiny_model(VOCAB, hidden=16),
         optim=OptimSettings(),
@@ -340,7 +326,7 @@ def test_missing_pieces_are_named():
         policy(algorithm=with_kl(0.1))
     with pytest.raises(ConfigError, match="there is no teacher"):
         policy(distill=DistillSettings(teacher="teacher", coef=0.1))
-    with pytest.raises(ConfigError, match="the reference has a vocabulary of 32 and the model of 48"):
+    with pytest.raises(ConfigError, match=r"32 .* 48"):
         local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(32))
     with pytest.raises(ConfigError, match="built without a reference"):
         policy().score(samples(), reference=True)
@@ -352,13 +338,13 @@ def test_missing_pieces_are_named():
         LossSettings(policy_loss_kwargs={"dual_clip": 1.0})
 
 
-def test_a_checkpoint_holds_a_reference_that_is_in_no_file():
+def test_checkpoint_holds_a_reference_that_is_in_no_file():
     of_files = local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(VOCAB), teacher=tiny_model(VOCAB))
     for made, is_held in ((policy(reference=True), True), (of_files, False)):
         assert any(name.startswith("reference/") for name in made.backend.state_dict()) is is_held
 
 
-def test_the_bound_of_a_log_ratio_may_pass_one_and_that_of_a_ratio_may_not():
+def test_only_a_log_ratio_may_be_clipped_beyond_one():
     LossSettings(policy_loss=policy_losses.resolve("geo_mean"), policy_loss_kwargs={"clip_low": 1.5, "clip_high": 1.5})
     with pytest.raises(ConfigError, match="must hold 1 and stay above 0"):
         LossSettings(policy_loss_kwargs={"clip_low": 1.5})

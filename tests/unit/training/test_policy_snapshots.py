@@ -1,4 +1,4 @@
-"""Copies of the trained policy: which version they have at which step, and what a checkpoint keeps of them."""
+"""Snapshots of the policy: their version at each step, and what a checkpoint keeps of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyturn.core.arrays import ids_array
 from polyturn.core.errors import CheckpointError
-from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.training.hf import frozen_copy, plain_weights
 from polyturn.training.lora import LoraSettings, add_lora
@@ -42,7 +40,7 @@ def first(model: Any) -> float:
 
 
 @pytest.mark.parametrize(("every", "versions"), [(3, [0, 0, 3, 3, 3, 6]), (1, [1, 2, 3, 4, 5, 6]), (None, [0] * 6)])
-async def test_a_copy_is_taken_again_every_so_many_steps(every: int | None, versions: list[int]) -> None:
+async def test_snapshot_is_refreshed_every_so_many_steps(every: int | None, versions: list[int]) -> None:
     model = trained()
     one = follower(model, refresh_every=every)
     all_of_them = followers(model, one)
@@ -58,32 +56,7 @@ async def test_a_copy_is_taken_again_every_so_many_steps(every: int | None, vers
     assert found == versions and one.engine.version == versions[-1]  # type: ignore[attr-defined]
 
 
-async def test_its_engine_samples_from_the_copy_and_says_which_version_that_is() -> None:
-    model = trained()
-    one = follower(model, refresh_every=2)
-    all_of_them = followers(model, one)
-    await all_of_them.start(0)
-
-    async def says(engine: Any, name: str) -> Any:
-        sampling = SamplingParams(max_tokens=12, temperature=0.0)
-        return await engine.generate(
-            GenerateRequest(request_id=name, session_id=name, prompt_ids=ids_array([1, 2, 3]), sampling=sampling)
-        )
-
-    now = EmbeddedEngine(model, num_slots=2, max_context=64)
-    at_0 = await says(one.engine, "a")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    await all_of_them.follow(1)
-    assert (await says(one.engine, "b")).token_ids.tolist() == at_0.token_ids.tolist()
-    await all_of_them.follow(2)
-    at_2 = await says(one.engine, "c")
-    assert at_2.token_ids.tolist() == (await says(now, "d")).token_ids.tolist() != at_0.token_ids.tolist()
-    assert at_2.policy_versions == ((0, 2),)
-
-
-async def test_a_checkpoint_holds_the_copy_where_it_is_not_the_policy_itself() -> None:
+async def test_checkpoint_holds_a_snapshot_that_differs() -> None:
     model = trained()
     one = follower(model, refresh_every=3)
     all_of_them = followers(model, one)
@@ -103,7 +76,7 @@ async def test_a_checkpoint_holds_the_copy_where_it_is_not_the_policy_itself() -
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])
-async def test_a_run_that_goes_on_has_the_opponents_of_one_that_was_never_interrupted(at: int) -> None:
+async def test_resumed_run_has_the_snapshots_of_a_whole_run(at: int) -> None:
     model = trained()
     one = follower(model, refresh_every=3)
     before = followers(model, one)
@@ -122,7 +95,7 @@ async def test_a_run_that_goes_on_has_the_opponents_of_one_that_was_never_interr
     assert after.state_dict(at).keys() == saved.keys()
 
 
-async def test_a_step_that_was_taken_and_not_followed_is_made_up_for_when_the_run_goes_on() -> None:
+async def test_missed_refresh_is_made_up_for_on_resume() -> None:
     """A run may be stopped between a step and the refresh that it brings."""
     model = trained()
     one = follower(model, refresh_every=2)
@@ -138,7 +111,7 @@ async def test_a_step_that_was_taken_and_not_followed_is_made_up_for_when_the_ru
     assert again.version == 2 and first(again.model) == first(model)
 
 
-async def test_a_copy_that_the_checkpoint_does_not_know_is_the_policy_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_snapshot_new_to_the_checkpoint_is_the_policy(caplog: pytest.LogCaptureFixture) -> None:
     model = trained()
     one = follower(model, refresh_every=3)
     step(model)
@@ -147,13 +120,13 @@ async def test_a_copy_that_the_checkpoint_does_not_know_is_the_policy_as_it_is(c
     assert "the checkpoint has no policy 'past'; it is the policy as it is at step 4" in caplog.text
 
 
-def test_the_copy_of_another_model_is_refused() -> None:
+def test_snapshot_of_another_model_is_refused() -> None:
     other = trained(hidden=16)
     with pytest.raises(CheckpointError, match="the checkpoint's policy 'past': the weights do not fit"):
         followers(other, follower(other)).load_state_dict({"past": {"version": 1, "weights": trained().state_dict()}})
 
 
-def test_a_copy_shares_no_memory_and_wants_no_gradients() -> None:
+def test_copy_shares_no_memory_and_has_no_gradients() -> None:
     model = trained()
     copied = frozen_copy(model)
     own = {p.data_ptr() for p in model.parameters()}
@@ -161,7 +134,7 @@ def test_a_copy_shares_no_memory_and_wants_no_gradients() -> None:
     assert not any(p.requires_grad for p in copied.parameters()) and all(p.requires_grad for p in model.parameters())
 
 
-def test_the_copy_of_a_model_with_an_adapter_has_it_merged() -> None:
+def test_copy_of_an_adapted_model_has_it_merged() -> None:
     pytest.importorskip("peft")
     model = trained()
     add_lora(model, LoraSettings(rank=2), seed=0)
@@ -185,7 +158,7 @@ def test_the_copy_of_a_model_with_an_adapter_has_it_merged() -> None:
         assert torch.allclose(one.model(ids).logits, model(ids).logits, atol=1e-5)
 
 
-def test_the_copy_of_a_bfloat16_model_with_an_adapter_has_positions_as_exact_as_the_models() -> None:
+def test_copy_of_a_bfloat16_model_has_exact_positions() -> None:
     pytest.importorskip("peft")
     model = tiny_model(64, layers=1, spread=0.2)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""The leader's side of a network: what it tells its ranks, seen without any."""
+"""The leader's calls to its ranks, without any ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToldGroup:
         self.told.append(("close", self.num_ranks))
 
 
-def test_closing_a_network_lets_its_ranks_end_once():
+def test_close_ends_the_ranks_once():
     group = ToldGroup()
     backend = RankedBackend(group, "policy", start={"w": torch.zeros(4), "v": torch.zeros(4)}, bucket_bytes=16)
     assert group.told == [("policy.make", 2), ("policy.take", 2)]

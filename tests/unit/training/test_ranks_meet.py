@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.forked import ONE_THREAD, Forked
 from support.ranks import RUNS
 
-pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -1,4 +1,4 @@
-"""What the records of a step show."""
+"""Metrics that are computed from the records of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAYS = [
 ]
 
 
-async def test_calls_are_counted_by_tool_and_those_of_no_tool_as_unknown() -> None:
+async def test_calls_are_counted_by_tool() -> None:
     one = task(ground_truth="4")
     trajectory = await run_episode(scripted_context(SAYS, tools=[Gsm8kTool({})]), one, id="g0/0")
     group = TrajectoryGroup(id="g0", task=one, trajectories=(trajectory,))
@@ -39,7 +39,7 @@ async def test_calls_are_counted_by_tool_and_those_of_no_tool_as_unknown() -> No
     assert metrics["rollout/tool_errors"] == 2 / 3
 
 
-async def test_the_spread_of_rewards_is_that_within_groups() -> None:
+async def test_spread_of_rewards_is_that_within_groups() -> None:
     async def member(name: str, reward: float) -> Trajectory:
         context = scripted_context(["a"], rewards={"*": lambda trajectory: reward})
         return await run_episode(context, task(), id=name)
@@ -70,7 +70,7 @@ class Restless(MultiTurnScheduler):
         return None
 
 
-async def test_segments_and_sampled_tokens_that_are_not_trained_are_counted_by_reason() -> None:
+async def test_untrained_tokens_are_counted_by_reason() -> None:
     one = task()
     context = scripted_context(["one two three four"], scheduler=Restless())
     trajectory = await run_episode(context, one, id="g0/0")

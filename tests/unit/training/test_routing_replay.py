@@ -23,7 +23,6 @@ from polyturn.training.options import LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.models import tiny_model
 
-torch.set_num_threads(1)
 VOCAB = 48
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=8)
@@ -101,7 +100,7 @@ def own_routes(model: Any, batch: list[TrainSample]) -> list[TrainSample]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replaying_its_own_routes_changes_nothing_and_others_change_scores(kind: str) -> None:
+def test_replaying_own_routes_changes_nothing(kind: str) -> None:
     model, batch = make(kind), samples()
     made = policy(model)
     live, _ = gradients(made, without(batch))
@@ -117,7 +116,7 @@ def test_replaying_its_own_routes_changes_nothing_and_others_change_scores(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_reach_the_router_through_the_weights_of_the_told_experts(kind: str) -> None:
+def test_gradients_reach_the_router_through_told_experts(kind: str) -> None:
     """The choice is told, so the loss is smooth in the router's weights: its gradient is that of finite differences."""
     model, batch = make(kind), samples(num=2, prefix=4)
     made = policy(model)
@@ -143,7 +142,7 @@ def test_gradients_reach_the_router_through_the_weights_of_the_told_experts(kind
         assert float(analytic[place]) == pytest.approx((above - below) / 0.1, rel=0.05, abs=2e-4)
 
 
-def test_gradients_do_not_depend_on_how_the_step_is_laid_out() -> None:
+def test_gradients_do_not_depend_on_the_layout() -> None:
     """I7, in float32, which routers compute in: with told routes, missing ones and the balance loss."""
     model, batch = make(), samples()
     batch[1] = batch[1].replace(routed_experts=None)
@@ -162,7 +161,7 @@ def test_gradients_do_not_depend_on_how_the_step_is_laid_out() -> None:
     assert found[3][1]["tokens/shared_prefix"] > 0
 
 
-def test_a_prefix_that_went_to_other_experts_is_not_shared() -> None:
+def test_prefix_with_other_experts_is_not_shared() -> None:
     model, batch = make(), samples()
     changed = batch[1].routed_experts.copy()
     changed[10] = (changed[10] + 1) % 8
@@ -175,7 +174,7 @@ def test_a_prefix_that_went_to_other_experts_is_not_shared() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_that_are_computed_again_choose_the_same(kind: str) -> None:
+def test_recomputed_layers_choose_the_same_experts(kind: str) -> None:
     batch = samples()
     plain, _ = gradients(policy(make(kind), balance=0.1), batch)
     model = make(kind)
@@ -185,7 +184,7 @@ def test_layers_that_are_computed_again_choose_the_same(kind: str) -> None:
         torch.testing.assert_close(again[name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_missing_route_is_chosen_live_and_counted() -> None:
+def test_missing_route_is_chosen_live_and_counted() -> None:
     model, batch = make(), samples(num=2)
     made = policy(model)
     half = [batch[0], batch[1].replace(routed_experts=None)]
@@ -198,7 +197,7 @@ def test_a_missing_route_is_chosen_live_and_counted() -> None:
     assert gradients(made, without(batch))[1]["policy/router_missing"] == 1
 
 
-def test_the_balance_loss_evens_out_experts() -> None:
+def test_balance_loss_evens_out_experts() -> None:
     model = make()
     batch = [s.replace(routed_experts=None, advantages=np.zeros(len(s), np.float32)) for s in samples()]
     made = policy(model, replays=False, balance=1.0)
@@ -209,7 +208,7 @@ def test_the_balance_loss_evens_out_experts() -> None:
     assert before > after > 0.99
 
 
-def test_the_reference_chooses_for_itself() -> None:
+def test_reference_chooses_its_own_experts() -> None:
     model = make()
     made = local_policy(model, optim=OptimSettings(), reference=True)
     batch = samples()
@@ -217,7 +216,7 @@ def test_the_reference_chooses_for_itself() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(reference, made.score(without(batch)), strict=True))
 
 
-def test_what_cannot_be_replayed_is_refused_in_a_sentence() -> None:
+def test_routes_that_cannot_be_replayed_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no experts"):
         policy(tiny_model(VOCAB), balance=0.1)
     adapted = make()

@@ -30,14 +30,14 @@ def export(folder: Path) -> None:
     folder.mkdir()
 
 
-def test_every_so_many_steps_one_stays_for_good(tmp_path: Path):
+def test_every_third_checkpoint_stays(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=1, keep_every=3)
     for step in range(8):
         checkpoints.save(step, {}, export=export)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000006", "step-000007"]
 
 
-def test_saving_does_not_hold_training_up_and_waits_for_the_one_before(tmp_path: Path):
+def test_save_runs_beside_training_and_waits_for_the_last(tmp_path: Path):
     saver, go = Saver(Checkpoints(tmp_path)), threading.Event()
 
     def slow(folder: Path) -> None:
@@ -52,7 +52,7 @@ def test_saving_does_not_hold_training_up_and_waits_for_the_one_before(tmp_path:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 
-def test_what_went_wrong_in_the_thread_is_told_to_who_saves_next(tmp_path: Path):
+def test_error_of_a_save_is_raised_by_the_next(tmp_path: Path):
     saver = Saver(Checkpoints(tmp_path))
 
     def broken(folder: Path) -> None:
@@ -66,7 +66,7 @@ def test_what_went_wrong_in_the_thread_is_told_to_who_saves_next(tmp_path: Path)
     assert Checkpoints(tmp_path).latest() == tmp_path / "step-000002"
 
 
-def test_a_kill_while_one_is_written_leaves_the_one_before_it(tmp_path: Path):
+def test_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path):
     script = """
 import sys, time
 from pathlib import Path
@@ -83,15 +83,17 @@ saver.save(2, {"step": 2}, export=stuck)
 time.sleep(60)
 """
     run = Forked(script, tmp_path, call="support.forked:run_code")
-    run.wait_until(lambda: run.out == "writing\n")
-    run.kill()
+    try:
+        run.wait_until(lambda: run.out == "writing\n")
+    finally:
+        run.kill()
     run.wait(60)
     checkpoints = Checkpoints(tmp_path)
     latest = checkpoints.latest()
     assert latest is not None and checkpoints.load(latest) == {"step": 1}
 
 
-def test_a_kill_while_shards_are_written_leaves_the_one_before_it(tmp_path: Path):
+def test_kill_while_writing_shards_leaves_the_one_before(tmp_path: Path):
     """The state is written by torch in a thread of its own, and the process dies in the middle of a file."""
     script = """
 import os, sys, signal
@@ -124,13 +126,13 @@ saver.wait()
     Saver(checkpoints).save(2, {"step": 2}, export=Path.mkdir, stored={"policy": again})
 
 
-def test_a_checkpoint_without_shards_is_refused_in_a_sentence(tmp_path: Path):
+def test_checkpoint_without_shards_is_refused(tmp_path: Path):
     folder = Checkpoints(tmp_path).save(1, {"policy": {"model": {"w": torch.zeros(2)}}}, export=export)
     with pytest.raises(CheckpointError, match=r"holds whole tensors and cannot be resumed, but .*model\.path=.*/model"):
         local_policy(tiny_model(48), optim=OptimSettings()).load(folder / "policy")
 
 
-def test_damaged_shards_are_said(tmp_path: Path):
+def test_damaged_shards_are_refused(tmp_path: Path):
     made = local_policy(tiny_model(48), optim=OptimSettings())
     (file,) = stored(made, tmp_path / "state").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:100])
@@ -172,7 +174,7 @@ assert checkpoints.latest() == folder / "step-000003", "there is room for a smal
     assert re.search(r"step 2 .*MB are free .*step-000001", done.out)
 
 
-def test_a_shard_behind_the_start_of_its_storage_is_written(tmp_path: Path):
+def test_shard_behind_the_start_of_its_storage_is_written(tmp_path: Path):
     """As each rank but the first has it of a model whose files are read in parts."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -185,7 +187,7 @@ def test_a_shard_behind_the_start_of_its_storage_is_written(tmp_path: Path):
         dist.destroy_process_group()
 
 
-def test_boxes_of_a_tensor_are_written_and_read_where_they_lie(tmp_path: Path):
+def test_boxes_of_a_tensor_are_written_in_place(tmp_path: Path):
     """As a rank of Megatron's has them in a weight that several tensors are made one in; others read the whole, or cut it
     otherwise."""
     whole, kind = torch.arange(24.0).view(6, 4), TensorKind((6, 4), torch.float32)

@@ -1,4 +1,4 @@
-"""Supervised training: which tokens of a conversation are learnt from, and in which order samples come."""
+"""Supervised training: which tokens of a conversation are learnt, and in which order samples come."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def learnt(sample: TrainSample) -> list[str]:
     return [CODEC.decode(ids) for ids in runs]
 
 
-def test_what_the_assistant_says_is_learnt_end_token_included_and_nothing_else():
+def test_only_assistant_turns_are_learnt():
     assert learnt(encode(TWO_TURNS)) == ["5<|im_end|>", "4<|im_end|>"]
 
 
-def test_the_tokens_are_those_of_the_whole_conversation_rendered_at_once():
+def test_tokens_are_those_of_one_rendering():
     sample = encode(TWO_TURNS)
     whole = CODEC.encode(CODEC.template.render(TWO_TURNS))
     assert np.array_equal(sample.token_ids, whole[: len(sample)]), (
@@ -57,7 +57,7 @@ def test_the_tokens_are_those_of_the_whole_conversation_rendered_at_once():
     assert len(whole) - len(sample) <= 1
 
 
-def test_tool_calls_are_learnt_as_the_model_has_to_write_them():
+def test_tool_calls_are_learnt_as_text():
     call = ToolCall(id="c0", name="calc", arguments={"a": 1})
     messages = [
         say("user", "?"),
@@ -70,24 +70,24 @@ def test_tool_calls_are_learnt_as_the_model_has_to_write_them():
     assert second == "2<|im_end|>"
 
 
-def test_weights_choose_the_turns_that_are_learnt():
+def test_weights_choose_the_learnt_turns():
     sample = encode(TWO_TURNS, weights=(0.0, 0.5))
     assert learnt(sample) == ["4<|im_end|>"] and set(sample.loss_weights) == {0.0, 0.5}
     assert sorted(set(sample.turn_ids.tolist())) == [-1, 0, 1]
 
 
-def test_what_follows_the_last_turn_is_left_out_and_two_turns_in_a_row_are_refused():
+def test_conversation_ends_with_its_last_assistant_turn():
     assert learnt(encode([*TWO_TURNS, say("user", "thanks")])) == ["5<|im_end|>", "4<|im_end|>"]
-    with pytest.raises(DataError, match="conversation c: two assistant messages in a row; something must answer"):
+    with pytest.raises(DataError, match="conversation c"):
         encode([say("user", "?"), say("assistant", "a"), say("assistant", "b")])
 
 
-async def test_a_runs_trajectories_are_learnt_token_for_token_if_they_are_good_enough():
+async def test_good_trajectories_are_learnt_token_for_token():
     good, bad = [await run_episode(scripted_context([text]), task(), id=text) for text in ("#### 4", "#### 5")]
     (sample,) = trajectory_samples([good, bad], min_reward=1.0)
     assert np.array_equal(sample.token_ids, good.segments[0].token_ids)
     assert np.array_equal(sample.loss_weights, good.segments[0].loss_weights)
-    with pytest.raises(DataError, match="none of 1 trajectories has a reward of at least 1; the best has 0"):
+    with pytest.raises(DataError, match="at least 1"):
         trajectory_samples([bad], min_reward=1.0)
 
 
@@ -119,7 +119,7 @@ def train(num: int, *, seed: int = 0, **settings: Any) -> tuple[Notes, list[int]
     return notes, steps
 
 
-def test_every_epoch_visits_every_sample_once_in_an_order_that_the_seed_decides():
+def test_epoch_visits_each_sample_once():
     notes, steps = train(5, steps=4, batch_size=5)
     assert steps == [1, 2, 3, 4] and all(sorted(batch) == list("01234") for batch in notes.batches)
     assert notes.batches[0] != notes.batches[1]
@@ -133,5 +133,5 @@ def test_batches_run_across_epochs():
     assert [len(b) for b in notes.batches] == [2, 2, 2] and sorted(visited[:3]) == sorted(visited[3:]) == list("012")
 
 
-def test_time_may_end_it_early():
+def test_time_limit_ends_training():
     assert train(3, steps=50, batch_size=2, max_seconds=1e-9)[1] == []

@@ -1,4 +1,4 @@
-"""What a step leaves in the records: advantages and log-probabilities on sampled tokens, and why something was left out."""
+"""Records of a step: advantages and logprobs of sampled tokens, and why a trajectory was dropped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def group(id: str, *members: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup(id=id, task=TASK, trajectories=members)
 
 
-def test_a_trained_trajectory_keeps_its_advantages_and_the_trainers_logprobs():
+def test_trained_trajectory_keeps_advantages_and_logprobs():
     found = records(group("g0", trajectory("g0/0", 1.0), trajectory("g0/1", 0.0)), train=TrainOptions(minibatches=2))
     for id, sign in (("g0/0", 1), ("g0/1", -1)):
         assert found[id].dropped is None and found[id].weights is None
@@ -68,7 +68,7 @@ def test_a_trained_trajectory_keeps_its_advantages_and_the_trainers_logprobs():
         assert found[id].entropies.tolist() == [0.5, 0.5]
 
 
-def test_what_was_left_out_says_why():
+def test_dropped_trajectory_says_why():
     found = records(
         group("g0", trajectory("g0/0", 1.0), trajectory("g0/1", 1.0)),
         group("g1", trajectory("g1/0", 1.0), trajectory("g1/1", 0.0), trajectory("g1/2", None)),
@@ -82,7 +82,7 @@ def test_what_was_left_out_says_why():
     }
 
 
-def test_truncated_trajectories_are_left_out_where_that_is_asked_for_and_stay_in_the_statistics():
+def test_truncated_trajectories_are_dropped_if_asked():
     cut, other = trajectory("g0/0", 1.0, stop=StopReason.MAX_TOKENS), trajectory("g0/1", 0.0)
     options = (AlgorithmOptions(drop_truncated=flag) for flag in (False, True))
     kept, dropped = (records(group("g0", cut, other), algorithm=algorithm) for algorithm in options)
@@ -90,13 +90,13 @@ def test_truncated_trajectories_are_left_out_where_that_is_asked_for_and_stay_in
     assert dropped["g0/1"].advantages.tolist() == kept["g0/1"].advantages.tolist()
 
 
-def test_a_trajectory_that_the_correction_rejected_says_so():
+def test_rejected_trajectory_says_so():
     groups = [group("g0", trajectory("g0/0", 1.0, engine=-9.0), trajectory("g0/1", 0.0))]
     found = records(*groups, correction=CorrectionSettings(reject={"seq_mean_k1": Bounds(0.1, 9.0)}))
     assert found["g0/0"].dropped == "rejected" and found["g0/1"].dropped is None
 
 
-def test_weights_that_the_loss_scale_changed_are_kept_beside_the_recorded_ones():
+def test_changed_loss_weights_are_recorded():
     class FirstOnly:
         def weights(self, trajectory: Trajectory, segment: Segment) -> np.ndarray:
             weights = segment.loss_weights.copy()

@@ -1,4 +1,4 @@
-"""Weights leave the ranks a bucket at a time: nobody holds a second whole model, and what arrives is what they have."""
+"""Weights leave the ranks a bucket at a time, so that no process holds a second whole model."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def streamed(weights, *, limit):
     return StreamedTensors(kinds, bring, limit=limit), brought
 
 
-def test_a_stream_brings_what_fits_into_a_bucket_and_a_large_tensor_alone():
+def test_stream_brings_a_bucket_at_a_time():
     weights = {"a": torch.zeros(2), "b": torch.ones(2), "c": torch.arange(9.0), "d": torch.zeros(1)}
     made, brought = streamed(weights, limit=16)
     assert [list(bucket) for bucket in buckets(made)] == [["a", "b"], ["c"], ["d"]] == brought
@@ -43,7 +43,7 @@ def test_a_stream_brings_what_fits_into_a_bucket_and_a_large_tensor_alone():
     assert list(made) == list(weights) and len(made) == 4
 
 
-def test_a_stream_is_written_in_shards_that_are_read_again(tmp_path):
+def test_stream_is_written_in_shards(tmp_path):
     weights = {f"w{i}": torch.full((4,), float(i)) for i in range(5)}
     (tmp_path / "config.json").write_text("{}")
     with WeightFolder(tmp_path, root=tmp_path) as files:
@@ -55,7 +55,7 @@ def test_a_stream_is_written_in_shards_that_are_read_again(tmp_path):
         assert again.keys() == weights.keys() and all(torch.equal(again[name], t) for name, t in weights.items())
 
 
-def test_experts_that_a_checkpoint_names_one_by_one_are_streamed_so(tmp_path):
+def test_experts_are_streamed_one_by_one(tmp_path):
     """A layer comes at once, whatever the limit, because its experts are one tensor here and many there."""
     config = MixtralConfig(
         vocab_size=32, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
@@ -73,7 +73,7 @@ def test_experts_that_a_checkpoint_names_one_by_one_are_streamed_so(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="the most memory is read from /proc")
-def test_the_most_that_a_rank_needs_above_its_shards_is_two_buckets(tmp_path):
+def test_rank_needs_at_most_two_buckets_above_its_shards(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

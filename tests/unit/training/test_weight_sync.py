@@ -1,4 +1,4 @@
-"""A sync is done when it is verified: whatever group of parameters does not arrive, the run learns which."""
+"""A weight sync is verified: any group of parameters that does not arrive is named."""
 
 import copy
 
@@ -23,7 +23,6 @@ SMALL = {"vocab_size": VOCAB, "num_prompts": 2, "num_tokens": 16}
 
 
 def make_policy(*, tied: bool, seed: int = 0) -> ModelPolicy:
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -46,22 +45,25 @@ class Leaky:
 
     def __init__(self, policy: ModelPolicy, *, keeps: str = "") -> None:
         model = copy.deepcopy(policy.backend.model).eval()
-        self._engine = EmbeddedEngine(model, num_slots=4)
-        self._keeps = keeps.split()
+        self.engine = EmbeddedEngine(model, num_slots=4)
+        self.keeps = keeps.split()
+        self.is_lost = False
 
     def __getattr__(self, name):
-        return getattr(self._engine, name)
+        return getattr(self.__dict__["engine"], name)
 
     async def update_weights(self, version, *, weights=None):
+        if self.is_lost:
+            raise EngineLostError("it was killed")
         groups = groups_of(weights)
-        kept = {weights[name].data_ptr() for group in self._keeps for name in groups.get(group, [])}
-        await self._engine.update_weights(
+        kept = {weights[name].data_ptr() for group in self.keeps for name in groups.get(group, [])}
+        await self.engine.update_weights(
             version, weights={name: value for name, value in weights.items() if value.data_ptr() not in kept}
         )
 
 
 @pytest.mark.parametrize("tied", [True, False])
-async def test_an_engine_that_takes_everything_passes_and_ends_with_the_true_weights(tied):
+async def test_engine_that_takes_all_weights_passes(tied):
     policy = make_policy(tied=tied)
     before = {name: value.clone() for name, value in policy.weights().items()}
     sync = WeightSync(Leaky(policy), policy, WeightProbe(**SMALL))
@@ -73,7 +75,7 @@ async def test_an_engine_that_takes_everything_passes_and_ends_with_the_true_wei
 
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
-async def test_each_group_that_does_not_arrive_is_named(tied):
+async def test_group_that_does_not_arrive_is_named(tied):
     policy = make_policy(tied=tied)
     for name in policy.backend.weight_groups() if tied else ("model.embed_tokens.weight", "lm_head.weight"):
         with pytest.raises(EngineError, match=name.replace(".", r"\.").replace("*", r"\*")):
@@ -85,22 +87,22 @@ class WithAdapter:
 
     def __init__(self, model: LlamaForCausalLM, *, keeps: str = "") -> None:
         self._model = copy.deepcopy(model).eval()
-        self._engine = EmbeddedEngine(self._model, num_slots=4)
-        self._keeps = keeps
+        self.engine = EmbeddedEngine(self._model, num_slots=4)
+        self.keeps = keeps
 
     def __getattr__(self, name):
-        return getattr(self._engine, name)
+        return getattr(self.__dict__["engine"], name)
 
     async def update_weights(self, version, *, weights=None):
         own = lora.as_peft(lora.adapter_tensors(self._model))
         assert weights.keys() == own.keys()
         for name, value in weights.items():
-            if not self._keeps or self._keeps not in name:
+            if not self.keeps or self.keeps not in name:
                 own[name].copy_(value)
-        await self._engine.update_weights(version)
+        await self.engine.update_weights(version)
 
 
-async def test_an_adapter_alone_is_proved_to_arrive_part_by_part():
+async def test_adapter_is_proved_part_by_part():
     """Its second matrices are zero at the start, so that no change of a first one would show by itself."""
     model = make_policy(tied=False).backend.model
     lora.add_lora(model, lora.LoraSettings(rank=4))
@@ -119,7 +121,7 @@ async def test_an_adapter_alone_is_proved_to_arrive_part_by_part():
             await WeightSync(WithAdapter(model, keeps=part), policy, WeightProbe(**SMALL), **options).start(0)
 
 
-async def test_where_no_group_alone_explains_it_none_is_blamed():
+async def test_no_group_is_blamed_where_several_are_stale():
     policy = make_policy(tied=False)
     with pytest.raises(EngineError, match="several groups of parameters did not arrive"):
         await WeightSync(
@@ -127,7 +129,7 @@ async def test_where_no_group_alone_explains_it_none_is_blamed():
         ).start(0)
 
 
-async def test_the_trainers_weights_are_put_back_when_the_canary_fails():
+async def test_failed_canary_puts_the_weights_back():
     policy = make_policy(tied=True)
     before = {name: value.clone() for name, value in policy.weights().items()}
     with pytest.raises(EngineError):
@@ -135,86 +137,74 @@ async def test_the_trainers_weights_are_put_back_when_the_canary_fails():
     assert all(torch.equal(value, before[name]) for name, value in policy.weights().items())
 
 
-async def test_a_later_sync_that_does_not_arrive_ends_the_run():
+async def test_later_sync_that_does_not_arrive_ends_the_run():
     policy = make_policy(tied=True)
     engine = Leaky(policy)
     sync = WeightSync(engine, policy, WeightProbe(**SMALL))
     await sync.start(0)
-    engine._keeps = ["model.embed_tokens.weight"]
+    engine.keeps = ["model.embed_tokens.weight"]
     with torch.no_grad():
         policy.weights()["model.embed_tokens.weight"].mul_(1.5)
     with pytest.raises(EngineError, match="does not serve the weights"):
         await sync.publish(1)
 
 
-async def test_an_engine_that_goes_on_under_its_old_version_is_found_by_its_tags():
+async def test_engine_with_an_old_version_tag_is_found():
     policy = make_policy(tied=True)
     engine = Leaky(policy)
     sync = WeightSync(engine, policy, WeightProbe(**SMALL))
     await sync.start(0)
-    engine.update_weights = lambda version, *, weights=None: engine._engine.update_weights(0, weights=weights)
+    engine.update_weights = lambda version, *, weights=None: engine.engine.update_weights(0, weights=weights)
     with pytest.raises(EngineError, match="version 1 was sent, and the engine answers as version"):
         await sync.publish(1)
 
 
-async def test_every_server_of_a_pool_is_held_to_the_weights_by_itself():
+async def test_each_server_of_a_pool_is_held_to_the_weights():
     policy = make_policy(tied=True)
     pool = EnginePool([Leaky(policy), Leaky(policy, keeps="model.norm.weight")])
     with pytest.raises(EngineError, match=r"replica 1 says that it took the new weights, and model\.norm\.weight"):
         await WeightSync(pool, policy, WeightProbe(**SMALL)).start(0)
 
 
-async def test_one_server_that_goes_wrong_later_is_left_out_and_the_run_goes_on(caplog):
+@pytest.mark.parametrize("fault", ["keeps old weights", "is lost"])
+async def test_server_that_goes_wrong_or_is_lost_is_left_out(fault, caplog):
     policy = make_policy(tied=True)
     engines = [Leaky(policy), Leaky(policy)]
     pool = EnginePool(engines)
     sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
-    engines[1]._keeps = ["model.embed_tokens.weight"]
+    if fault == "is lost":
+        engines[1].is_lost = True
+    else:
+        engines[1].keeps = ["model.embed_tokens.weight"]
     with torch.no_grad():
         policy.weights()["model.embed_tokens.weight"].mul_(1.5)
     assert await sync.publish(1) <= 3 * sync.noise
     assert [replica.is_live for replica in pool.replicas] == [True, False]
-    lines = [record.message for record in caplog.records if "replica 1 is left out" in record.message]
-    assert len(lines) == 1 and "does not serve the weights that were sent" in lines[0]
+    assert len([record for record in caplog.records if "replica 1 is left out" in record.message]) == 1
+    pool.leave(pool.replicas[0])
+    with pytest.raises(EngineError, match="version 2"):
+        await sync.publish(2)
 
 
-async def test_one_server_that_is_lost_during_a_sync_is_left_out_and_the_run_goes_on():
-    class Lost(Leaky):
-        async def update_weights(self, version, *, weights=None):
-            if version == 1:
-                raise EngineLostError("it was killed")
-            await super().update_weights(version, weights=weights)
-
-    policy = make_policy(tied=True)
-    pool = EnginePool([Lost(policy), Leaky(policy)])
-    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
-    await sync.start(0)
-    await sync.publish(1)
-    assert [replica.is_live for replica in pool.replicas] == [False, True]
-    pool.leave(pool.replicas[1])
-    with pytest.raises(EngineError, match="took policy version 1: replica 0"):
-        await sync.publish(1)
-
-
-async def test_a_server_that_comes_back_is_held_to_what_the_others_said():
+async def test_returning_server_is_held_to_the_known_logprobs():
     policy = make_policy(tied=True)
     pool = EnginePool([Leaky(policy)])
     sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
     await sync.publish(1)
     back = Leaky(policy)
-    await back._engine.update_weights(1)
+    await back.engine.update_weights(1)
     await pool.verify(back, 1)
     with torch.no_grad():
-        back._engine.module.model.norm.weight.mul_(1.1)
+        back.engine.module.model.norm.weight.mul_(1.1)
     with pytest.raises(EngineError, match="it serves other weights"):
         await pool.verify(back, 1)
     with pytest.raises(EngineError, match="nothing is known yet about version 2"):
         await pool.verify(back, 2)
 
 
-async def test_the_only_server_may_die_during_a_sync_if_it_comes_back(tmp_path):
+async def test_only_server_may_die_during_a_sync_and_return(tmp_path):
     class Mortal(Leaky):
         num_restarts = 0
 
