@@ -46,7 +46,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> build.Parts:
     )
 
 
-def test_the_rollout_gets_what_the_config_says(parts: build.Parts):
+def test_rollout_gets_the_settings_of_the_config(parts: build.Parts):
     context = parts.context
     assert (context.limits.max_turns, context.limits.max_context, context.limits.timeout_s) == (2, 448, 7.0)
     assert context.limits.context_policy is ContextPolicy.DROP_OLDEST
@@ -57,14 +57,14 @@ def test_the_rollout_gets_what_the_config_says(parts: build.Parts):
     assert parts.template.renders_tools
 
 
-def test_rollout_workers_share_the_episodes_that_may_live(parts: build.Parts, tmp_path: Path):
+def test_rollout_workers_share_max_concurrent(parts: build.Parts, tmp_path: Path):
     several = place(tmp_path, "cluster.workers.count=3", "rollout.max_concurrent=8")
     pool = build.with_workers(dataclasses.replace(parts, place=several)).pool
     workers = [pickle.loads(worker._build).args[0].config for worker in pool._workers.values()]
     assert [(one.rollout.max_concurrent, one.cluster.workers.count) for one in workers] == [(3, 1)] * 3
 
 
-def test_the_engine_samples_from_the_trainers_own_tensors(parts: build.Parts, tmp_path: Path):
+def test_engine_samples_from_the_trainers_tensors(parts: build.Parts, tmp_path: Path):
     tasks = build.build_run_tasks(parts.place)
     trainer = build.build_trainer(parts, tasks, folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1))
     mine = dict(parts.model.named_parameters())
@@ -74,7 +74,7 @@ def test_the_engine_samples_from_the_trainers_own_tensors(parts: build.Parts, tm
     assert trainer.settings.train.steps == 3
 
 
-def test_the_same_seed_gives_the_same_model_and_another_does_not(tmp_path: Path, parts: build.Parts):
+def test_seed_decides_the_model(tmp_path: Path, parts: build.Parts):
     def first(seed: int) -> torch.Tensor:
         where = place(tmp_path, f"seed={seed}")
         return next(build.build_model(where, parts.tokenizer).parameters())
@@ -82,27 +82,27 @@ def test_the_same_seed_gives_the_same_model_and_another_does_not(tmp_path: Path,
     assert torch.equal(first(0), first(0)) and not torch.equal(first(0), first(1))
 
 
-def test_the_tokenizer_that_is_saved_carries_the_template_of_the_run(tmp_path: Path):
+def test_saved_tokenizer_has_the_template_of_the_run(tmp_path: Path):
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     codec = build.build_codec(place(tmp_path, "model.chat_template=own.jinja"))
     codec.tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
 
 
-def test_a_scheduler_is_a_class_of_ones_own(tmp_path: Path):
+def test_scheduler_may_be_an_own_class(tmp_path: Path):
     where = place(tmp_path, "rollout.scheduler=plugins.py:Quiet")
     with (tmp_path / "plugins.py").open("a") as file:
         file.write(
             "\n\nfrom polyturn.rollout.scheduler import MultiTurnScheduler\n\n\nclass Quiet(MultiTurnScheduler):\n    pass\n"
         )
     assert type(build.build_scheduler(where)).__name__ == "Quiet"
-    with pytest.raises(ConfigError, match="which makes no MultiTurnScheduler; inherit that class"):
+    with pytest.raises(ConfigError, match="MultiTurnScheduler"):
         build.build_scheduler(
             build.ConfigSource(config=place(tmp_path, "rollout.scheduler=plugins.py:corpus").config, base=tmp_path)
         )
 
 
-async def test_the_rewards_are_what_the_config_says(tmp_path: Path):
+async def test_rewards_are_those_of_the_config(tmp_path: Path):
     where = place(
         tmp_path,
         "reward.function={name: 'plugins.py:fixed', value: 0.5}",
@@ -126,7 +126,7 @@ def test_estimators_get_their_options(tmp_path: Path):
     assert isinstance(bound, functools.partial) and bound.func is grpo and bound.keywords == {"norm_by_std": False}
 
 
-def test_evaluation_sets_keep_their_order_sampling_and_limits(tmp_path: Path):
+def test_evaluation_sets_keep_order_sampling_and_limits(tmp_path: Path):
     sets = (
         "evaluation.sets={a: {sampling: {temperature: 0}}, "
         "b: {sampling: {temperature: 1, top_p: 0.9}, max_turns: 1, every: false}}"
@@ -138,7 +138,7 @@ def test_evaluation_sets_keep_their_order_sampling_and_limits(tmp_path: Path):
     assert build.build_eval_sets(place(tmp_path, "evaluation.data=null")) == []
 
 
-def test_a_generator_may_make_the_tasks(tmp_path: Path):
+def test_generator_may_make_the_tasks(tmp_path: Path):
     where = place(tmp_path, "data.train={files: null, generator: 'plugins.py:made', kwargs: {num: 3}}")
     with (tmp_path / "plugins.py").open("a") as file:
         file.write(
@@ -155,10 +155,10 @@ def user(text: str, **fields: Any) -> Task:
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (user("?", tools=("shoot",)), r"data.train, task 't0' .*'shoot'.* Did you mean 'shout'"),
-        (user("?", data_source="other"), "no reward for the data_source 'other'"),
-        (user("a b " * 300), r"task 't0': its prompt has \d+ tokens and the model's context allows 447"),
-        (user("?", data_source=None, tools=()), "task 't0' has nothing that scores it"),
+        (user("?", tools=("shoot",)), r"'t0' .*'shoot'.*'shout'"),
+        (user("?", data_source="other"), "'other'"),
+        (user("a b " * 300), r"'t0'.* 447"),
+        (user("?", data_source=None, tools=()), "'t0'"),
     ],
 )
 def test_tasks_that_cannot_run_are_refused(parts: build.Parts, task: Task, says: str):
@@ -166,25 +166,25 @@ def test_tasks_that_cannot_run_are_refused(parts: build.Parts, task: Task, says:
         build.check_run(parts, [task], name="data.train")
 
 
-def test_a_run_whose_interactions_or_tools_no_task_uses_is_refused(parts: build.Parts):
+def test_unused_interactions_or_tools_are_refused(parts: build.Parts):
     alone, talking = user("?"), user("?", interaction=InteractionRef(name="coach"))
     toolless = [dataclasses.replace(t, id=f"n{i}", tools=()) for i, t in enumerate((alone, talking))]
-    with pytest.raises(ConfigError, match=r"and not one of the 1 tasks of data.train names one; add it to the rows"):
+    with pytest.raises(ConfigError, match=r"data.train"):
         build.check_run(parts, [alone], name="data.train")
-    with pytest.raises(ConfigError, match=r"rollout.tools is set and not one of the 2 tasks .*may call.*\['shout'\]"):
+    with pytest.raises(ConfigError, match=r"rollout.tools .*'shout'"):
         build.check_run(parts, toolless, name="data.train")
     build.check_run(parts, [talking, *toolless], name="mixed tasks")
 
 
-def test_one_task_of_training_or_evaluation_that_uses_them_is_enough(parts: build.Parts):
+def test_one_task_that_uses_an_interaction_is_enough(parts: build.Parts):
     held_out = dataclasses.replace(build.build_eval_sets(parts.place)[0], tasks=[user("?")])
     talking = user("?", interaction=InteractionRef(name="coach"))
     build.check_training(parts, build.RunTasks(train=[talking], eval_sets=[held_out]))
-    with pytest.raises(ConfigError, match=r"not one of the 2 tasks of data.train and evaluation.data names"):
+    with pytest.raises(ConfigError, match=r"data.train and evaluation.data"):
         build.check_training(parts, build.RunTasks(train=[user("?")], eval_sets=[held_out]))
 
 
-def test_training_on_greedy_completions_is_told(tmp_path: Path, parts: build.Parts, caplog: pytest.LogCaptureFixture):
+def test_training_on_greedy_completions_is_warned_of(tmp_path: Path, parts: build.Parts, caplog: pytest.LogCaptureFixture):
     tasks = build.RunTasks(train=[user("?", interaction=InteractionRef(name="coach"))], eval_sets=[])
     build.check_training(parts, tasks)
     assert "temperature" not in caplog.text
@@ -193,7 +193,7 @@ def test_training_on_greedy_completions_is_told(tmp_path: Path, parts: build.Par
     assert "rollout.sampling.temperature is 0: the members of a group say the same" in caplog.text
 
 
-def test_a_prompt_that_just_fits_is_fine_and_one_token_more_is_not(parts: build.Parts):
+def test_prompt_length_is_checked_to_the_token(parts: build.Parts):
     """Length is counted in tokens of the rendered prompt, exactly, where bytes alone cannot tell."""
 
     def num_tokens(task: Task) -> int:
@@ -202,13 +202,11 @@ def test_a_prompt_that_just_fits_is_fine_and_one_token_more_is_not(parts: build.
     fitting = next(t for n in range(600) if num_tokens(t := user("9" * n)) == parts.max_context - 1)
     coach = {"interaction": build.build_run_tasks(parts.place).train[0].interaction}
     build.check_run(parts, [user(fitting.prompt[0].text, **coach)], name="x")
-    with pytest.raises(DataError, match="raise the limit, or leave the task out"):
+    with pytest.raises(DataError, match="limit"):
         build.check_run(parts, [user(fitting.prompt[0].text + "9", **coach)], name="x")
 
 
-def test_a_task_whose_bytes_fit_is_checked_without_being_encoded(
-    tmp_path: Path, parts: build.Parts, monkeypatch: pytest.MonkeyPatch
-):
+def test_short_prompt_is_checked_without_encoding(tmp_path: Path, parts: build.Parts, monkeypatch: pytest.MonkeyPatch):
     rows = [{"prompt": f"How loud is mouse {i}?", "data_source": "tiny", "interaction": "coach"} for i in range(100)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     where = place(tmp_path, "data.train.files=many.jsonl")

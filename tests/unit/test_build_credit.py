@@ -19,7 +19,7 @@ from polyturn.build.credit import (
 )
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.core.errors import ConfigError
 from polyturn.training.observer import RunObserver
 from support.models import tiny_model
 from support.runs import write_tiny_run
@@ -34,19 +34,6 @@ def options(folder: Path, *overrides: str) -> dict[str, Any]:
     return dict(build.build_estimator(place(folder, *overrides)).keywords)
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("algorithm.kl={coef: 0.1, estimator: k4}", r"algorithm\.kl\.estimator: there is no 'k4'"),
-        ("algorithm.loss.distill={teacher: self, estimator: k4}", r"algorithm\.loss\.distill\.estimator: there is no 'k4'"),
-        ("algorithm.loss={clip_low: 5}", r"algorithm\.loss: the clip range is \[1 - 5"),
-    ],
-)
-def test_a_loss_that_cannot_be_is_refused_before_weights_are_loaded(tmp_path: Path, override: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_algorithm(place(tmp_path, override))
-
-
 FURTHER = {
     "algorithm.critic.path": ["algorithm.advantage=gae"],
     "algorithm.loss.distill.teacher": [],
@@ -56,7 +43,7 @@ FURTHER = {
 
 @pytest.mark.parametrize("key", FURTHER)
 @pytest.mark.parametrize("is_plan", [True, False])
-def test_a_further_model_that_is_none_or_of_other_words_is_refused_before_training(
+def test_unfitting_further_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, is_plan: bool
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -64,10 +51,10 @@ def test_a_further_model_that_is_none_or_of_other_words_is_refused_before_traini
     tiny_model(300).save_pretrained(tmp_path / "other")
     (tmp_path / "empty").mkdir()
     says = {
-        "./nowhere": rf"{key} is './nowhere': there is no folder",
-        "abc": rf"{key} is 'abc': 'abc' is no folder here",
-        "empty": rf"{key} is 'empty': no model can be loaded",
-        "other": rf"the model of {key} has a vocabulary of 300 and the model of 320",
+        "./nowhere": rf"{key} is './nowhere'",
+        "abc": rf"{key} is 'abc'",
+        "empty": rf"{key} is 'empty'",
+        "other": rf"{key} .*300.* 320",
     }
 
     for name, words in says.items():
@@ -80,13 +67,13 @@ def test_a_further_model_that_is_none_or_of_other_words_is_refused_before_traini
     "key",
     ["train.group_size", "train.groups_per_step", "train.epochs", "evaluation.sets.all.samples", "engine.launch.replicas"],
 )
-def test_a_number_that_no_machine_has_room_for_is_refused_as_it_is_read(tmp_path: Path, key: str) -> None:
+def test_absurd_number_is_refused(tmp_path: Path, key: str) -> None:
     engine = ["engine={kind: vllm, num_slots: null}"] if key.startswith("engine") else []
     with pytest.raises(ConfigError, match=rf"^{key} is 1000000000 .*less than or equal to \d+$"):
         place(tmp_path, *engine, f"{key}=1000000000")
 
 
-def test_an_estimator_gets_its_own_options(tmp_path: Path) -> None:
+def test_estimator_gets_its_options(tmp_path: Path) -> None:
     gae = ("algorithm.advantage=gae", "algorithm.advantage.lam=0.9")
     assert options(tmp_path, *gae, "algorithm.advantage={gamma: 0.8}") == {"lam": 0.9, "gamma": 0.8}
     assert options(tmp_path, "algorithm.advantage=gdpo", "algorithm.advantage.norm_by_std=false") == {
@@ -95,34 +82,38 @@ def test_an_estimator_gets_its_own_options(tmp_path: Path) -> None:
     }
 
 
+def check(where: build.ConfigSource) -> None:
+    check_algorithm(where)
+    build.build_estimator(where)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.group_size=1"], r"train\.group_size is 1 and the estimator 'grpo' compares"),
-        (["algorithm.advantage={norm_by_sdt: false}"], r"Did you mean 'algorithm\.advantage\.norm_by_std'"),
+        (["train.group_size=1"], r"train\.group_size is 1 .*'grpo'"),
+        (["algorithm.advantage={norm_by_sdt: false}"], r"'algorithm\.advantage\.norm_by_std'"),
+        (["algorithm.advantage=return_to_og"], "'return_to_go'"),
+        (["algorithm.kl={coef: 0.1, estimator: k4}"], r"algorithm\.kl\.estimator.*'k4'"),
+        (["algorithm.loss.distill={teacher: self, estimator: k4}"], r"algorithm\.loss\.distill\.estimator.*'k4'"),
+        (["algorithm.loss={clip_low: 5}"], r"algorithm\.loss.* 5"),
         (["algorithm.advantage=gdpo", "algorithm.kl={place: reward, coef: 0.1}"], r"kl\.place to loss"),
         (["algorithm.advantage=grpo_passk", "algorithm.advantage={k: 3}"], r"k is 3 in groups of 3 .*from 1 to 2"),
         (["algorithm.advantage=grpo_passk", "algorithm.advantage={k: 4}"], r"k is 4 in groups of 3"),
     ],
 )
-def test_what_cannot_work_is_said(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_credit_that_cannot_work_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build.build_estimator(place(tmp_path, *overrides))
+        check(place(tmp_path, *overrides))
 
 
-def test_scores_of_turns_that_nothing_can_give_are_refused_before_sampling(tmp_path: Path) -> None:
+def test_turn_scores_that_nothing_gives_are_refused(tmp_path: Path) -> None:
     bare = ("algorithm.advantage=return_to_go", "rollout.tools.functions=[]", "rollout.interactions=[]")
     where = place(tmp_path, *bare, "rollout.scheduler=react")
-    with pytest.raises(ConfigError, match=r"'return_to_go' needs scores of turns.*the scheduler 'react' scores none"):
+    with pytest.raises(ConfigError, match=r"'return_to_go' .*'react'"):
         require_scores(build.build_parts(where), build.build_estimator(where))
     for more in (["rollout.interactions=[{name: coach, class_name: 'plugins.py:Coach'}]"], ["rollout.scheduler=gym"]):
         where = place(tmp_path, *bare, *more)
         require_scores(build.build_parts(where), build.build_estimator(where))
-
-
-def test_an_unknown_estimator_is_said_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'return_to_go'"):
-        build.build_estimator(place(tmp_path, "algorithm.advantage=return_to_og"))
 
 
 @pytest.mark.parametrize(
@@ -137,30 +128,28 @@ def test_an_unknown_estimator_is_said_with_the_nearest(tmp_path: Path) -> None:
         (["algorithm.advantage=gae", "algorithm.drop_zero_variance=true"], True),
     ],
 )
-def test_groups_of_equal_rewards_are_dropped_where_nothing_is_lost(
-    tmp_path: Path, overrides: list[str], expected: bool
-) -> None:
+def test_equal_groups_are_dropped_where_nothing_is_lost(tmp_path: Path, overrides: list[str], expected: bool) -> None:
     where = place(tmp_path, *overrides)
     assert drops_zero_variance(where, build.build_estimator(where)) is expected
 
 
-def test_an_estimator_with_the_signature_of_verl_sees_the_batch(tmp_path: Path) -> None:
+def test_verl_estimator_sees_the_batch(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def fn(token_level_rewards, response_mask, values=None, config=None): ...\n")
     traits = traits_of(build.build_estimator(place(tmp_path, "algorithm.advantage=own.py:fn")))
     assert traits.scope == "batch" and traits.needs_values
 
 
-def test_a_critic_that_nothing_uses_is_said(tmp_path: Path) -> None:
+def test_unused_critic_is_refused(tmp_path: Path) -> None:
     where = place(tmp_path, "algorithm.critic.warmup=2")
     parts = build.build_parts(where)
-    with pytest.raises(ConfigError, match=r"the estimator 'grpo' uses no critic"):
+    with pytest.raises(ConfigError, match="'grpo'"):
         build.build_trainer(
             parts, build.build_run_tasks(where), folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1)
         )
 
 
-def test_a_critic_of_another_vocabulary_is_said(tmp_path: Path) -> None:
+def test_critic_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tiny_model(200, hidden=16, layers=1).save_pretrained(tmp_path / "other")
     where = place(tmp_path, "algorithm.advantage=gae", "algorithm.critic.path=other")
-    with pytest.raises(ConfigError, match=r"critic\.path is 'other', whose vocabulary has 200 tokens, and the model's has"):
+    with pytest.raises(ConfigError, match=r"critic\.path is 'other'.* 200"):
         build_critic(build.build_parts(where), build.build_estimator(where))

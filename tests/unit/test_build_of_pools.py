@@ -46,17 +46,17 @@ async def test_each_url_is_a_server_of_the_pool(tmp_path: Path) -> None:
     pool = build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://a:1, http://b:2/]", f"engine.weights_folder={tmp_path}")
     assert [engine.url for engine in clients(pool)] == ["http://a:1", "http://b:2"]
     assert all(isinstance(engine, VllmEngine) for engine in clients(pool))
-    assert isinstance(pool._policy, LongestFirst)
+    assert isinstance(pool.order, LongestFirst)
     await pool.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
-def test_tensors_to_vllm_from_a_trainer_without_its_package_are_one_sentence(tmp_path: Path) -> None:
+def test_tensors_to_vllm_need_its_package(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"comes to gloo.*the package vllm.*install it, or .*engine\.weights_folder"):
         build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://192.0.2.7:1]")
 
 
-async def test_replicas_are_started_each_with_its_own_devices_and_log(tmp_path: Path) -> None:
+async def test_replicas_have_their_own_devices_and_log(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     pool = build_pool(
         tmp_path,
@@ -67,12 +67,12 @@ async def test_replicas_are_started_each_with_its_own_devices_and_log(tmp_path: 
         "engine.launch.max_restarts=5",
         "engine.order=fifo",
     )
-    supervisors = [engine._supervisor for engine in clients(pool)]
-    specs = [supervisor._spec for supervisor in supervisors if supervisor is not None]
+    supervisors = [engine.supervisor for engine in clients(pool)]
+    specs = [supervisor.spec for supervisor in supervisors if supervisor is not None]
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2,3"]
     assert [spec.log for spec in specs] == [log, Path(f"{log}.1")]
-    assert [supervisor._max_restarts for supervisor in supervisors if supervisor is not None] == [5, 5]
-    assert isinstance(pool._policy, Fifo)
+    assert [supervisor.max_restarts for supervisor in supervisors if supervisor is not None] == [5, 5]
+    assert isinstance(pool.order, Fifo)
     await pool.close()
 
 
@@ -86,20 +86,18 @@ SLEEP = (*LAUNCH, "engine.update=sleep")
         ("sglang", ["--enable-memory-saver", "--mem-fraction-static=0.4"]),
     ],
 )
-async def test_a_server_on_the_trainers_gpu_is_started_so_that_it_can_sleep_beside_it(
+async def test_server_on_a_shared_gpu_is_started_to_sleep(
     kind: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(parts, "on_gpu", lambda model: model)
     pool = build_pool(tmp_path, *SLEEP, f"engine.kind={kind}", f"engine.launch.args={flags[1:]}")
     (engine,) = clients(pool)
-    assert engine._supervisor is not None and engine._supervisor._spec.command[-len(flags) :] == tuple(flags)
+    assert engine.supervisor is not None and engine.supervisor.spec.command[-len(flags) :] == tuple(flags)
     await pool.close()
 
 
-def test_a_server_that_would_take_the_trainers_gpu_for_itself_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_takes_a_whole_shared_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(parts, "on_gpu", lambda model: model)
     with pytest.raises(ConfigError, match=r"add --gpu-memory-utilization with the share that `polyturn plan` says is left"):
@@ -107,7 +105,7 @@ def test_a_server_that_would_take_the_trainers_gpu_for_itself_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is no mistake")
-def test_a_server_that_is_to_sleep_without_cuda_is_refused(tmp_path: Path) -> None:
+def test_server_that_sleeps_without_cuda_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"engine.update is sleep, .* there is no CUDA .*; leave engine.update at in_flight"
     ):
@@ -123,12 +121,12 @@ def test_a_server_that_is_to_sleep_without_cuda_is_refused(tmp_path: Path) -> No
         ([], r"and only servers that the run starts \(engine.kind vllm, sglang\)"),
     ],
 )
-def test_what_cannot_sleep_is_refused(settings: list[str], said: str, tmp_path: Path) -> None:
+def test_engine_that_cannot_sleep_is_refused(settings: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         build_pool(tmp_path, *settings, "engine.update=sleep")
 
 
-async def test_servers_of_several_versions_are_refused_with_one_of_each() -> None:
+async def test_servers_of_several_versions_are_refused() -> None:
     model = ServedModel(vocab_size=8)
     engines = [VllmEngine(f"http://{name}:1", model) for name in "abc"]
     for engine, version in zip(engines, ("0.32.0", "0.32.0", "0.31.1"), strict=True):
@@ -138,9 +136,9 @@ async def test_servers_of_several_versions_are_refused_with_one_of_each() -> Non
         require_one_version(EnginePool(engines))
 
 
-async def test_the_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
+async def test_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
     pool = build_pool(tmp_path, *LAUNCH, "engine.order_kwargs.age=1.5")
-    assert isinstance(pool._policy, LongestFirst) and pool._policy._age == 1.5
+    assert isinstance(pool.order, LongestFirst) and pool.order.age == 1.5
     await pool.close()
 
 
@@ -168,14 +166,14 @@ async def test_the_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
         (("engine.order=fifo", "engine.order_kwargs.age=1"), "does not take {'age': 1}"),
     ],
 )
-def test_what_cannot_work_is_one_sentence(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:
+def test_engine_section_that_cannot_work_is_refused(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:
     launch = LAUNCH if not any("urls" in override for override in overrides) else LAUNCH[:2]
     with pytest.raises(ConfigError, match=says.replace("{", r"\{").replace("}", r"\}")):
         build_pool(tmp_path, *launch, *overrides)
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_a_server_of_an_adapter_starts_from_the_model_without_it(tmp_path: Path, trains: bool) -> None:
+async def test_server_of_an_adapter_starts_without_it(tmp_path: Path, trains: bool) -> None:
     """A run that trains nothing sends nothing, and is served the whole model."""
     overrides = (*LAUNCH, "engine.weights=adapter", "model.lora={rank: 12}")
     loaded = load_config(RunConfig, write_tiny_run(tmp_path), overrides)
@@ -183,8 +181,8 @@ async def test_a_server_of_an_adapter_starts_from_the_model_without_it(tmp_path:
     made = build.build_parts(place if trains else build.untrained(place))
     assert isinstance(made.engine, EnginePool)
     (client,) = clients(made.engine)
-    assert client._supervisor is not None
-    command, env = client._supervisor._spec.command, client._supervisor._spec.env
+    assert client.supervisor is not None
+    command, env = client.supervisor.spec.command, client.supervisor.spec.env
     served = load_file(Path(command[command.index("--model") + 1]) / "model.safetensors")
     assert ("--enable-lora" in command) == trains == ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in env)
     assert not trains or command[command.index("--max-lora-rank") + 1] == "16"
@@ -194,7 +192,7 @@ async def test_a_server_of_an_adapter_starts_from_the_model_without_it(tmp_path:
 
 @pytest.mark.parametrize("replica", ["", ".1"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_a_log_that_is_no_file_is_refused_before_weights_are_loaded(
+def test_log_that_is_no_file_is_refused_early(
     tmp_path: Path, kind: str, replica: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody reads holds the server up once it is full."""

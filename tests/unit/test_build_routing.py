@@ -31,7 +31,7 @@ def place(folder: Path, *overrides: str) -> build.ConfigSource:
     return build.ConfigSource(config=loaded.config, base=folder)
 
 
-def test_a_run_replays_the_experts_of_every_token_that_its_engine_read(tmp_path: Path) -> None:
+def test_run_replays_the_experts_of_its_engine(tmp_path: Path) -> None:
     settings = ("algorithm.routing.balance_coef=0.01", "train.minibatches=2", "evaluation.data=null", "train.steps=2")
     called = call_command(main, "train", write_tiny_run(tmp_path), *EXPERTS, *SEVERAL_TURNS, *settings)
     assert called.code == 0, called.err
@@ -45,7 +45,7 @@ def test_a_run_replays_the_experts_of_every_token_that_its_engine_read(tmp_path:
             assert has_route(segment.routed_experts)[:-1].all()
 
 
-def test_an_engine_is_asked_for_routes_where_they_can_be_replayed_and_wanted(tmp_path: Path) -> None:
+def test_engine_is_asked_for_routes_that_are_replayed(tmp_path: Path) -> None:
     small = ("model.init.num_hidden_layers=1",)
     assert build.build_parts(place(tmp_path, *EXPERTS, *small)).engine.capabilities.routes
     off = build.build_parts(place(tmp_path, *EXPERTS, "algorithm.routing.replay=off"))
@@ -54,9 +54,7 @@ def test_an_engine_is_asked_for_routes_where_they_can_be_replayed_and_wanted(tmp
 
 
 @pytest.mark.parametrize("wrong", ["algorithm.routing.replay=on", "algorithm.routing.balance_coef=0.1"])
-def test_what_needs_experts_is_refused_before_weights_are_loaded(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routing_without_experts_is_refused_early(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyturn.build.parts.build_model", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):
         build.build_parts(place(tmp_path, wrong))

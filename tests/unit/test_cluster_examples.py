@@ -73,7 +73,7 @@ def ended(job: subprocess.Popen[bytes]) -> int:
             os.killpg(job.pid, signal.SIGKILL)
 
 
-def test_a_slurm_job_starts_ray_on_all_its_nodes_and_the_run_on_the_first(slurm: Path):
+def test_slurm_job_starts_ray_on_its_nodes(slurm: Path):
     assert ended(started("run.yaml", "train.steps=3")) == 0
     said = slurm.read_text()
     assert "srun --nodes=1 --ntasks=1 --nodelist=n1 ray start --head --node-ip-address=10.0.0.7 --port=22345 --block" in said
@@ -82,7 +82,7 @@ def test_a_slurm_job_starts_ray_on_all_its_nodes_and_the_run_on_the_first(slurm:
     assert "scontrol" not in said
 
 
-def test_a_slurm_job_that_is_ended_early_is_queued_again_and_goes_on(slurm: Path):
+def test_slurm_job_that_ends_early_is_requeued(slurm: Path):
     job = started("waits.yaml")
     deadline = time.monotonic() + 240
     while not Path("runs/slurm-12345/checkpoints/step-000001").is_dir() and time.monotonic() < deadline:
@@ -94,7 +94,7 @@ def test_a_slurm_job_that_is_ended_early_is_queued_again_and_goes_on(slurm: Path
     assert "--ray 10.0.0.7:22345 --resume\n" in slurm.read_text(), "behind the checkpoint that it left"
 
 
-def test_a_slurm_job_without_ray_ends(slurm: Path):
+def test_slurm_job_without_ray_ends(slurm: Path):
     (slurm.parent / "bin" / "ray").write_text("#!/bin/bash\nexit 1\n")
     assert ended(started("run.yaml")) != 0
     assert "polyturn" not in slurm.read_text()
@@ -137,7 +137,7 @@ RAY_JOB = of(
 """The part of KubeRay's RayJob (ray.io/v1) that the example uses; the whole of the operator's own schema took it, too."""
 
 
-def test_the_ray_job_is_one_and_has_the_gpus_that_its_run_asks_for():
+def test_ray_job_is_valid_and_has_the_gpus_of_its_run():
     job = yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
     assert [e.message for e in Draft202012Validator(RAY_JOB).iter_errors(job)] == []
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]

@@ -1,4 +1,4 @@
-"""A worker's process ends with whoever leads it, also where that is killed while a tool of the worker never returns."""
+"""A worker's process ends with its leader, also where a tool of the worker never returns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("held", ["thread", "loop"])
-def test_a_worker_whose_tool_never_returns_ends_behind_a_leader_that_is_killed(held: str, tmp_path: Path) -> None:
+def test_worker_with_a_hanging_tool_ends_with_its_leader(held: str, tmp_path: Path) -> None:
     said = tmp_path / "worker"
     leader = subprocess.Popen([sys.executable, "-c", LEADER, held, str(said)])
     try:

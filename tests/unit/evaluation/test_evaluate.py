@@ -21,7 +21,7 @@ def eval_set(**fields: Any) -> EvalSet:
     return EvalSet(**{"name": "greedy", "tasks": TASKS, "sampling": SamplingParams(temperature=0, max_tokens=99), **fields})
 
 
-async def test_every_task_runs_once_with_the_sets_own_sampling_and_turn_limit():
+async def test_each_task_runs_once_with_the_sampling_of_the_set():
     asked: list[GenerateRequest] = []
 
     def says(request: GenerateRequest) -> str:
@@ -38,14 +38,14 @@ async def test_every_task_runs_once_with_the_sets_own_sampling_and_turn_limit():
     assert found.report.mean_turns == 2 and context.limits.max_turns == 3, "the run's own limits stay as they are"
 
 
-async def test_only_the_first_tasks_when_there_is_a_limit_and_progress_is_told():
+async def test_limit_takes_the_first_tasks():
     told: list[str] = []
     context = scripted_context(["#### 4"], interactions={"gsm8k": Gsm8kInteraction({})})
     found = await evaluate(RolloutPool(context), eval_set(), limit=3, on_group=lambda g: told.append(g.task.id))
     assert sorted(told) == ["t0", "t1", "t2"] and found.report.num_trajectories == 3 and found.report.success == 1
 
 
-async def test_a_task_may_run_several_times_each_with_a_seed_of_its_own():
+async def test_samples_of_a_task_have_seeds_of_their_own():
     seeds: list[int | None] = []
 
     def says(request: GenerateRequest) -> str:
@@ -60,7 +60,7 @@ async def test_a_task_may_run_several_times_each_with_a_seed_of_its_own():
     assert found.report.num_trajectories == 8 and len(set(seeds)) == 8
 
 
-async def test_seeds_depend_on_the_seed_and_the_task_alone():
+async def test_seeds_depend_on_seed_and_task_alone():
     async def seeds(seed: int) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
 
@@ -75,7 +75,7 @@ async def test_seeds_depend_on_the_seed_and_the_task_alone():
     assert await seeds(1) == await seeds(1) != await seeds(2)
 
 
-async def test_an_evaluation_in_which_too_many_fail_says_why_at_the_share_that_was_asked_for():
+async def test_evaluation_fails_above_the_share_of_failures():
     def says(request: GenerateRequest) -> Any:
         return (
             OSError("gone") if request.session_id in ("eval-greedy-1/0", "eval-greedy-2/0", "eval-greedy-3/0") else "#### 4"

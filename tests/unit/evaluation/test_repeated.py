@@ -28,11 +28,11 @@ def group(*rewards: float | None, id: str = "t", source: str | None = "a/b", inf
 
 
 @pytest.mark.parametrize(("num", "n"), [(1, [1]), (2, [2]), (3, [2, 3]), (4, [2, 4]), (5, [2, 4, 5]), (8, [2, 4, 8])])
-def test_the_sizes_are_powers_of_two_and_all(num: int, n: list[int]) -> None:
+def test_sizes_are_powers_of_two_and_all(num: int, n: list[int]) -> None:
     assert sizes(num) == n
 
 
-def test_one_sample_has_a_mean_and_no_more() -> None:
+def test_one_sample_has_a_mean_alone() -> None:
     assert task_metrics([0.25], num=1) == {"mean@1": 0.25}
 
 
@@ -50,7 +50,7 @@ def drawn_one_by_one(values: list[float], votes: list[str], n: int) -> dict[str,
     return {f"{k}@{n}/{s}": f(v) for k, v in found.items() for s, f in (("mean", np.mean), ("std", np.std))}
 
 
-def test_best_worst_and_vote_are_the_bootstrap_of_a_seed() -> None:
+def test_best_worst_and_vote_are_a_seeded_bootstrap() -> None:
     """Users compare these numbers between trainers, so the draws are pinned."""
     values, votes = [0.0, 1.0, 0.25, 1.0, 0.0], ["a", "b", "c", "b", "a"]
     expected = {"mean@5": 0.45, "std@5": float(np.std(values))}
@@ -59,23 +59,23 @@ def test_best_worst_and_vote_are_the_bootstrap_of_a_seed() -> None:
     assert task_metrics(values, num=5, votes=votes) == pytest.approx(expected)
 
 
-def test_without_an_answer_of_each_sample_there_is_no_vote() -> None:
+def test_vote_needs_an_answer_of_each_sample() -> None:
     assert not any(name.startswith("maj") for name in task_metrics([0.0, 1.0], num=2, votes=["a", None]))
 
 
-def test_tasks_of_a_data_source_are_averaged_and_sources_kept_apart() -> None:
+def test_tasks_are_averaged_by_data_source() -> None:
     table = repeated_metrics([group(0, 1), group(1, 1), group(0.5, 0, source="c"), group(0, 0, source=None)])
     assert {source: names["reward"]["mean@2"] for source, names in table.items()} == {"a/b": 0.75, "c": 0.25, "unknown": 0.0}
     assert flat(table)["a/b/reward/mean@2"] == 0.75
 
 
-def test_a_failed_trajectory_counts_for_nothing_and_n_stays() -> None:
+def test_failed_trajectory_counts_as_zero() -> None:
     table = repeated_metrics([group(1.0, None, 0.0), group(None, None, None)])
     assert table["a/b"]["reward"]["mean@3"] == 0.5
     assert set(table["a/b"]["reward"]) >= {"std@3", "best@2/mean", "best@3/mean"}
 
 
-def test_numbers_that_functions_return_are_variables_too() -> None:
+def test_numbers_from_reward_functions_are_metrics() -> None:
     info = [{"acc": True, "pred": "4", "note": "text"}, {"acc": False, "pred": "5", "length": 3}]
     names = repeated_metrics([group(1.0, -1.0, info=info)])["a/b"]
     assert set(names) == {"reward", "acc", "length"}
@@ -83,7 +83,7 @@ def test_numbers_that_functions_return_are_variables_too() -> None:
     assert "maj@2/mean" in names["acc"]
 
 
-def test_the_names_are_those_that_dashboards_read() -> None:
+def test_metric_names_are_those_of_dashboards() -> None:
     """Users rely on these names."""
     found = validation_metrics([group(0, 1, 1, 1), group(0, 0, 0, 0)])
     core = {name for name in found if name.startswith("val-core/")}
@@ -93,7 +93,7 @@ def test_the_names_are_those_that_dashboards_read() -> None:
     assert {"val-aux/num_turns/min", "val-aux/num_turns/max", "val-aux/num_turns/mean"} <= set(found)
 
 
-def test_acc_is_the_core_where_the_function_returned_it() -> None:
+def test_acc_is_the_core_metric_where_returned() -> None:
     info = [{"acc": 1.0, "pred": "4"}, {"acc": 0.0, "pred": "4"}]
     found = validation_metrics([group(1.0, -1.0, info=info)])
     core = {name for name in found if name.startswith("val-core/")}

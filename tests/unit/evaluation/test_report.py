@@ -45,24 +45,24 @@ async def test_success_and_repair():
     assert found.truncated == 1 / 3 and found.failed == 0 and found.mean_reward == 2 / 3
 
 
-async def test_tool_calls_are_valid_when_they_ran_without_an_error():
+async def test_tool_calls_without_errors_are_valid():
     found = report([await play(call("add"), call("sub"), "#### 4", interaction=False)])
     assert found.valid_tool_calls == 0.5
     assert found.success == 1 and found.first_turn_success == 0, "a success that took a tool call took more than a turn"
 
 
-async def test_a_failed_trajectory_is_no_success_and_no_reward():
+async def test_failed_trajectory_is_no_success():
     found = report([await play("#### 4"), await play(OSError("gone"))])
     assert (found.success, found.failed, found.mean_reward) == (0.5, 0.5, 1.0)
 
 
-async def test_what_there_is_no_share_of_is_nan():
+async def test_share_of_nothing_is_nan():
     found = report([await play("#### 4", interaction=False)])
     assert math.isnan(found.valid_tool_calls) and math.isnan(found.repaired) and found.num_repairable == 0
     assert found.to_metrics("eval/x")["eval/x/success"] == 1.0
 
 
-async def test_the_threshold_is_the_callers():
+async def test_success_threshold_is_an_option():
     one = await play("#### 5", max_turns=1)
     assert not is_success(one) and is_success(one, at=0.0)
     assert report([one], success_at=0.0).success == 1

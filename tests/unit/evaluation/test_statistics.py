@@ -63,7 +63,7 @@ def test_maj_at_k_votes_and_splits_ties():
         maj_at_k(preds, correct, 5)
 
 
-def test_an_interval_covers_the_mean_about_as_often_as_it_says():
+def test_interval_covers_the_mean_as_often_as_it_says():
     rng = np.random.default_rng(0)
     hits = 0
     for number in range(100):
@@ -87,7 +87,7 @@ def test_statistics_by_source_and_turn_budget():
     assert statistics([]) == {}
 
 
-def test_the_sign_test_is_the_binomial_one_and_holm_corrects():
+def test_sign_test_is_binomial_and_holm_corrects():
     assert sign_test(0, 0) == 1.0 and sign_test(3, 3) == 1.0
     assert sign_test(10, 0) == pytest.approx(2 / 1024)
     assert sign_test(8, 1) == pytest.approx(2 * (1 + 9) / 2**9)
@@ -104,7 +104,7 @@ def test_random_signs_agree_with_all_signs():
     assert flip_test([0.0, 0.0]) == 1.0
 
 
-def test_a_comparison_pairs_tasks_and_knows_chance():
+def test_comparison_pairs_tasks():
     a = groups_of([["5"]] * 12)
     b = groups_of([["4"]] * 9 + [["5"]] * 3)
     found = compare(a, b).table["all"]["success"]
@@ -115,7 +115,7 @@ def test_a_comparison_pairs_tasks_and_knows_chance():
     assert compare(groups_of([["4", "5"]] * 2), groups_of([["4", "4"]] * 2)).table["all"]["success"].test == "sign flips"
 
 
-def test_tasks_of_one_side_are_counted_and_none_in_common_is_said():
+def test_comparison_needs_common_tasks():
     a, b = groups_of([["4"]] * 3), groups_of([["4"]] * 2)
     found = compare(a, b)
     assert (found.num_only_a, found.num_only_b) == (1, 0) and found.table["all"]["success"].num_tasks == 2
@@ -123,7 +123,7 @@ def test_tasks_of_one_side_are_counted_and_none_in_common_is_said():
         compare(a, groups_of([["4"]], sources=("other",)))
 
 
-def test_the_command_compares_two_recorded_evaluations(tmp_path: Path):
+def test_command_compares_two_evaluations(tmp_path: Path):
     for name, said in (("a", [["5"]] * 8), ("b", [["4"]] * 8)):
         with ParquetStore(tmp_path / name) as store:
             for group in groups_of(said):
