@@ -10,6 +10,7 @@ of texts; no sentence of verl is among them. Its pools are Ray actors; here thei
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import logging
@@ -261,7 +262,9 @@ def main() -> None:
     side, out = sys.argv[1:]
     prepare(side)
     facts = asyncio.run(tools(Service())) | names() | warnings()
-    Path(out).write_text(json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    as_json = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False)
+    lines = (f" {as_json(call)}: {as_json(facts[call])}" for call in sorted(facts))
+    Path(out).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def taught(home: Path, rows: Path, name: str, arguments: dict[str, Any]) -> list
 # --- examples -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_script_with_an_interaction(home: Path):
+def test_script_with_an_interaction(home: Path):
     prepared(home, "interaction", "gsm8k_verl_sgl_multi_turn_w_interaction")
     found = trained(home, "examples/sglang_multiturn/run_qwen2.5-0.5b_gsm8k_multiturn_w_interaction.sh")
     told = [m.text for t in found for turn in t.turns for m in turn.observation if m.role == "user"]
@@ -150,7 +150,7 @@ def test_the_script_with_an_interaction(home: Path):
     assert max(len(t.turn_scores) for t in found) > 1
 
 
-def test_the_script_with_a_tool(home: Path):
+def test_script_with_a_tool(home: Path):
     rows = prepared(home, "tool", "gsm8k") / "train.parquet"
     lesson = taught(home, rows, "calc_gsm8k_reward", {"answer": "3"})
     found = trained(home, "examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn.sh", *lesson)
@@ -159,7 +159,7 @@ def test_the_script_with_a_tool(home: Path):
     assert any(text.startswith("Current parsed answer='3'") for text in scored), results[:3]
 
 
-async def test_verls_own_tool_agent_loop_as_a_file_of_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_copy_of_verls_tool_agent_loop_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A copy under another name, which is how projects begin a loop of their own."""
     source = CHECKOUT / "verl" / "experimental" / "agent_loop" / "tool_agent_loop.py"
     if not source.is_file() or "await tool.create()" in source.read_text():
@@ -192,7 +192,7 @@ async def test_verls_own_tool_agent_loop_as_a_file_of_a_project(tmp_path: Path, 
 # --- recipes --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_recipe_char_count(home: Path):
+def test_recipe_char_count(home: Path):
     if not (CHECKOUT / "recipe" / "char_count").is_dir():
         pytest.skip("this release has no recipe char_count")
     run_as(home, "python3", "recipe/char_count/create_dataset.py", "--total_number", 20)
@@ -205,7 +205,7 @@ def test_the_recipe_char_count(home: Path):
 @pytest.mark.parametrize(
     ("said", "truth", "score"), [(r"\boxed{3}", "3", 1.0), (r"\boxed{4}", "3", 0.0), ("1/2", "0.5", 1.0)]
 )
-async def test_the_reward_of_the_recipe_r1(said: str, truth: str, score: float, monkeypatch: pytest.MonkeyPatch):
+async def test_reward_of_the_recipe_r1(said: str, truth: str, score: float, monkeypatch: pytest.MonkeyPatch):
     """A time-out built on signals is around math-verify there, and every error counts as a wrong answer."""
     if not (CHECKOUT / "recipe" / "r1").is_dir():
         pytest.skip("this release has no recipe r1")
@@ -234,7 +234,7 @@ async def acompletion(*, model, messages, **kwargs):
 """What the recipe collabllm asks for its simulated user and its judges, with one answer to all of them."""
 
 
-def test_the_recipe_collabllm(home: Path):
+def test_recipe_collabllm(home: Path):
     """An agent loop that forks conversations with a simulated user, and a reward manager that judges them."""
     if not (CHECKOUT / "recipe" / "collabllm" / "train_rl_collabllm.sh").is_file():
         pytest.skip("this release has no recipe collabllm")
@@ -251,7 +251,7 @@ def test_the_recipe_collabllm(home: Path):
     assert all(t.reward is not None for t in found)
 
 
-def test_an_agent_loop_of_langgraph(home: Path):
+def test_agent_loop_of_langgraph(home: Path):
     """A graph of LangGraph's over the model of the run, with a tool."""
     pytest.importorskip("langgraph")
     program = "recipe/langgraph_agent/example/create_dataset.py"
@@ -271,7 +271,7 @@ def test_an_agent_loop_of_langgraph(home: Path):
 CALCULATE = '<tool_call>\n{"name": "calculate", "arguments": {"a": 3, "b": 2, "operand": "@"}}\n</tool_call>'
 
 
-async def test_a_tool_call_in_langgraphs_loop(monkeypatch: pytest.MonkeyPatch):
+async def test_langgraph_loop_calls_a_tool(monkeypatch: pytest.MonkeyPatch):
     """The recipe's own loop, chat model, graph and tool; only the model's words are written down."""
     pytest.importorskip("langgraph")
     if not (CHECKOUT / "recipe" / "langgraph_agent").is_dir():

@@ -1,7 +1,6 @@
-"""A project as its owner would bring it: classes of three ages, an estimator, a loss and an agent loop of its own.
+"""A project as its owner would bring it: classes of three releases of verl, an estimator, a loss, an agent loop.
 
-Nothing in it was written for this library. Two tiny runs: one through its own script, which registers its estimator
-and its loss, one through its agent loop.
+Nothing in it was written for this library. One tiny run starts from the project's own script, one from its agent loop.
 """
 
 from __future__ import annotations
@@ -212,6 +211,9 @@ actor_rollout_ref:
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outsider")
@@ -249,7 +251,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def at_home(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project, as the place where a process runs."""
+    """Return the project, as the working directory of a process."""
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     assert polyturn.compat.install("verl")
@@ -283,7 +285,7 @@ def trained(run: Path) -> tuple[list[Trajectory], dict[str, float]]:
     return found, next(line for line in lines if "loss/total" in line)
 
 
-def test_a_script_that_registers_an_estimator_and_a_loss_trains_with_them(at_home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_script_trains_with_the_loss_it_registers(at_home: Path, monkeypatch: pytest.MonkeyPatch):
     config = ["algorithm.adv_estimator=my_grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=my_loss"]
     monkeypatch.setattr(sys, "argv", ["main_mine.py", *overrides(at_home, run="out"), *config])
     runpy.run_path("main_mine.py", run_name="__main__")
@@ -296,7 +298,7 @@ def test_a_script_that_registers_an_estimator_and_a_loss_trains_with_them(at_hom
     assert (at_home / "calls.txt").read_text().split() == ["8", "1"], "a step's trajectories in one call, then validation's"
 
 
-def test_an_agent_loop_of_ones_own_trains(at_home: Path):
+def test_own_agent_loop_trains(at_home: Path):
     agent = "actor_rollout_ref.rollout.agent"
     loop = [f"{agent}.agent_loop_config_path={at_home / 'agents.yaml'}", f"{agent}.default_agent_loop=my_loop"]
     run_main_ppo([*overrides(at_home, run="out-loop"), *loop])

@@ -1,4 +1,4 @@
-"""Every tool and partner that comes with polyturn plays an episode with a scripted model, as plays.yaml has it."""
+"""Every tool and interaction that comes with polyturn plays an episode with a scripted model (plays.yaml)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from polyturn.testing.episodes import scripted_context
 from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from polyturn.tools.registry import initialize_tools_from_config
 from support.services import serve
+
+pytestmark = pytest.mark.timeout(300)  # a server of a tool may have to start
 
 FOLDER = Path(__file__).parents[1] / "data" / "shipped_plugins"
 PLAYS: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "plays.yaml").read_text())
@@ -56,9 +58,10 @@ def tools_of(name: str, folder: Path) -> Any:
 
 
 async def play(name: str, folder: Path) -> Trajectory:
-    partners = initialize_interactions_from_config({"interaction": PLAYS[name].get("interactions", [])})
-    said, tools = PLAYS[name]["said"], tools_of(name, folder)
-    context = scripted_context(said, tools=tools, interactions=partners, tool_timeout_s=60.0)  # a server may have to start
+    interactions = initialize_interactions_from_config({"interaction": PLAYS[name].get("interactions", [])})
+    says, tools = PLAYS[name]["said"], tools_of(name, folder)
+    limit_s = 300.0  # a server may have to start
+    context = scripted_context(says, tools=tools, interactions=interactions, tool_timeout_s=limit_s)
     trajectory = await run_episode(context, task_of(name), id="e")
     assert not context.tools.live_ids and not context.num_live_interactions
     return trajectory
@@ -69,7 +72,7 @@ def task_of(name: str) -> Task:
 
 
 @pytest.mark.parametrize("name", [name for name, of in PLAYS.items() if "result" in of])
-async def test_a_tool_answers_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tool_answers_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "python_sandbox" and find_isolation()[0] is Isolation.NONE:
         pytest.skip(f"code cannot be isolated here: {find_isolation()[1]}")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
@@ -82,7 +85,7 @@ async def test_a_tool_answers_the_model(name: str, tmp_path: Path, monkeypatch: 
     assert trajectory.reward is not None and trajectory.reward.components["outcome"] == 1.0
 
 
-async def test_zooming_shows_the_region_to_a_model_that_reads_images(tmp_path: Path) -> None:
+async def test_zoom_shows_the_region_to_a_model_that_reads_images(tmp_path: Path) -> None:
     (tool,) = tools_of("zoom", tmp_path)
     await tool.create("e", **task_of("zoom").tools_kwargs["image_zoom_in_tool"].create_kwargs)
     response, _, metrics = await tool.execute("e", PLAYS["zoom"]["arguments"])
@@ -91,7 +94,7 @@ async def test_zooming_shows_the_region_to_a_model_that_reads_images(tmp_path: P
 
 
 @pytest.mark.parametrize("name", [name for name, of in PLAYS.items() if "scores" in of])
-async def test_a_partner_scores_the_turns(name: str, tmp_path: Path) -> None:
+async def test_interaction_scores_the_turns(name: str, tmp_path: Path) -> None:
     trajectory = await play(name, tmp_path)
     assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENV_DONE, None)
     assert trajectory.turn_scores == tuple(PLAYS[name]["scores"])

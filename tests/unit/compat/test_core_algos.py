@@ -31,41 +31,10 @@ def sample(group: str, length: int, weights: list[float]) -> TrainSample:
     )
 
 
-def test_grpo_centres_and_scales_within_a_group() -> None:
-    found, returns = algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX)
-    spread = 0.5 / (0.5**0.5 + 1e-6)
-    assert torch.allclose(found[:, 0], torch.tensor([spread, -spread, 1.0]), atol=1e-5)
-    assert torch.equal(found != 0, MASK.bool()) and found is returns
-    centred, _ = algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX, norm_adv_by_std_in_grpo=False)
-    assert torch.allclose(centred[:, 0], torch.tensor([0.5, -0.5, 1.0]))
-
-
-def test_other_outcome_estimators_by_hand() -> None:
-    assert algos.compute_rloo_outcome_advantage(REWARDS, MASK, INDEX)[0][:, 0].tolist() == [1.0, -1.0, 1.0]
-    assert algos.compute_opo_outcome_advantage(REWARDS, MASK, INDEX)[0][:, 0].tolist() == [0.25, -0.75, 1.0]
+def test_outcome_estimators_without_a_native_twin() -> None:
     assert algos.compute_gpg_outcome_advantage(REWARDS, MASK, INDEX)[0][:, 0].tolist() == [0.75, -0.75, 1.5]
-    two = np.array([0, 0, 0])
-    lead, _ = algos.compute_grpo_passk_outcome_advantage(REWARDS * 2, MASK, two, norm_adv_by_std_in_grpo=False)
-    assert lead[:, 0].tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="at least 2 samples"):
         algos.compute_grpo_passk_outcome_advantage(REWARDS, MASK, INDEX)
-    found, _ = algos.compute_remax_outcome_advantage(REWARDS, torch.tensor([0.5, 0.5, 0.5]), MASK)
-    assert found[0].tolist() == [0.5, 0.5, 1.0, 0.5]
-
-
-def test_values_at_observations_change_nothing_in_gae() -> None:
-    """Users rely on it: a critic says nothing meaningful about tokens that the model did not write."""
-    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    other = torch.where(MASK.bool(), values, torch.full_like(values, 9.0))
-    first, _ = algos.compute_gae_advantage_return(REWARDS, values, MASK, 0.9, 0.8)
-    second, _ = algos.compute_gae_advantage_return(REWARDS, other, MASK, 0.9, 0.8)
-    assert torch.allclose(first * MASK, second * MASK)
-    assert abs(float(algos.masked_mean(first, MASK))) < 1e-5
-
-
-def test_a_return_is_carried_across_observations() -> None:
-    _, returns = algos.compute_reinforce_plus_plus_outcome_advantage(REWARDS, MASK, {"gamma": 0.5})
-    assert returns[0].tolist() == [0.25, 0.5, 0.0, 1.0]
 
 
 def view(rewards: list[float], samples: list[list[TrainSample]], id: str = "g", greedy: float | None = None) -> GroupView:
@@ -88,7 +57,7 @@ def view(rewards: list[float], samples: list[list[TrainSample]], id: str = "g", 
         ("gae", "gae", {"gamma": 0.9, "lam": 0.8}),
     ],
 )
-def test_an_estimator_across_groups_gives_what_the_native_one_does(name: str, native: str, options: dict[str, Any]) -> None:
+def test_estimator_equals_the_native_one(name: str, native: str, options: dict[str, Any]) -> None:
     """With rewards on single tokens, values, groups of different size and trajectories of several samples."""
     rng = np.random.default_rng(0)
     scale = 0.0 if name == "remax" else 0.1  # verl's credits penalties to the tokens before them there
@@ -122,7 +91,7 @@ def flat(found: Any) -> list[Any]:
     return [array for group in found or [] for member in group for array in member]
 
 
-def test_a_registered_estimator_can_be_named_natively() -> None:
+def test_registered_estimator_has_a_native_name() -> None:
     @algos.register_adv_est("mine_in_test")
     def mine(
         token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, config: Any = None, **kwargs: Any
@@ -137,7 +106,7 @@ def test_a_registered_estimator_can_be_named_natively() -> None:
     assert [[a.tolist() for a in arrays] for arrays in found] == [[[0, 2, 2], [0, 2]], [[0, 4, 0, 4]], []]
     with pytest.raises(ValueError, match="already been registered"):
         algos.register_adv_est("mine_in_test")(lambda *a, **k: None)
-    with pytest.raises(ValueError, match=r"Unknown advantage estimator simply: mine_in_tst\..*'mine_in_test'"):
+    with pytest.raises(ValueError, match=r"mine_in_tst\..*'mine_in_test'"):
         algos.get_adv_estimator_fn("mine_in_tst")
 
 
@@ -151,13 +120,15 @@ def test_a_registered_estimator_can_be_named_natively() -> None:
         ("seq-mean-token-sum-norm", 21 / 2 / 4),
     ],
 )
-def test_losses_are_aggregated_over_rows_that_have_tokens(mode: str, value: float) -> None:
+def test_losses_are_aggregated_over_rows_with_tokens(mode: str, value: float) -> None:
     matrix = torch.tensor([[1.0, 2, 3, 99], [4, 5, 6, 99], [99, 99, 99, float("nan")]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
     assert float(algos.agg_loss(matrix, mask, mode)) == pytest.approx(value)
+    with pytest.raises(ValueError, match="token-men"):
+        algos.agg_loss(MASK, MASK, "token-men")
 
 
-def test_one_process_of_several_gives_its_share_of_the_whole_batch() -> None:
+def test_one_process_gives_its_share_of_the_batch() -> None:
     matrix, mask = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1, 1], [1, 0]])
     for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
         whole = algos.agg_loss(matrix, mask, mode, loss_scale_factor=2)
@@ -170,18 +141,13 @@ def test_one_process_of_several_gives_its_share_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("config", [{"gamma": 0.5}, SimpleNamespace(gamma=0.5)])
-def test_returns_are_discounted_by_what_a_mapping_or_an_object_says(config: Any) -> None:
+def test_discount_comes_from_a_mapping_or_an_object(config: Any) -> None:
     rewards, mask = torch.tensor([[0.0, 0.0, 4.0]]), torch.tensor([[1, 0, 1]])
     _, returns = algos.get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, config=config)
     assert returns.tolist() == [[2.0, 0.0, 4.0]]
 
 
-def test_an_unknown_mode_is_told() -> None:
-    with pytest.raises(ValueError, match="Invalid loss_agg_mode: token-men"):
-        algos.agg_loss(MASK, MASK, "token-men")
-
-
-def test_a_registered_policy_loss_gives_a_native_loss_per_token() -> None:
+def test_registered_policy_loss_is_a_native_loss_per_token() -> None:
     @algos.register_policy_loss("plain_in_test")
     def plain(
         old_log_prob: Any,
@@ -206,7 +172,7 @@ def test_a_registered_policy_loss_gives_a_native_loss_per_token() -> None:
         sums_itself(logprobs, torch.zeros(2), torch.zeros(2))
 
 
-def test_a_policy_loss_of_whole_sequences_sees_a_row_per_sample() -> None:
+def test_policy_loss_of_sequences_gets_a_row_per_sample() -> None:
     def per_sequence(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, mode: str, config: Any) -> Any:
         ratios = ((log_prob - old_log_prob) * response_mask).sum(-1, keepdim=True).exp().expand_as(log_prob)
         logged = algos.agg_loss(log_prob, response_mask, mode)
@@ -220,13 +186,13 @@ def test_a_policy_loss_of_whole_sequences_sees_a_row_per_sample() -> None:
     assert found.loss_T.tolist() == pytest.approx(expected), "what is only logged is no part of the loss"
 
 
-def test_a_policy_loss_reads_the_clips_of_the_run() -> None:
+def test_policy_loss_reads_the_clips_of_the_run() -> None:
     native = losses.bind(algos.as_policy_loss(algos.compute_policy_loss_vanilla), kwargs={"clip_low": 0.1, "clip_high": 0.3})
     new, old, gain = torch.tensor([0.5, -0.5]), torch.zeros(2), torch.tensor([1.0, -1.0])
     assert native(new, old, gain, torch.zeros(2)).loss_T.tolist() == pytest.approx([-1.3, 0.9])
 
 
-def test_the_vanilla_loss_is_the_native_one() -> None:
+def test_vanilla_loss_is_the_native_one() -> None:
     old, new = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.2, -3.0]])
     gain = torch.tensor([[1.0, -1.0]])
     loss, metrics = algos.compute_policy_loss_vanilla(old, new, gain, torch.ones(1, 2), config={"clip_ratio": 0.2})
@@ -236,7 +202,7 @@ def test_the_vanilla_loss_is_the_native_one() -> None:
     assert metrics["actor/pg_clipfrac"] == 1.0
 
 
-def test_the_value_loss_takes_the_worse_of_clipped_and_not() -> None:
+def test_value_loss_takes_the_worse_of_clipped_and_not() -> None:
     values, returns, mask = torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2)
     loss, clipped = algos.compute_value_loss(torch.tensor([[1.0, 0.5]]), returns, values, mask, cliprange_value=0.5)
     assert float(loss) == pytest.approx(0.5 * (0.25 + 0.25) / 2) and float(clipped) == pytest.approx(0.5)
@@ -254,7 +220,7 @@ def test_kl_estimates_and_straight_through_gradients() -> None:
         algos.kl_penalty(new, ref, "full")
 
 
-def test_the_masked_statistics_that_estimators_are_written_with() -> None:
+def test_masked_statistics_of_estimators() -> None:
     values, mask = torch.tensor([[1.0, 3.0, math.inf], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     assert functional.masked_mean(values, mask).item() == pytest.approx(3.0)
     assert functional.masked_sum(values, mask, axis=-1).tolist() == [4.0, 5.0]

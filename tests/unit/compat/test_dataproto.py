@@ -45,7 +45,7 @@ async def run(*says: str, id: str = "g0/0", **fields: Any) -> Trajectory:
     return await run_episode(context, task(interaction="gsm8k", **fields), id=id, seed=1)
 
 
-async def test_prompts_are_padded_on_the_left_and_responses_on_the_right() -> None:
+async def test_prompts_are_padded_left_and_responses_right() -> None:
     short, long = await run("#### 4", id="g0/0"), await run(CALL, "#### 5", "#### 4", id="g0/1")
     batch = to_dataproto([group(short, long)], pad_token_id=PAD)
     assert batch.batch_size == torch.Size([2])
@@ -57,16 +57,13 @@ async def test_prompts_are_padded_on_the_left_and_responses_on_the_right() -> No
         assert set(batch["input_ids"][row][~attended].tolist()) <= {PAD}
         num_prompt = int(segment.sampled_mask.argmax())
         width = batch["prompts"].shape[1]
-        assert batch["attention_mask"][row].tolist() == (
-            [0] * (width - num_prompt)
-            + [1] * len(segment)
-            + [0] * (batch["input_ids"].shape[1] - width - len(segment) + num_prompt)
-        )
+        start = width - num_prompt
+        assert attended.nonzero()[:, 0].tolist() == list(range(start, start + len(segment)))
         assert batch["position_ids"][row][attended].tolist() == list(range(len(segment)))
         assert batch["position_ids"][row][~attended].sum() == 0
 
 
-async def test_the_masks_logprobs_and_turns_are_those_of_the_spans_and_the_reward_is_at_the_last_written_token() -> None:
+async def test_masks_logprobs_and_turns_are_those_of_the_spans() -> None:
     trajectory = await run(CALL, "#### 5", "#### 4")
     batch = to_dataproto([group(trajectory)])
     segment = trajectory.segments[0]
@@ -85,7 +82,7 @@ async def test_the_masks_logprobs_and_turns_are_those_of_the_spans_and_the_rewar
     assert spans[0]["start"] == 0 and spans[-1]["end"] == batch["responses"].shape[1]
 
 
-async def test_what_is_not_a_tensor_is_there_under_its_documented_name() -> None:
+async def test_columns_have_their_documented_names() -> None:
     row = {"extra": {"index": 5, "ability": "math"}, "tools_kwargs": {"add": ToolKwargs(create_kwargs={"x": 1})}}
     trajectory = await run(CALL, "#### 5", "#### 4", **row)
     trajectory = dataclasses.replace(
@@ -112,11 +109,11 @@ async def test_what_is_not_a_tensor_is_there_under_its_documented_name() -> None
     assert list(batch["acc"]) == [1.0, None] and list(batch["pred"]) == ["4", None]
 
 
-async def test_failed_trajectories_have_no_row_and_nothing_at_all_is_an_error() -> None:
+async def test_failed_trajectories_have_no_row() -> None:
     fine = await run("#### 4")
     failed = dataclasses.replace(fine, id="g0/1", stop_reason=StopReason.ERROR, error="it broke")
     assert list(to_dataproto([group(fine, failed)])["request_id"]) == ["g0/0"]
-    with pytest.raises(DataError, match="in 1 groups, no trajectory without a failure has a sampled token"):
+    with pytest.raises(DataError, match="1 groups"):
         to_dataproto([group(failed)])
 
 
@@ -142,27 +139,24 @@ def test_each_segment_is_a_row_with_the_groups_uid() -> None:
     assert batch["response_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 0, 1, 1, 0]]
 
 
-def test_a_token_that_was_written_and_weighs_nothing_is_not_in_the_mask() -> None:
-    batch = to_dataproto([group(made(segment(1, 3, weights=np.array([1, 0, 0.5], np.float32))))])
+def test_mask_holds_the_tokens_with_a_weight() -> None:
+    batch = to_dataproto([group(made(segment(1, 3, weights=np.array([1, 0, 0.5], np.float32), logprobs=False)))])
     assert batch["response_mask"].tolist() == [[1, 0, 1, 0]]
     assert batch["loss_weights"].tolist() == [[1, 0, 0.5, 0]]
+    assert "rollout_log_probs" not in batch
 
 
-def test_without_logprobs_there_are_none() -> None:
-    assert "rollout_log_probs" not in to_dataproto([group(made(segment(1, 3, logprobs=False)))])
-
-
-def test_the_widths_may_be_fixed_and_a_row_that_is_too_long_is_an_error() -> None:
+def test_widths_may_be_fixed() -> None:
     rows = [group(made(segment(3, 2)))]
     batch = to_dataproto(rows, prompt_length=5, response_length=8)
     assert (batch["prompts"].shape, batch["responses"].shape) == ((1, 5), (1, 8))
-    with pytest.raises(DataError, match=r"g0/0, segment 0: it has 3 tokens where response_length is 2; raise it"):
+    with pytest.raises(DataError, match=r"g0/0, segment 0: .* 3 .*response_length is 2"):
         to_dataproto(rows, response_length=2)
-    with pytest.raises(DataError, match=r"it has 3 tokens where prompt_length is 2"):
+    with pytest.raises(DataError, match="prompt_length is 2"):
         to_dataproto(rows, prompt_length=2)
 
 
-def test_positions_of_images_come_with_the_plain_ones() -> None:
+def test_positions_of_images_follow_the_plain_ones() -> None:
     batch = to_dataproto(
         [group(made(segment(2, 2)))],
         positions=lambda s: np.stack([np.arange(len(s)) * k for k in (1, 2, 3)]),

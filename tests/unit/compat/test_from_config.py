@@ -43,7 +43,7 @@ def centred(token_level_rewards, response_mask, index, config=None, **kwargs):
 """
 
 
-def test_a_run_with_both_takes_a_step(tmp_path: Path) -> None:
+def test_own_loop_and_estimator_take_a_step(tmp_path: Path) -> None:
     file = write_tiny_run(tmp_path)
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "estimator.py").write_text(ESTIMATOR)

@@ -69,7 +69,7 @@ if not FOLDER:
 
 
 @pytest.mark.parametrize("file", PLUGINS, ids=lambda file: str(file.relative_to(FOLDER)))
-def test_a_plug_in_of_theirs_loads(file: Path) -> None:
+def test_plugin_of_ms_swift_loads(file: Path) -> None:
     line = "import sys\nfrom polyturn.core.plugins import load_plugins\nload_plugins([sys.argv[1]])"
     done = subprocess.run([sys.executable, "-c", line, str(file)], capture_output=True, text=True, check=False, timeout=240)
     if "No module named" in done.stderr and "No module named 'swift" not in done.stderr:
@@ -78,7 +78,7 @@ def test_a_plug_in_of_theirs_loads(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), _cases(), ids=lambda value: str(value).removeprefix(FOLDER))
-def test_a_scheduler_of_theirs_plays_and_its_tokens_are_trained(file: Path, name: str) -> None:
+def test_scheduler_of_ms_swift_plays_and_is_trained(file: Path, name: str) -> None:
     says, messages = SCRIPTS[name]
     line = [sys.executable, "-c", PLAY, str(file), name, json.dumps(says)]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)

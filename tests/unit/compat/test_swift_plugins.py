@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,16 +31,13 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
+from support.compat_parts import play_swift
 
 FILES = Path(__file__).parents[2] / "data" / "swift_plugins"
 MAPS = {
     0: "GFFF/FFSF/FFHF/FFFF",
     1: "FHFF/SFFF/GFHF/FFFF",
-    2: "HHFF/HFFF/GFFS/FFFH",
-    3: "GFFF/FFFS/FFHF/HFFF",
-    4: "FFFF/FGHH/FFSF/FFFH",
     5: "FSFH/FHFF/HFHF/FFGF",
-    6: "FHFG/FFSF/FFFH/FFFF",
 }
 
 
@@ -56,12 +52,8 @@ def _files() -> Iterator[None]:
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES.glob("*.py")} == before
 
 
-async def play(
-    scheduler: str, says: list[str], row: Task, *, max_turns: int | None = 3, **options: Any
-) -> tuple[Trajectory, SwiftScheduler]:
-    driver = SwiftScheduler(scheduler, max_turns=max_turns, **options)
-    context = scripted_context(says, scheduler=driver, rewards={"openai/gsm8k": lambda trajectory: 1.0})
-    return await run_episode(context, row, id="e0"), driver
+async def play(scheduler: str, says: list[str], row: Task, *, max_turns: int | None = 3, **options: Any) -> Trajectory:
+    return await play_swift(scheduler, says, row=row, max_turns=max_turns, options=options)
 
 
 def infos(trajectory: Trajectory) -> Mapping[str, Any]:
@@ -80,14 +72,14 @@ def frozen(seed: int) -> Task:
 
 
 @pytest.mark.parametrize(("seed", "board"), MAPS.items())
-async def test_frozen_lake_shows_the_maps_that_its_seeds_have_in_ms_swift(seed: int, board: str) -> None:
-    trajectory, _ = await play("gym_scheduler", ["<action>nowhere</action>"], frozen(seed), max_turns=1)
+async def test_frozen_lake_has_the_maps_of_ms_swift(seed: int, board: str) -> None:
+    trajectory = await play("gym_scheduler", ["<action>nowhere</action>"], frozen(seed), max_turns=1)
     shown = next(m.text for m in trajectory.messages if m.role == "user")
     assert shown.replace(" ", "").replace("\n", "/") == board.replace("S", "P")
 
 
-async def test_a_frozen_lake_that_is_won_ends_with_its_infos_and_a_score_for_each_turn() -> None:
-    trajectory, driver = await play(
+async def test_won_frozen_lake_ends_with_infos_and_turn_scores() -> None:
+    trajectory = await play(
         "gym_scheduler", ["<action>UP</action>", "I go left", "<action>left</action>"], frozen(0), max_turns=None
     )
     assert trajectory.stop_reason is StopReason.ENV_DONE
@@ -97,7 +89,6 @@ async def test_a_frozen_lake_that_is_won_ends_with_its_infos_and_a_score_for_eac
     (segment,) = trajectory.segments
     sampled = [s for s in segment.spans if s.source is SpanSource.SAMPLED]
     assert len(sampled) == 3 and all(s.loss_weights.all() for s in sampled), "the tokens of every turn are trained"
-    assert not driver._lives
 
 
 # --- ReAct --------------------------------------------------------------------------------------------------------------
@@ -107,18 +98,15 @@ async def test_a_frozen_lake_that_is_won_ends_with_its_infos_and_a_score_for_eac
     ("written", "result"),
     [
         ("1+1", "Result: 2"),
-        ("3 4", "Result: 34"),
-        ("10/4", "Result: 2.5"),
-        ("-5", "Result: -5"),
         ("2*(3", "Error: unmatched parentheses."),
         ("abc", "Error: expression contains disallowed characters."),
         ("2**3", "Calculation error: Unsupported operation: Pow"),
         ("1/0", "Calculation error: Division by zero"),
     ],
 )
-async def test_react_results_go_on_in_the_same_message_and_are_masked(written: str, result: str) -> None:
+async def test_react_results_continue_the_message_and_are_masked(written: str, result: str) -> None:
     call = f"Action: calculator\nAction Input: {written}\n"
-    trajectory, _ = await play("tool_call_scheduler", [call, "The answer is 20"], task())
+    trajectory = await play("tool_call_scheduler", [call, "The answer is 20"], task())
     assert said(trajectory) == [f"{call}{result}The answer is 20"]
     assert infos(trajectory) == {"tool_results": result}
     (segment,) = trajectory.segments
@@ -132,16 +120,16 @@ async def test_react_results_go_on_in_the_same_message_and_are_masked(written: s
     ]
 
 
-async def test_a_reply_without_a_call_ends_and_an_unknown_tool_is_told() -> None:
-    ended, _ = await play("tool_call_scheduler", ["no tool"], task())
-    assert len(ended.turns) == 1 and infos(ended) == {}
-    unknown, _ = await play("tool_call_scheduler", ["Action: foo\nAction Input: 1\n", "ok"], task())
+async def test_reply_without_a_known_call_ends_or_is_answered() -> None:
+    ended = await play("tool_call_scheduler", ["no tool"], task())
+    assert (len(ended.turns), infos(ended)) == (1, {})
+    unknown = await play("tool_call_scheduler", ["Action: foo\nAction Input: 1\n", "ok"], task())
     assert infos(unknown) == {"tool_results": "unknown tool foo"}
 
 
-async def test_a_stop_word_cuts_what_the_model_makes_up_and_counts_it() -> None:
+async def test_stop_word_cuts_invented_observations() -> None:
     call = "Action: calculator\nAction Input: 1+1\n"
-    trajectory, _ = await play(
+    trajectory = await play(
         "tool_call_scheduler", [f"{call}Observation: 7 surely", "It is 2"], task(), stop_words=["Observation:"]
     )
     assert said(trajectory) == [f"{call}Result: 2It is 2"]
@@ -167,7 +155,7 @@ class FakeSudoku:
         self.closed += 1
 
 
-async def test_sudoku_scores_its_parts_and_ends_with_a_move_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sudoku_scores_its_parts_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeSudoku] = []
 
     def create(self: Any, config: Mapping[str, Any]) -> FakeSudoku:
@@ -175,7 +163,7 @@ async def test_sudoku_scores_its_parts_and_ends_with_a_move_that_cannot_be_read(
         return made[-1]
 
     monkeypatch.setattr(multi_turns["sudoku_scheduler"], "_create_env", create)
-    trajectory, _ = await play("sudoku_scheduler", ["[1 1 1]", "[1 1 1]", "hm"], task(extra={"env_config": {}}), max_turns=5)
+    trajectory = await play("sudoku_scheduler", ["[1 1 1]", "[1 1 1]", "hm"], task(extra={"env_config": {}}), max_turns=5)
     assert [e.closed for e in made] == [1]
     assert made[0].moves == ["[1 1 1]", "[1 1 1]"]
     assert trajectory.stop_reason is StopReason.ENV_DONE
@@ -184,7 +172,7 @@ async def test_sudoku_scores_its_parts_and_ends_with_a_move_that_cannot_be_read(
     assert infos(trajectory)["gym_done"] is True and "empty_cell_reward" in infos(trajectory)
 
 
-def test_an_openenv_reply_is_read_as_json_else_as_a_message() -> None:
+def test_openenv_reply_is_json_or_a_message() -> None:
     scheduler = multi_turns["openenv_scheduler"]()
     assert scheduler.parse_action('```json\n{"a":1}\n```') == {"a": 1}
     assert scheduler.parse_action("hey") == {"message": "hey"}
@@ -196,7 +184,7 @@ def test_an_openenv_reply_is_read_as_json_else_as_a_message() -> None:
 # --- DeepEyes -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_crop_is_given_to_the_next_turn_and_to_the_record() -> None:
+async def test_crop_is_in_the_next_turn_and_the_record() -> None:
     vision = pytest.importorskip("support.vision")
     codec = Codec(vision.vision_tokenizer())
     media = MediaProcessor(vision.tiny_processor(codec.tokenizer), codec)
@@ -224,8 +212,8 @@ async def test_a_crop_is_given_to_the_next_turn_and_to_the_record() -> None:
     assert len(infos(trajectory)["images"]) == 2
 
 
-async def test_a_call_that_cannot_be_read_is_told_to_the_model() -> None:
-    trajectory, _ = await play("deepeyes_scheduler", ["<tool_call>zoom</tool_call>", "<answer>4</answer>"], task())
+async def test_unreadable_call_is_reported_to_the_model() -> None:
+    trajectory = await play("deepeyes_scheduler", ["<tool_call>zoom</tool_call>", "<answer>4</answer>"], task())
     told = [m.text for m in trajectory.messages if m.role == "user"][1]
     assert told.startswith("Error: Invalid tool call format: ")
 
@@ -233,7 +221,7 @@ async def test_a_call_that_cannot_be_read_is_told_to_the_model() -> None:
 # --- rewards ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_registered_rewards_score_as_described() -> None:
+def test_registered_rewards_score_as_described() -> None:
     countdown = orms["external_countdown"]()
     assert countdown(["<answer>1+2*3</answer>", "<answer>1+2</answer>", "7"], target=[7] * 3, nums=[[1, 2, 3]] * 3) == [
         1,
@@ -247,48 +235,45 @@ def test_the_registered_rewards_score_as_described() -> None:
 # --- loading ------------------------------------------------------------------------------------------------------------
 
 
-def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    other = tmp_path / "gsm8k_plugin.py"
-    other.write_text("x = 1\n")
-    with pytest.raises(ConfigError, match="would both be the module 'gsm8k_plugin'; rename one"):
-        load_plugins([other])
+OTHER_LAKE = "from swift.rollout.gym_env import Env, envs\nclass Lake(Env):\n    pass\nenvs['frozen_lake'] = Lake\n"
 
 
-def test_two_plug_ins_that_register_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "another_frozen_lake.py").write_text(
-        "from swift.rollout.gym_env import Env, envs\nclass Lake(Env):\n    pass\nenvs['frozen_lake'] = Lake\n"
-    )
-    wanted = re.escape("envs: two plug-ins register the name 'frozen_lake': frozen_lake_plugin (FrozenLakeEnv) and another")
-    with pytest.raises(ConfigError, match=wanted):
-        load_plugins([tmp_path / "another_frozen_lake.py"])
+@pytest.mark.parametrize(
+    ("name", "source", "error", "words"),
+    [
+        ("gsm8k_plugin.py", "x = 1\n", ConfigError, "'gsm8k_plugin'"),
+        ("another_lake.py", OTHER_LAKE, ConfigError, "'frozen_lake'.*frozen_lake_plugin.*another_lake"),
+        (
+            "broken_plugin.py",
+            "import no_such_library_at_all\n",
+            MissingModuleError,
+            r"broken_plugin\.py.*ModuleNotFoundError",
+        ),
+        ("not_there.py", None, MissingModuleError, "not_there"),
+    ],
+)
+def test_impossible_plugin_files_are_named(
+    name: str, source: str | None, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    if source is not None:
+        (tmp_path / name).write_text(source)
+    with pytest.raises(error, match=words):
+        load_plugins([name], base=tmp_path)
 
 
-def test_a_file_that_fails_is_named_with_what_it_raised(tmp_path: Path) -> None:
-    (tmp_path / "broken_plugin.py").write_text("import no_such_library_at_all\n")
-    with pytest.raises(MissingModuleError, match=r"broken_plugin\.py' fails when imported: ModuleNotFoundError: No module"):
-        load_plugins(["broken_plugin.py"], base=tmp_path)
-    with pytest.raises(MissingModuleError, match="there is no Python file"):
-        load_plugins(["not_there.py"], base=tmp_path)
-
-
-def test_a_file_finds_the_files_beside_it(tmp_path: Path) -> None:
+def test_plugin_finds_files_beside_it_and_is_loaded_once(tmp_path: Path) -> None:
     (tmp_path / "helper_of_a_plugin.py").write_text("VALUE = 3\n")
-    (tmp_path / "plugin_with_helper.py").write_text("from helper_of_a_plugin import VALUE\n")
-    (module,) = load_plugins([tmp_path / "plugin_with_helper.py"])
-    assert module.VALUE == 3
-    assert load_plugins([tmp_path / "plugin_with_helper.py"]) == [module]
-
-
-def test_one_file_may_be_a_plug_in_and_be_named_with_its_class(tmp_path: Path) -> None:
     (tmp_path / "plugin_and_class.py").write_text(
-        "from swift.plugin import MultiTurnScheduler, multi_turns\nclass Mine(MultiTurnScheduler):\n    pass\n"
-        "multi_turns['mine_twice'] = Mine\n"
+        "from helper_of_a_plugin import VALUE\nfrom swift.plugin import MultiTurnScheduler, multi_turns\n"
+        "class Mine(MultiTurnScheduler):\n    pass\nmulti_turns['mine_twice'] = Mine\n"
     )
-    load_plugins([tmp_path / "plugin_and_class.py"])
+    (module,) = load_plugins([tmp_path / "plugin_and_class.py"])
+    assert module.VALUE == 3
+    assert load_plugins([tmp_path / "plugin_and_class.py"]) == [module]
     assert import_attr("plugin_and_class.py:Mine", base=tmp_path) is multi_turns["mine_twice"]
 
 
-def test_an_environment_and_a_context_manager_that_rows_name_are_checked_where_they_are_named(
+def test_registered_classes_are_checked_when_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Lake(Env):
@@ -301,9 +286,7 @@ def test_an_environment_and_a_context_manager_that_rows_name_are_checked_where_t
 
     monkeypatch.setitem(envs, "lake", Lake)
     monkeypatch.setitem(context_managers, "short", Short)
-    with pytest.raises(
-        ConfigError, match=r"envs\['lake'\]: Lake defines `rest`, but an environment of ms-swift needs `reset`"
-    ):
+    with pytest.raises(ConfigError, match=r"envs\['lake'\].*`rest`.*`reset`"):
         envs.find("lake")
-    with pytest.raises(ConfigError, match=r"context_managers\['short'\]: Short defines `manage_contexts`, but a context"):
+    with pytest.raises(ConfigError, match=r"context_managers\['short'\].*`manage_contexts`"):
         context_managers.find("short")

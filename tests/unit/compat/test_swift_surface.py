@@ -6,17 +6,28 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyturn import compat
 from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.compat.swift.adapter import SwiftScheduler
+from polyturn.compat.swift.base import MultiTurnScheduler
 from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
 from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.protocol import (
+    ChatCompletionResponse,
+    InferRequest,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    UsageInfo,
+)
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
 NAMES = {
@@ -54,47 +65,36 @@ def _as_if_never_imported() -> Iterator[None]:
 
 def test_every_documented_name_is_there() -> None:
     assert compat.install("swift")
-    for module, names in NAMES.items():
-        found = importlib.import_module(module)
-        assert all(getattr(found, name) is not None for name in names.split())
-
-
-def test_one_registry_stands_under_all_its_names() -> None:
-    compat.install("swift")
+    missing = [
+        f"{module}.{name}"
+        for module, names in NAMES.items()
+        for name in names.split()
+        if getattr(importlib.import_module(module), name, None) is None
+    ]
+    assert missing == []
     old, new = (importlib.import_module(f"swift.{name}").multi_turns for name in ("plugin", "rollout.multi_turn"))
     assert old is new
     assert set(old) >= {"math_tip_trick", "gym_scheduler", "openenv_scheduler", "thinking_tips_scheduler"}
-    assert set(importlib.import_module("swift.rewards").orms) >= {
-        "accuracy", "format", "react_format", "cosine", "repetition", "soft_overlong", "toolbench", "math", "thinking_tips"
-    }  # fmt: skip
+    rewards = "accuracy format react_format cosine repetition soft_overlong toolbench math thinking_tips"
+    assert set(importlib.import_module("swift.rewards").orms) >= set(rewards.split())
     assert "math_env" in importlib.import_module("swift.rollout").envs
 
 
-def test_a_name_that_is_not_offered_says_what_is() -> None:
+def test_name_that_is_not_offered_is_an_error() -> None:
     compat.install("swift")
     with pytest.raises(ModuleNotFoundError, match=r"polyturn, which stands in for swift, does not offer it"):
         importlib.import_module("swift.trainers")
 
 
-def test_a_class_and_a_plug_in_that_need_swift_bring_it_along(tmp_path: object) -> None:
-    from pathlib import Path
-
-    file = Path(str(tmp_path)) / "wants_swift.py"
+def test_plugin_file_that_imports_swift_installs_it(tmp_path: Path) -> None:
+    file = tmp_path / "wants_swift.py"
     file.write_text("from swift.plugin import MultiTurnScheduler\nclass Mine(MultiTurnScheduler):\n    pass\n")
     assert import_attr(f"{file}:Mine").__name__ == "Mine"
     compat.uninstall("swift")
     assert load_plugins([file])[0].Mine.__name__ == "Mine"
 
 
-def test_requests_and_outputs_check_what_they_check_there() -> None:
-    from polyturn.serving.protocol import (
-        ChatCompletionResponse,
-        InferRequest,
-        RequestConfig,
-        RolloutOutput,
-        UsageInfo,
-    )
-
+def test_requests_and_outputs_are_checked() -> None:
     with pytest.raises(AssertionError):
         InferRequest("hello")  # type: ignore[arg-type]
     assert InferRequest([], images="a.png").images == ["a.png"]  # type: ignore[arg-type]
@@ -112,9 +112,7 @@ def test_requests_and_outputs_check_what_they_check_there() -> None:
         RolloutOutput(response=response, response_token_ids=None)
 
 
-def test_a_request_can_be_printed_and_loses_its_reply() -> None:
-    from polyturn.serving.protocol import InferRequest, RolloutInferRequest
-
+def test_request_can_be_printed_and_loses_its_reply() -> None:
     said = [{"role": "user", "content": "x" * 1500}, {"role": "assistant", "content": "no"}]
     request = RolloutInferRequest(
         messages=said, images=["A" * 2000, "a.png"], data_dict={"text": "y" * 1200, "b": "z" * 1200}
@@ -127,10 +125,7 @@ def test_a_request_can_be_printed_and_loses_its_reply() -> None:
     assert InferRequest.remove_response(request.messages) is None
 
 
-async def test_the_engine_and_the_base_class_have_what_files_of_all_releases_use() -> None:
-    from polyturn.compat.swift.adapter import SwiftScheduler
-    from polyturn.compat.swift.base import MultiTurnScheduler
-
+async def test_engine_and_base_class_offer_what_all_releases_use() -> None:
     seen: dict[str, object] = {}
 
     class Uses(MultiTurnScheduler):
@@ -161,55 +156,45 @@ async def test_the_engine_and_the_base_class_have_what_files_of_all_releases_use
     assert [m.text for m in trajectory.messages][1:] == ["a b", "Again.", "c"]
 
 
-async def test_the_loss_scale_base_trains_everything() -> None:
-    trajectory = await run_episode(scripted_context(["so 4"]), task(), id="e")
-    (segment,) = trajectory.segments
-    for name in ("base", "base+ignore_empty_think", "last_round+base"):
-        scale = build_loss_scale(name, decode=tiny_codec().decode)
-        assert scale is not None and (scale.weights(trajectory, segment) == segment.loss_weights).all()
-
-
-def test_the_program_is_reached_as_a_module_and_refuses_what_is_not_here() -> None:
+def test_module_refuses_other_programs() -> None:
     line = [sys.executable, "-m", "polyturn.compat.swift", "deploy", "--model", "m"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "`swift deploy` is not available here" in done.stderr
 
 
-async def test_a_loss_scale_of_a_plug_in_becomes_a_mask() -> None:
-    class OnlyAnswers(LossScale):
-        def get_loss_scale(self, context: str, **kwargs: object) -> tuple[list[str], list[float]]:
-            at = context.find("####")
-            return [context[:at], context[at:]], [0.0, 2.0]
+class OnlyAnswers(LossScale):
+    def get_loss_scale(self, context: str, **kwargs: object) -> tuple[list[str], list[float]]:
+        at = context.find("####")
+        return [context[:at], context[at:]], [0.0, 2.0]
 
-    loss_scale_map["only_answers"] = OnlyAnswers
+
+class LastRound(LossScale):
+    def get_loss_scale(
+        self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: object
+    ) -> tuple[list[str], list[float]]:
+        if context_type == ContextType.RESPONSE:
+            return [context], [float(is_last_round)]
+        return super().get_loss_scale(context, context_type, is_last_round, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["base", "base+ignore_empty_think", "last_round+base", "of_the_last_round", "only_answers"])
+async def test_loss_scale_of_ms_swift_becomes_weights(name: str) -> None:
+    loss_scale_map["only_answers"], loss_scale_map["of_the_last_round"] = OnlyAnswers, LastRound
     trajectory = await run_episode(scripted_context(["so #### 4"]), task(), id="e")
     (segment,) = trajectory.segments
-    scale = build_loss_scale("only_answers", decode=tiny_codec().decode)
+    scale = build_loss_scale(name, decode=tiny_codec().decode)
     assert scale is not None
     weights = scale.weights(trajectory, segment)
-    assert "#### 4" in tiny_codec().decode(segment.token_ids[weights > 0])
-    assert "so" not in tiny_codec().decode(segment.token_ids[weights > 0])
+    if name != "only_answers":
+        assert (weights == segment.loss_weights).all()
+    else:
+        trained = tiny_codec().decode(segment.token_ids[weights > 0])
+        assert "#### 4" in trained
+        assert "so" not in trained
 
 
-async def test_a_loss_scale_that_asks_for_the_context_type_gets_it() -> None:
-    class LastRound(LossScale):
-        def get_loss_scale(
-            self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: object
-        ) -> tuple[list[str], list[float]]:
-            if context_type == ContextType.RESPONSE:
-                return [context], [float(is_last_round)]
-            return super().get_loss_scale(context, context_type, is_last_round, **kwargs)
-
-    loss_scale_map["of_the_last_round"] = LastRound
-    trajectory = await run_episode(scripted_context(["so #### 4"]), task(), id="e")
-    (segment,) = trajectory.segments
-    scale = build_loss_scale("of_the_last_round", decode=tiny_codec().decode)
-    assert scale is not None
-    assert (scale.weights(trajectory, segment) == segment.loss_weights).all()
-
-
-def test_what_a_model_writes_as_an_observation_is_left_out_by_react() -> None:
+def test_react_scale_leaves_out_written_observations() -> None:
     pieces, weights = REACTLossScale().get_loss_scale("Thought: a\nObservation: b\nThought: c")
     assert "".join(pieces) == "Thought: a\nObservation: b\nThought: c"
     assert [p for p, w in zip(pieces, weights, strict=True) if not w] == [" b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.compat.verl.agent_loop import AgentLoopBase, AgentLoopOutput, TokenOutput, ToolListWrap, register
-from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
+from polyturn.compat.verl.agent_loop import AgentLoopBase, AgentLoopOutput, TokenOutput, ToolListWrap
 from polyturn.compat.verl.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
 from polyturn.compat.verl.tool_parser import FunctionCall, KimiToolParser
 from polyturn.core.lifecycle import StopReason
@@ -18,10 +18,10 @@ from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.run_episode import run_episode
-from polyturn.testing.episodes import scripted_context, tiny_codec
+from polyturn.testing.episodes import task, tiny_codec
 from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+from support.compat_parts import play_loop
 
 EVENTS: list[str] = []
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
@@ -84,31 +84,24 @@ def tree(tmp_path: Path) -> dict[str, Any]:
     return {"actor_rollout_ref": {"rollout": {"multi_turn": {**paths, "tool_response_truncate_side": "right"}}}}
 
 
-def a_task(**extra: Any) -> Task:
-    return Task(
-        id="t",
-        prompt=(Message(role="user", content="2+2?"),),
-        data_source="s",
-        tools_kwargs={"add": ToolKwargs(create_kwargs={"to": "two"})},
+def row(**extra: Any) -> Task:
+    return dataclasses.replace(
+        task("2+2?", tools_kwargs={"add": ToolKwargs(create_kwargs={"to": "two"})}, extra=extra),
         interaction=InteractionRef(name="doubts", kwargs={"name": "doubts"}),
-        extra=extra,
     )
 
 
-async def run(loop: type[AgentLoopBase], says: list[str], tree: dict[str, Any], task: Task | None = None) -> Trajectory:
-    scheduler = AgentLoopScheduler(loop, config=tree)
-    interactions = {"doubts": Doubts({"name": "doubts"})}
-    context = scripted_context(says, scheduler=scheduler, rewards={"s": lambda t: 1.0}, interactions=interactions)
-    return await run_episode(context, task or a_task(), id="e")
+async def play(loop: type[AgentLoopBase], says: list[str], tree: dict[str, Any], **extra: Any) -> Trajectory:
+    return await play_loop(loop, says, config=tree, row=row(**extra), interactions={"doubts": Doubts({"name": "doubts"})})
 
 
-async def test_a_loop_that_overrides_a_state_calls_tools_and_hears_the_interaction(tree: dict[str, Any]) -> None:
+async def test_overridden_state_keeps_tools_and_the_interaction(tree: dict[str, Any]) -> None:
     class Counts(ToolAgentLoop):
         async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
             EVENTS.append("interacting")
             return await super()._handle_interacting_state(agent_data)
 
-    trajectory = await run(Counts, [f"Hm. {CALL}", "five", "4"], tree)
+    trajectory = await play(Counts, [f"Hm. {CALL}", "five", "4"], tree)
     assert (trajectory.stop_reason, trajectory.error) == (StopReason.STOP, None)
     assert EVENTS == ["started", "create two", "release tool-1", "interacting", "interacting", "finalized"]
     (segment,) = trajectory.segments
@@ -116,20 +109,8 @@ async def test_a_loop_that_overrides_a_state_calls_tools_and_hears_the_interacti
     codec = tiny_codec()
     heard = [codec.decode(s.ids) for s in segment.spans if s.source is SpanSource.OBSERVATION]
     assert "it is 4...(truncated)" in heard[0] and "Are you sure?" in heard[1] and len(heard) == 2
-    messages = [
-        Message.from_openai(m)
-        for m in (
-            {"role": "user", "content": "2+2?"},
-            {"role": "assistant", "content": f"Hm. {CALL}"},
-            {"role": "tool", "content": "it is 4...(truncated)"},
-            {"role": "assistant", "content": "five"},
-            {"role": "user", "content": "Are you sure?"},
-            {"role": "assistant", "content": "4"},
-        )
-    ]
-    assert codec.decode(segment.token_ids).startswith(
-        codec.template.render(messages[:1], tools=[SCHEMA], add_generation_prompt=True)
-    )
+    prompt = codec.template.render([Message(role="user", content="2+2?")], tools=[SCHEMA], add_generation_prompt=True)
+    assert codec.decode(segment.token_ids).startswith(prompt)
     assert trajectory.turns[-1].info["tool_rewards"] == [0.5]
     assert [t.scores.get("interaction") for t in trajectory.turns] == [None, 0.25, 1.0]
 
@@ -138,44 +119,24 @@ async def test_a_loop_that_overrides_a_state_calls_tools_and_hears_the_interacti
     ("arguments", "heard"),
     [('{"name": "sub", "arguments": {}}', "Unknown"), ('{"name": "add", "arguments": {"a": "fails"}}', "The to")],
 )
-async def test_what_goes_wrong_with_a_call_is_told_to_the_model(tree: dict[str, Any], arguments: str, heard: str) -> None:
-    trajectory = await run(ToolAgentLoop, [f"<tool_call>{arguments}</tool_call>", "4"], tree)
+async def test_failing_call_is_reported_to_the_model(tree: dict[str, Any], arguments: str, heard: str) -> None:
+    trajectory = await play(ToolAgentLoop, [f"<tool_call>{arguments}</tool_call>", "4"], tree)
     spans = [s for s in trajectory.segments[0].spans if s.source is SpanSource.OBSERVATION]
     assert heard in tiny_codec().decode(spans[0].ids) and EVENTS[-1] == "finalized"
 
 
-async def test_an_interaction_that_raises_is_finalized_and_fails_its_trajectory(tree: dict[str, Any]) -> None:
-    trajectory = await run(ToolAgentLoop, ["raise"], tree)
+async def test_failing_interaction_is_finalized_and_ends_the_episode(tree: dict[str, Any]) -> None:
+    trajectory = await play(ToolAgentLoop, ["raise"], tree)
     assert trajectory.stop_reason is StopReason.ERROR and "nobody is here" in str(trajectory.error)
     assert EVENTS == ["started", "finalized"]
 
 
-async def test_a_row_may_choose_no_tool(tree: dict[str, Any]) -> None:
-    trajectory = await run(ToolAgentLoop, [CALL, "4"], tree, a_task(tool_selection=["other"]))
+async def test_row_may_choose_no_tool(tree: dict[str, Any]) -> None:
+    trajectory = await play(ToolAgentLoop, [CALL, "4"], tree, tool_selection=["other"])
     assert EVENTS == ["started", "finalized"] and trajectory.stop_reason is StopReason.STOP
 
 
-async def test_loops_of_the_first_form_get_lists_of_ids(tree: dict[str, Any]) -> None:
-    @register("first_form_in_test")
-    class First(AgentLoopBase):
-        async def run(self, messages: list[dict[str, Any]], sampling_params: dict[str, Any]) -> AgentLoopOutput:  # type: ignore[override]
-            ids = await self.apply_chat_template(messages)
-            said: Any = await self.server_manager.generate("r", prompt_ids=ids, sampling_params=sampling_params)
-            assert isinstance(said, list) and len(said) == len(said.log_probs)  # type: ignore[attr-defined]
-            again = ids + said + self.tokenizer.encode(" and?", add_special_tokens=False)
-            more: Any = await self.server_manager.generate("r", prompt_ids=again, sampling_params=sampling_params)
-            rest = (again + more)[len(ids) :]
-            num_seen = len(again) - len(ids) - len(said)
-            return AgentLoopOutput(
-                prompt_ids=ids, response_ids=rest, response_mask=[1] * len(said) + [0] * num_seen + [1] * len(more)
-            )
-
-    trajectory = await run(First, ["five", "four"], tree)
-    (segment,) = trajectory.segments
-    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask) and len(trajectory.turns) == 2
-
-
-async def test_loops_of_the_last_form_are_given_their_tools_and_build_on_tokens(tree: dict[str, Any]) -> None:
+async def test_last_form_of_a_loop_gets_its_tools_and_builds_on_tokens(tree: dict[str, Any]) -> None:
     class Base(AgentLoopBase):
         def __init__(self, trainer_config: Any, *, data_config: Any, tools: ToolListWrap, **kwargs: Any) -> None:
             super().__init__(trainer_config, data_config=data_config, **kwargs)
@@ -209,12 +170,12 @@ async def test_loops_of_the_last_form_are_given_their_tools_and_build_on_tokens(
             super().__init__(*args, **kwargs)
             assert [tool.name for tool in self.tools] == ["add"], "also where only a base class names them"
 
-    trajectory = await run(Own, ["five", "four"], tree)
+    trajectory = await play(Own, ["five", "four"], tree)
     (segment,) = trajectory.segments
     assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask) and len(trajectory.turns) == 2, trajectory.error
 
 
-async def test_calls_are_read_by_kimis_ids() -> None:
+async def test_kimi_calls_keep_their_ids() -> None:
     class Text:
         eos_token_id = None
 

@@ -14,7 +14,7 @@ from polyturn.compat.verl import tensordict_utils as tu
 from polyturn.compat.verl.import_utils import load_extern_object
 from polyturn.compat.verl.metric import Metric, reduce_metrics
 from polyturn.compat.verl.metric_utils import compute_data_metrics, process_validation_metrics
-from polyturn.compat.verl.protocol import DataProto, pad_dataproto_to_divisor, union_numpy_dict, unpad_dataproto
+from polyturn.compat.verl.protocol import DataProto, collate_fn, pad_dataproto_to_divisor, union_numpy_dict, unpad_dataproto
 from polyturn.compat.verl.py_functional import append_to_dict, temp_env_var, timeout_limit
 
 
@@ -22,7 +22,7 @@ def batch() -> DataProto:
     return DataProto.from_dict({"ids": torch.arange(6).reshape(3, 2)}, {"uid": ["a", "b", "c"], "said": [[1], [2], [3]]})
 
 
-def test_a_batch_goes_to_a_tensordict_and_a_file_and_back(tmp_path: Path) -> None:
+def test_batch_survives_a_tensordict_and_a_file(tmp_path: Path) -> None:
     data = DataProto.from_dict({"ids": torch.arange(4).reshape(2, 2)}, {"scores": [[], [0.5]]}, {"step": 3})
     data.save_to_disk(tmp_path / "batch")
     for same in (DataProto.from_tensordict(data.to_tensordict()), DataProto.load_from_disk(tmp_path / "batch")):
@@ -32,8 +32,21 @@ def test_a_batch_goes_to_a_tensordict_and_a_file_and_back(tmp_path: Path) -> Non
         DataProto.from_dict({"ids": torch.zeros(2, 2)}, num_batch_dims=2)
 
 
-def test_rows_are_padded_repeated_and_drawn() -> None:
+def test_rows_are_taken_padded_repeated_and_drawn() -> None:
     data = batch()
+    assert len(data) == 3
+    assert data[1].batch["ids"].tolist() == [2, 3]
+    assert data[1].non_tensor_batch["said"] == [2]
+    assert data[[2, 0]].non_tensor_batch["uid"].tolist() == ["c", "a"]
+    assert data[torch.tensor([True, False, True])].batch["ids"][:, 0].tolist() == [0, 4]
+    assert [len(part) for part in (*data.split(2), data[1:])] == [2, 1, 2]
+    assert data.repeat(2).non_tensor_batch["uid"].tolist() == [*"aabbcc"]
+    assert DataProto.concat([data[:1], data[2:]]).batch["ids"].tolist() == [[0, 1], [4, 5]]
+    assert collate_fn([data[0], data[2]]).non_tensor_batch["uid"].tolist() == ["a", "c"]
+    with pytest.raises(ValueError, match="DataProto 3 and chunk 2"):
+        data.chunk(2)
+    with pytest.raises(TypeError):
+        data["ids"]
     padded, missing = pad_dataproto_to_divisor(data, 2)
     assert missing == 1 and padded.non_tensor_batch["uid"].tolist() == [*"abca"]
     assert unpad_dataproto(padded, missing).non_tensor_batch["uid"].tolist() == [*"abc"]
@@ -49,7 +62,20 @@ def test_rows_are_padded_repeated_and_drawn() -> None:
     assert union_numpy_dict({"a": np.array([np.nan])}, {"a": np.array([np.nan])}).keys() == {"a"}
 
 
-def test_metrics_of_several_batches_become_lists_and_facts_must_agree() -> None:
+def test_columns_are_taken_out_and_in() -> None:
+    data = batch()
+    taken = data.pop(batch_keys=["ids"], non_tensor_batch_keys=["said"])
+    assert list(data.non_tensor_batch) == ["uid"]
+    assert taken.batch["ids"].shape == data.union(taken).batch["ids"].shape == (3, 2)
+    with pytest.raises(ValueError, match="`ids`"):
+        data.union(DataProto.from_dict({"ids": torch.zeros(3, 2)}))
+    with pytest.raises(ValueError, match="'uid' has 2 rows where the batch has 3"):
+        DataProto(data.batch, {"uid": np.array(["a", "b"])})
+    with pytest.raises(ValueError, match="rows"):
+        DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)})
+
+
+def test_metrics_become_lists_and_facts_must_agree() -> None:
     one, two = batch(), batch()
     one.meta_info, two.meta_info = {"metrics": {"loss": 1.0}, "t": 1}, {"metrics": [{"loss": 2.0}], "t": 1}
     assert DataProto.concat([one, two]).meta_info == {"metrics": {"loss": [1.0, 2.0]}, "t": 1}
@@ -58,43 +84,30 @@ def test_metrics_of_several_batches_become_lists_and_facts_must_agree() -> None:
         DataProto.concat([one, two])
 
 
-def test_a_tensordict_holds_ragged_tensors_lists_and_facts() -> None:
-    ragged = torch.nested.as_nested_tensor([torch.arange(n) for n in (1, 2, 3)], layout=torch.jagged)
-    td = tu.get_tensordict({"ids": ragged, "said": [[], [1], [2]]}, {"step": 4})
+def test_tensordict_holds_ragged_tensors_lists_and_facts() -> None:
+    """The ragged axis is kept where rows of one length are drawn, so that their shapes do not tell which axis it is."""
+    rows = [torch.randn(shape) for shape in [(4, 5), (4, 5), (4, 3)]]
+    ragged = tu.nested_tensor_from_tensor_list(rows)
+    td = tu.get_tensordict({"x": ragged, "said": [[], [1], [2]]}, {"step": 4})
     parts = tu.chunk_tensordict(td, 3)
     assert [tu.get(part, "said") for part in parts] == [[[]], [[1]], [[2]]]
-    whole = tu.concat_tensordict(parts)
-    assert [row.tolist() for row in whole["ids"].unbind()] == [[0], [0, 1], [0, 1, 2]] and tu.get(whole, "step") == 4
-    tu.assert_tensordict_eq(whole, td)
-    assert tu.pop(td, "step") == 4 and tu.get(td, "step", 0) == 0
+    tu.assert_tensordict_eq(tu.concat_tensordict(parts), td)
+    drawn = tu.index_select_tensor_dict(td, [0, 1])
+    whole = tu.concat_tensordict([drawn, tu.index_select_tensor_dict(td, [2])])
+    assert all(torch.equal(a, b) for a, b in zip(whole["x"].unbind(), rows, strict=True))
+    assert tu.get(whole, "step") == tu.pop(td, "step") == 4
+    assert tu.get(td, "step", 0) == 0
+    assert tu.get(tu.pop(tu.assign_non_tensor_dict(td, {"c": [1]}), keys=["said", "c"]), "c") == [1]
     with pytest.raises(AssertionError, match="not consistent"):
         tu.get_tensordict({"a": torch.zeros(2), "b": [1]})
-
-
-def test_the_ragged_axis_of_rows_is_kept_where_rows_are_drawn_and_joined() -> None:
-    """Also where the rows that are drawn have one length, so that their shapes do not tell which axis it is."""
-    for axis, shapes in ((1, [(5, 4), (5, 4), (3, 4)]), (2, [(4, 5), (4, 5), (4, 3)])):
-        rows = [torch.randn(shape) for shape in shapes]
-        td = tu.get_tensordict({"x": tu.nested_tensor_from_tensor_list(rows)})
-        drawn = tu.index_select_tensor_dict(td, [0, 1])
-        assert drawn["x"]._ragged_idx == axis
-        whole = tu.concat_tensordict([drawn, tu.index_select_tensor_dict(td, [2])])
-        assert all(torch.equal(a, b) for a, b in zip(whole["x"].unbind(), rows, strict=True))
     with pytest.raises(AssertionError, match="ragged_idx is 3"):
         tu.nested_tensor_from_tensor_list(rows, ragged_idx=3)
-
-
-def test_names_of_other_releases_do_the_same() -> None:
-    td = tu.assign_non_tensor_dict(tu.get_tensordict({"a": torch.zeros(2), "b": ["x", "y"]}), {"c": [1]})
-    assert tu.get(td, "c") == [1]
-    taken = tu.pop(td, keys=["b", "c"])
-    assert tu.get(taken, "b") == ["x", "y"] and list(td.keys()) == ["a"]
     data = DataProto()
     data.__setstate__(batch().__getstate__())
     assert data.batch["ids"].tolist() == batch().batch["ids"].tolist()
 
 
-def test_numbers_are_collected_and_reduced() -> None:
+def test_metrics_are_collected_and_reduced() -> None:
     found: dict[str, object] = {}
     for value in (1.0, 3.0):
         append_to_dict(found, {"loss": Metric("sum", torch.tensor(value)), "time_max": value, "mean": value})
@@ -104,7 +117,7 @@ def test_numbers_are_collected_and_reduced() -> None:
         Metric.aggregate_dp([])
 
 
-def test_the_numbers_of_a_batch_and_of_a_validation() -> None:
+def test_metrics_of_a_batch_and_of_a_validation() -> None:
     ones = torch.ones(2, 2)
     tensors = dict.fromkeys(("token_level_scores", "token_level_rewards", "advantages", "returns", "responses"), ones)
     attention = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
@@ -119,7 +132,7 @@ def test_the_numbers_of_a_batch_and_of_a_validation() -> None:
 
 
 @pytest.mark.parametrize("use_signals", [False, True])
-def test_a_call_that_never_ends_is_ended(use_signals: bool) -> None:
+def test_timeout_ends_a_hanging_call_alone(use_signals: bool) -> None:
     with pytest.raises(TimeoutError, match=r"wait timed out after 0.2 seconds"):
         timeout_limit(0.2, use_signals)(threading.Event().wait)()
     assert timeout_limit(60, use_signals)(len)("abc") == 3
@@ -131,7 +144,7 @@ def _fail() -> None:
     raise ValueError("no number")
 
 
-def test_objects_are_loaded_from_files_and_variables_set_for_a_while(tmp_path: Path) -> None:
+def test_objects_are_loaded_from_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("VALUE = 3\n")
     assert load_extern_object(str(tmp_path / "mine.py"), "VALUE") == 3
     with pytest.raises(AttributeError):

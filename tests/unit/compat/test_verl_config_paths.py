@@ -18,17 +18,17 @@ def tools(name: str) -> Translation:
     return Translation(native=native, origin={}, paths=paths, native_paths=(), fates=(), resumes=False)
 
 
-def test_a_path_is_looked_for_beside_the_config_too(tmp_path: Path) -> None:
+def test_path_is_looked_up_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_text("tools: []")
     native = absolute(tools("tools.yaml"), folder=tmp_path)
     assert native == {"rollout": {"tools": {"file": str((tmp_path / "tools.yaml").resolve())}}}
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "~/missing.yaml", LONG])
-def test_a_path_that_leads_nowhere_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+def test_missing_path_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout\.tools\.file is '.*no such file in .* or {tmp_path}; check the path$"):
         absolute(tools(name), folder=tmp_path)
 
 
-def test_a_name_that_no_file_can_have_is_not_moved(tmp_path: Path) -> None:
+def test_impossible_file_name_is_not_moved(tmp_path: Path) -> None:
     assert moved([LONG], start=tmp_path, end=tmp_path / "runs") == [LONG]

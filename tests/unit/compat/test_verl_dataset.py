@@ -118,7 +118,7 @@ def test_rows_hold_what_a_rollout_reads(parquet: str) -> None:
     assert row["tools_kwargs"] == {"calc": {"create_kwargs": {"ground_truth": "1"}}}
 
 
-def test_without_raw_chat_a_row_has_padded_ids(parquet: str) -> None:
+def test_row_has_padded_ids_without_raw_chat(parquet: str) -> None:
     tokenizer = tiny_tokenizer()
     config = OmegaConf.create({"max_prompt_length": 400, "filter_overlong_prompts": False})
     dataset = RLHFDataset([parquet], tokenizer, config)
@@ -132,7 +132,7 @@ def test_without_raw_chat_a_row_has_padded_ids(parquet: str) -> None:
         RLHFDataset([parquet], tokenizer, OmegaConf.create({**config, "max_prompt_length": 8}))[2]
 
 
-def test_rows_that_are_too_long_are_left_out_where_the_config_asks_for_it(parquet: str) -> None:
+def test_long_rows_are_dropped_on_request(parquet: str) -> None:
     config = OmegaConf.create({"max_prompt_length": 150, "filter_overlong_prompts": True, "return_raw_chat": True})
     lengths = [
         len(tiny_tokenizer().apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False)) for r in rows()
@@ -140,13 +140,13 @@ def test_rows_that_are_too_long_are_left_out_where_the_config_asks_for_it(parque
     assert len(RLHFDataset(parquet, tiny_tokenizer(), config)) == sum(length <= 150 for length in lengths) < 3
 
 
-def test_columns_of_a_batch_are_tensors_or_arrays_of_objects() -> None:
+def test_columns_of_a_batch_are_tensors_or_objects() -> None:
     batch = collate_fn([{"a": torch.tensor([i]), "b": [1, 2], "c": {"d": i}} for i in range(2)])
     assert batch["a"].tolist() == [[0], [1]]
     assert batch["b"].shape == (2,) and batch["c"].dtype == np.dtype(object)
 
 
-def test_a_class_of_ones_own_gives_the_tasks_of_a_run(custom: Path) -> None:
+def test_own_class_gives_the_tasks_of_a_run(custom: Path) -> None:
     tasks = custom_tasks(cls=f"{custom}:Listed", files=["a", "b"], split="train", config=CONFIG)
     assert [t.id for t in tasks] == ["train-0", "train-1"]
     task = tasks[1]
@@ -157,32 +157,22 @@ def test_a_class_of_ones_own_gives_the_tasks_of_a_run(custom: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "error", "words"),
     [
-        ("Failing", r"data.custom_cls .*own\.py:Failing: it failed with KeyError"),
-        ("not_a_class", "must inherit from torch.utils.data.Dataset"),
-        ("Listd", "Did you mean 'Listed'"),
+        ("Failing", ConfigError, r"data\.custom_cls .*Failing.*KeyError"),
+        ("not_a_class", ConfigError, r"torch\.utils\.data\.Dataset"),
+        ("Listd", ConfigError, "'Listed'"),
+        ("WithoutMessages", DataError, r"row 0.*raw_prompt.*\['input_ids'\]"),
+        ("Nothing", DataError, "row 0.*None"),
+        ("Rows", DataError, "row 0.*KeyError: 'prompt'"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_said(custom: Path, name: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        custom_tasks(cls=f"{custom}:{name}", files=["a"], split="train", config=CONFIG)
+def test_mistakes_of_a_dataset_are_named(custom: Path, name: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        _ = custom_tasks(cls=f"{custom}:{name}", files=["a"], split="train", config=CONFIG)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("WithoutMessages", r"row 0: it has no raw_prompt, the messages; it has \['input_ids'\]"),
-        ("Nothing", "row 0: it is None; __getitem__ must return a dict"),
-        ("Rows", "row 0: it failed with KeyError: 'prompt'"),
-    ],
-)
-def test_rows_that_are_none_are_said(custom: Path, name: str, says: str) -> None:
-    with pytest.raises(DataError, match=says):
-        custom_tasks(cls=f"{custom}:{name}", files=["a"], split="train", config=CONFIG)[0]
-
-
-def test_the_section_names_the_class(custom: Path) -> None:
+def test_section_names_the_class(custom: Path) -> None:
     assert get_dataset_class(OmegaConf.create({"custom_cls": {"path": None}})) is RLHFDataset
     found = get_dataset_class(OmegaConf.create({"custom_cls": {"path": str(custom), "name": "Plain"}}))
     assert found.__name__ == "Plain"
@@ -201,7 +191,7 @@ def retool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_the_dataset_of_verls_own_recipe_gives_tasks(retool: Any, tmp_path: Path) -> None:
+def test_dataset_of_verls_recipe_gives_tasks(retool: Any, tmp_path: Path) -> None:
     folder = tmp_path / "org" / "math"
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist([*rows()] * 6), folder / "train.parquet")

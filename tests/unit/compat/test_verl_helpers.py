@@ -60,7 +60,7 @@ def url() -> Any:
     thread.join()
 
 
-def test_a_search_of_several_queries_is_one_text(url: str) -> None:
+async def test_search_of_several_queries_is_one_text(url: str) -> None:
     text, known = perform_single_search_batch(url, ["a", "b"], concurrent_semaphore=threading.Semaphore(1))
     assert json.loads(text) == {"result": "Doc 1 (Title: a)\ntext\n---\nDoc 1 (Title: b)\ntext"}
     assert (known["status"], known["total_results"], known["query_count"]) == ("success", 2, 2)
@@ -69,11 +69,7 @@ def test_a_search_of_several_queries_is_one_text(url: str) -> None:
     assert known["status"] == "api_error" and "404" in text and known["api_request_error"].startswith("API Call Failed: ")
 
 
-async def test_a_search_may_be_asked_from_a_running_loop(url: str) -> None:
-    assert perform_single_search_batch(url, ["a"])[1]["status"] == "success"
-
-
-async def test_a_tool_of_ones_own_runs_code_in_its_pool(url: str) -> None:
+async def test_own_tool_runs_code_in_its_pool(url: str) -> None:
     class Retool(SandboxFusionTool):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             code = f"print({parameters['code']})"
@@ -90,7 +86,7 @@ async def test_a_tool_of_ones_own_runs_code_in_its_pool(url: str) -> None:
         init_execution_pool(2, mode=PoolMode.ProcessMode)
 
 
-async def test_a_bucket_owes_what_it_never_holds() -> None:
+async def test_token_bucket_owes_what_it_never_holds() -> None:
     bucket = AsyncTokenBucket(rate_limit=1000.0)
     for tokens in (400.0, 600.0, 1500.0, 1.0):
         await bucket.acquire(tokens)
@@ -109,9 +105,7 @@ def score(task, completion, reference, extra_info):
 """
 
 
-async def test_scores_are_computed_in_processes_and_a_failure_is_no_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_scores_are_computed_in_processes_and_pass_errors_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_scores.py").write_text(SCORES)  # a file of its own, which processes import in no time
     monkeypatch.syspath_prepend(tmp_path)
     score = importlib.import_module("own_scores").score
@@ -121,7 +115,7 @@ async def test_scores_are_computed_in_processes_and_a_failure_is_no_zero(
         await parallel_compute_score_async(score, ["raise"], ["a"], ["dict"], num_processes=1)
 
 
-async def test_a_file_of_mcp_servers_is_read_once_and_asked_by_tool(tmp_path: Path) -> None:
+async def test_mcp_servers_are_asked_by_tool(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     server = tmp_path / "server.py"
     server.write_text(
@@ -143,7 +137,7 @@ async def test_a_file_of_mcp_servers_is_read_once_and_asked_by_tool(tmp_path: Pa
     await manager.get_client_with_tool_name("twice").close_now()
 
 
-def test_dapos_scorer_can_be_taken_apart() -> None:
+def test_dapo_scorer_can_be_taken_apart() -> None:
     assert (
         math_dapo.verify("so Answer: $7$", "7")
         == (True, "7")
@@ -154,11 +148,17 @@ def test_dapos_scorer_can_be_taken_apart() -> None:
     assert math_dapo.remove_boxed(math_dapo.last_boxed_only_string(r"a \boxed{7} b") or "") == "7"
 
 
-def test_files_are_where_they_are_named(tmp_path: Path) -> None:
+def test_files_are_copied_on_this_machine_alone(tmp_path: Path) -> None:
     assert hdfs_io.copy_to_local("Qwen/Qwen3-4B", use_shm=False) == "Qwen/Qwen3-4B" and hdfs_io.is_non_local("hdfs://x")
     assert hdfs_io.local_mkdir_safe(str(tmp_path / "a")) == str(tmp_path / "a") and (tmp_path / "a").is_dir()
-    with pytest.raises(ConfigError, match="HDFS"):
-        hdfs_io.copy_to_local("hdfs://x/y")
+    hdfs_io.makedirs(str(tmp_path / "a" / "b"))
+    (tmp_path / "a" / "b" / "f").write_text("x")
+    hdfs_io.copy(str(tmp_path / "a"), str(tmp_path / "c"))
+    assert hdfs_io.exists(str(tmp_path / "c" / "b" / "f"))
+    assert not hdfs_io.exists(str(tmp_path / "d"))
+    for function, path in ((hdfs_io.copy_to_local, "hdfs://x/y"), (hdfs_io.makedirs, "hdfs://host/a")):
+        with pytest.raises(ConfigError, match="HDFS"):
+            function(path)
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Mine:
     b: str = "x"
 
 
-def test_a_config_becomes_the_object_of_its_class() -> None:
+def test_config_becomes_the_object_of_its_class() -> None:
     assert (
         omega_conf_to_dataclass(OmegaConf.create({"a": 2}), Mine) == Mine(2) and omega_conf_to_dataclass({}, Mine) == Mine()
     )
@@ -180,7 +180,7 @@ def test_a_config_becomes_the_object_of_its_class() -> None:
     assert known == {"a": 5, "c": 0}
 
 
-def test_what_files_of_projects_import_beside_their_subject() -> None:
+def test_small_helpers_of_projects() -> None:
     @deprecated("new")
     def old(x: int) -> int:
         return x + 1

@@ -12,7 +12,7 @@ from polyturn.compat import install
 from polyturn.compat.verl.managed_reward import as_batch, score
 from polyturn.compat.verl.reward_manager import NaiveRewardManager, register
 from polyturn.compat.verl_config.compose import compose_name
-from polyturn.compat.verl_config.translate import translate
+from polyturn.compat.verl_config.translate import Translation, translate
 from polyturn.core.errors import ConfigError
 from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
@@ -50,7 +50,6 @@ class Talkative(AbstractRewardManager):
         truths = data.non_tensor_batch["ground_truth"].tolist()
         return {"reward_tensor": rewards, "reward_extra_info": {"truth": truths}}
 """
-OVERRIDES = ["actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "data.val_files=null"]
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ async def finished() -> Trajectory:
     return await run_episode(context, task(interaction="gsm8k"), id="g0/0", seed=1)
 
 
-async def test_a_manager_scores_a_trajectory_where_signals_work_and_reports_beside_it(file: Path) -> None:
+async def test_manager_scores_a_trajectory_and_reports(file: Path) -> None:
     trajectory = await finished()
     row = as_batch(trajectory)
     assert len(row) == 1 and row.non_tensor_batch["ground_truth"][0] == trajectory.task.ground_truth
@@ -79,50 +78,35 @@ async def test_a_manager_scores_a_trajectory_where_signals_work_and_reports_besi
     assert await asyncio.to_thread(call) == {"score": 5.0, "truth": trajectory.task.ground_truth}
 
 
-def test_a_config_names_a_manager_that_its_functions_file_registers(file: Path) -> None:
-    overrides = [*OVERRIDES, f"custom_reward_function.path={file}", "custom_reward_function.name=judge"]
-    overrides += ["reward_model.reward_manager=talkative", "+reward_model.reward_kwargs.per_char=2"]
-    native = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native
-    function = native["reward"]["function"]
+def translated(*overrides: str) -> Translation:
+    required = ["actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "data.val_files=null"]
+    return translate(compose_name("ppo_trainer", folder=None, overrides=[*required, *overrides]))
+
+
+@pytest.mark.parametrize("where", ["{file}", "file://{file}", "pkg://judges.of_mine"])
+def test_config_names_a_manager_that_a_file_registers(where: str, file: Path) -> None:
+    path = f"custom_reward_function.path={where.format(file=file)}"
+    more = ["reward_model.reward_manager=talkative", "+reward_model.reward_kwargs.per_char=2"]
+    function = translated(path, "custom_reward_function.name=judge", *more).native["reward"]["function"]
     assert function["name"] == "polyturn.compat.verl.managed_reward:score"
-    assert function["function"] == f"{file}:judge" and function["manager_kwargs"] == {"per_char": 2}
+    assert function["function"] in (f"{file}:judge", "judges.of_mine:judge")
+    assert function["manager_kwargs"] == {"per_char": 2}
 
 
-@pytest.mark.parametrize("where", ["file://{file}", "pkg://judges.of_mine"])
-def test_the_place_of_a_manager_is_written_as_verl_writes_it(where: str, file: Path) -> None:
-    overrides = [
-        *OVERRIDES,
-        f"custom_reward_function.path={where.format(file=file)}",
-        "reward_model.reward_manager=talkative",
-    ]
-    function = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native["reward"]["function"]
-    assert function["function"] in (f"{file}:compute_score", "judges.of_mine:compute_score")
-
-
-def test_a_manager_that_nothing_registers_is_refused(file: Path) -> None:
-    for more in ([], [f"custom_reward_function.path={file}"]):
-        overrides = [*OVERRIDES, "reward_model.reward_manager=talkativ", *more]
-        with pytest.raises(ConfigError, match=r"there is no such reward manager.*registers"):
-            translate(compose_name("ppo_trainer", folder=None, overrides=overrides))
-
-
-def test_an_agent_loop_that_samples_what_comes_of_a_turn_has_room_for_it(tmp_path: Path) -> None:
+def test_forking_agent_loop_has_room_for_its_forks(tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
     (tmp_path / "agents.yaml").write_text("- {name: forks, _target_: forks.Loop}\n")
     turns = [f"{rollout}.multi_turn.{key}" for key in ("enable=True", "max_assistant_turns=3", "max_user_turns=2")]
-    overrides = [*OVERRIDES, *turns, f"{rollout}.multi_turn.num_repeat_rollouts=3", "data.max_response_length=100"]
-    with pytest.raises(ConfigError, match="only an agent loop of your own forks so many conversations"):
-        translate(compose_name("ppo_trainer", folder=None, overrides=overrides))
-    overrides.append(f"{rollout}.agent.agent_loop_config_path={tmp_path / 'agents.yaml'}")
-    native = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native["rollout"]
+    turns += [f"{rollout}.multi_turn.num_repeat_rollouts=3", "data.max_response_length=100"]
+    native = translated(*turns, f"{rollout}.agent.agent_loop_config_path={tmp_path / 'agents.yaml'}").native["rollout"]
     limits = native["limits"]
     assert (limits["max_turns"], limits["max_user_turns"], limits["max_tokens"]) == (12, 8, 400)
     assert limits["max_tokens_per_turn"] == 100
-    told = native["scheduler_kwargs"]["config"]["actor_rollout_ref"]["rollout"]["multi_turn"]
-    assert told["num_repeat_rollouts"] == 3 and told["max_assistant_turns"] == 3
+    config = native["scheduler_kwargs"]["config"]["actor_rollout_ref"]["rollout"]["multi_turn"]
+    assert (config["num_repeat_rollouts"], config["max_assistant_turns"]) == (3, 3)
 
 
-def test_a_file_that_was_mended_registers_its_manager_anew(file: Path) -> None:
+def test_mended_file_registers_its_manager_again(file: Path) -> None:
     broken = file.with_name("broken.py")
     broken.write_text(MANAGER.replace("talkative", "mended") + "\nraise RuntimeError('no key')\n")
     with pytest.raises(ConfigError, match="no key"):
@@ -186,10 +170,10 @@ def signals(data_source, solution_str, ground_truth, extra_info=None, **more):
 """
 
 
-def imported(cls: str, file: Path, *more: str, at: str = "reward_manager") -> dict[str, Any]:
+def imported(cls: str, file: object, *more: str, at: str = "reward_manager") -> dict[str, Any]:
     """Return the reward function of a config that takes the manager from a file."""
-    overrides = [*OVERRIDES, f"{at}.source=importlib", f"{at}.name={cls}", f"{at}.module.path={file}", *more]
-    return translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native["reward"]["function"]
+    overrides = [f"{at}.source=importlib", f"{at}.name={cls}", f"{at}.module.path={file}", *more]
+    return translated(*overrides).native["reward"]["function"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +184,7 @@ def imported(cls: str, file: Path, *more: str, at: str = "reward_manager") -> di
         ("Batch", "verl", {"score": 3.0}),
     ],
 )
-async def test_a_manager_of_a_file_scores_rows_or_batches(cls: str, of: str, found: dict[str, Any], file: Path) -> None:
+async def test_manager_of_a_file_scores_rows_or_batches(cls: str, of: str, found: dict[str, Any], file: Path) -> None:
     managers = file.with_name(f"{cls}_{of}.py")
     managers.write_text(OF_ROWS)
     model = f"actor_rollout_ref.model.path={file.parent / 'model'}"
@@ -212,7 +196,7 @@ async def test_a_manager_of_a_file_scores_rows_or_batches(cls: str, of: str, fou
     assert await asyncio.to_thread(lambda: score(trajectory, **given)) == found
 
 
-async def test_a_plain_function_that_a_manager_of_rows_calls_may_use_signals(file: Path) -> None:
+async def test_function_of_a_row_manager_may_use_signals(file: Path) -> None:
     rows = file.with_name("signals.py")
     rows.write_text(OF_ROWS)
     trajectory, model = await finished(), str(file.parent / "model")
@@ -220,7 +204,7 @@ async def test_a_plain_function_that_a_manager_of_rows_calls_may_use_signals(fil
     assert await asyncio.to_thread(lambda: score(trajectory, **of)) == {"score": 10.5, "bound": 2}
 
 
-async def test_calls_that_come_at_once_get_the_same_manager(file: Path) -> None:
+async def test_concurrent_calls_share_a_manager(file: Path) -> None:
     slow = file.with_name("once.py")
     slow.write_text(OF_ROWS.replace("class Once", "import time; time.sleep(0.05)\n\n\nclass Once"))
     trajectory = await finished()
@@ -229,7 +213,7 @@ async def test_calls_that_come_at_once_get_the_same_manager(file: Path) -> None:
     assert len({one["made"] for one in found}) == 1
 
 
-async def test_a_manager_of_a_file_that_is_neither_kind_is_refused(file: Path) -> None:
+async def test_manager_of_neither_kind_is_refused(file: Path) -> None:
     (file.parent / "neither.py").write_text(OF_ROWS)
     given = imported("Neither", file.parent / "neither.py", f"actor_rollout_ref.model.path={file.parent / 'model'}")
     trajectory = await finished()
@@ -238,22 +222,31 @@ async def test_a_manager_of_a_file_that_is_neither_kind_is_refused(file: Path) -
         await asyncio.to_thread(lambda: score(trajectory, **given))
 
 
-@pytest.mark.parametrize("at", ["reward_manager", "reward.reward_manager"])
-def test_a_manager_of_a_file_that_cannot_be_found_is_refused(at: str, file: Path) -> None:
-    for cls, where, said in (("Talkativ", file, "Did you mean 'Talkative'"), ("Talkative", "nowhere.py", "that is there")):
-        with pytest.raises(ConfigError, match=said):
-            imported(cls, Path(where), at=at)
-    for given, said in ((["=importlib"], "it asks for the file"), (["=import"], "Did you mean 'importlib'")):
-        overrides = [*OVERRIDES, *(f"{at}.source{value}" for value in given)]
-        with pytest.raises(ConfigError, match=said):
-            translate(compose_name("ppo_trainer", folder=None, overrides=overrides))
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["reward_model.reward_manager=talkativ"], "'talkativ'"),
+        (["reward_model.reward_manager=talkativ", "custom_reward_function.path={file}"], "'talkativ'"),
+        *[
+            ([f"{at}.{override}" for override in overrides], names)
+            for at in ("reward_manager", "reward.reward_manager")
+            for overrides, names in (
+                (["source=importlib", "name=Talkativ", "module.path={file}"], "'Talkative'"),
+                (["source=importlib", "name=Talkative", "module.path=nowhere.py"], r"nowhere\.py"),
+                (["source=importlib"], "file"),
+                (["source=import"], "'importlib'"),
+            )
+        ],
+    ],
+)
+def test_missing_manager_is_named(overrides: list[str], names: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=names):
+        translated(*(override.format(file=file) for override in overrides))
 
 
-def test_the_keys_of_the_reward_loop_name_a_manager_too(file: Path) -> None:
-    overrides = [*OVERRIDES, "+reward_model.reward_loop_source=importlib", f"+reward_model.reward_loop_module_path={file}"]
-    overrides.append("+reward_model.reward_loop_class_name=Talkative")
-    native = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native
+def test_reward_loop_keys_name_a_manager(file: Path) -> None:
+    keys = ("source=importlib", f"module_path={file}", "class_name=Talkative")
+    native = translated(*(f"+reward_model.reward_loop_{key}" for key in keys)).native
     assert native["reward"]["function"]["manager"] == f"{file}:Talkative"
-    overrides = [*OVERRIDES, f"reward_manager.module.path={file}"]
-    notices = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).notices()
+    notices = translated(f"reward_manager.module.path={file}").notices()
     assert any(line.startswith("reward_manager.module.path: ignored") for line in notices)

@@ -18,7 +18,7 @@ def config(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("odd", ["a\nname: b", "a\u2028b", "a\rname: b"])
-def test_a_value_of_several_lines_stays_a_value(odd: str, tmp_path: Path):
+def test_value_of_several_lines_stays_a_value(odd: str, tmp_path: Path):
     path = config(tmp_path)
     run(path, [*OVERRIDES, f"+polyturn.model.chat_template='{odd}'"], out=None)
     native = yaml.safe_load((tmp_path / "run.polyturn.yaml").read_text())
@@ -27,7 +27,7 @@ def test_a_value_of_several_lines_stays_a_value(odd: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("out", ["run.yaml", "../{}/run.yaml", "new.md", "new"])
-def test_a_file_that_the_native_config_must_not_be_is_refused_before_anything_is_written(out: str, tmp_path: Path):
+def test_wrong_target_is_refused_before_anything_is_written(out: str, tmp_path: Path):
     path = config(tmp_path)
     before = path.read_text()
     with pytest.raises(ConfigError, match=r"--out is .*which ends in \.yaml"):
@@ -35,7 +35,7 @@ def test_a_file_that_the_native_config_must_not_be_is_refused_before_anything_is
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_says_the_same_as_the_default_goes_and_an_empty_argument_of_a_plug_in_stays(tmp_path: Path):
+def test_defaults_go_and_empty_plugin_arguments_stay(tmp_path: Path):
     path = config(tmp_path)
     own = "{name: grpo, kwargs: {nothing: {}, deep: {nothing: {}}}}"
     run(path, [*OVERRIDES, f"+polyturn.rollout.scheduler_kwargs={own}"], out=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,20 +16,15 @@ from omegaconf import OmegaConf
 
 import polyturn.compat.verl
 from polyturn import compat
-from polyturn.compat.namespaces import VERL
-from polyturn.compat.verl import hdfs_io, reward_manager
+from polyturn.compat.verl import reward_manager
 from polyturn.compat.verl.agent_loop_utils import (
     add_generation_prompt_for_gpt_oss,
     build_gpt_oss_tool_response_text,
     format_gpt_oss_tool_response_manually,
 )
-from polyturn.compat.verl.protocol import DataProto, collate_fn
+from polyturn.compat.verl.protocol import DataProto
 from polyturn.compat.verl.tokenizer import normalize_token_ids
-from polyturn.core.errors import ConfigError, RewardError, UnknownNameError
-
-
-def batch() -> DataProto:
-    return DataProto.from_dict({"ids": torch.arange(6).reshape(3, 2)}, {"uid": ["a", "b", "c"], "said": [[1], [2], [3]]})
+from polyturn.core.errors import RewardError, UnknownNameError
 
 
 def test_users_files_find_their_names() -> None:
@@ -53,68 +47,22 @@ def test_users_files_find_their_names() -> None:
     assert names["DataProto"] is DataProto
 
 
-def test_a_process_that_runs_as_verl_finds_the_batch() -> None:
+def test_process_run_as_verl_finds_the_batch() -> None:
     shims = Path(polyturn.compat.__file__).parent / "shims"
     code = "from verl import DataProto; import verl.protocol; assert DataProto is verl.protocol.DataProto"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(shims)}, check=True)
+    path = os.pathsep.join([str(shims), *sys.path[1:]])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True)
 
 
-def test_a_tool_speaks_to_gpt_oss_in_its_format() -> None:
+def test_tool_result_has_the_gpt_oss_format() -> None:
     """The shape that the model was trained on."""
     said = add_generation_prompt_for_gpt_oss(format_gpt_oss_tool_response_manually("4", "add"))
     assert said == "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|><|start|>assistant"
     assert build_gpt_oss_tool_response_text([{"role": "tool", "content": "4"}], ["add"]) == said
 
 
-def test_a_batch_gives_rows_and_parts() -> None:
-    data = batch()
-    assert len(data) == 3 and data[1].batch["ids"].tolist() == [2, 3] and data[1].non_tensor_batch["said"] == [2]
-    assert data[[2, 0]].non_tensor_batch["uid"].tolist() == ["c", "a"]
-    assert data[torch.tensor([True, False, True])].batch["ids"][:, 0].tolist() == [0, 4]
-    assert [len(part) for part in data.split(2)] == [2, 1] and len(data[1:]) == 2
-    assert data.repeat(2).non_tensor_batch["uid"].tolist() == [*"aabbcc"]
-    assert DataProto.concat([data[:1], data[2:]]).batch["ids"].tolist() == [[0, 1], [4, 5]]
-    assert collate_fn([data[0], data[2]]).non_tensor_batch["uid"].tolist() == ["a", "c"]
-    with pytest.raises(ValueError, match=r"only support equal chunk. Got size of DataProto 3 and chunk 2"):
-        data.chunk(2)
-    with pytest.raises(TypeError, match="not supported"):
-        data["ids"]
-
-
-def test_columns_are_taken_out_and_in() -> None:
-    data = batch()
-    taken = data.pop(batch_keys=["ids"], non_tensor_batch_keys=["said"])
-    assert list(data.non_tensor_batch) == ["uid"] and taken.batch["ids"].shape == (3, 2)
-    assert data.union(taken).batch["ids"].shape == (3, 2)
-    with pytest.raises(ValueError, match="`ids` is in both and not the same"):
-        data.union(DataProto.from_dict({"ids": torch.zeros(3, 2)}))
-    with pytest.raises(ValueError, match="'uid' has 2 rows where the batch has 3"):
-        DataProto(data.batch, {"uid": np.array(["a", "b"])})
-    with pytest.raises(ValueError, match="as many rows"):
-        DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)})
-
-
-def test_files_of_this_machine_are_copied_and_those_of_hdfs_refused(tmp_path: Path) -> None:
-    hdfs_io.makedirs(str(tmp_path / "a" / "b"))
-    (tmp_path / "a" / "b" / "f").write_text("x")
-    hdfs_io.copy(str(tmp_path / "a"), str(tmp_path / "c"))
-    assert hdfs_io.exists(str(tmp_path / "c" / "b" / "f")) and not hdfs_io.exists(str(tmp_path / "d"))
-    with pytest.raises(ConfigError, match="HDFS"):
-        hdfs_io.makedirs("hdfs://host/a")
-
-
-def test_managers_are_registered_once() -> None:
-    class One: ...
-
-    assert reward_manager.register("in_test")(One) is One and reward_manager.get_reward_manager_cls("in_test") is One
-    with pytest.raises(ValueError, match="already been registered"):
-        reward_manager.register("in_test")(int)
-    with pytest.raises(UnknownNameError, match="Unknown reward manager: in_tst"):
-        reward_manager.get_reward_manager_cls("in_tst")
-
-
 @pytest.mark.parametrize("above", [(), ("reward",)])
-def test_the_reward_function_of_a_tree_is_read_from_its_file(above: tuple[str, ...], tmp_path: Path) -> None:
+def test_reward_function_of_a_tree_is_read_from_its_file(above: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "grade.py").write_text("def grade(text, bonus=0.0):\n    return len(text) + bonus\n")
     tree: dict[str, Any] = {"path": str(tmp_path / "grade.py"), "name": "grade", "reward_kwargs": {"bonus": 2}}
     for name in ("custom_reward_function", *above):
@@ -124,7 +72,7 @@ def test_the_reward_function_of_a_tree_is_read_from_its_file(above: tuple[str, .
     assert reward_manager.get_custom_reward_fn({"custom_reward_function": {"path": None}}) is None
 
 
-def test_ids_are_read_from_whatever_a_tokenizer_returns() -> None:
+def test_ids_are_read_from_any_form_of_a_tokenizer() -> None:
     for given in ([1, 2], (1, 2), [[1, 2]], {"input_ids": [1, 2]}, torch.tensor([[1, 2]])):
         assert normalize_token_ids(given) == [1, 2]
     with pytest.raises(TypeError, match="list-like"):
@@ -157,7 +105,7 @@ def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: di
 
 
 @pytest.mark.parametrize("name", ["naive", "prime", "dapo"])
-def test_a_manager_puts_rewards_on_the_last_token_of_a_response(name: str) -> None:
+def test_manager_puts_rewards_on_the_last_token(name: str) -> None:
     data = scored_batch()
     manager = reward_manager.get_reward_manager_cls(name)(tokenizer=Words(), num_examine=1, compute_score=exact)
     found = manager(data, return_dict=True)
@@ -170,7 +118,7 @@ def test_a_manager_puts_rewards_on_the_last_token_of_a_response(name: str) -> No
     assert manager(given) is not None and manager(given).sum() == 8
 
 
-def test_the_batch_manager_calls_its_function_once() -> None:
+def test_batch_manager_calls_its_function_once() -> None:
     calls: list[list[str]] = []
 
     def many(data_sources, solution_strs, ground_truths, extra_infos, scale):  # type: ignore[no-untyped-def]
@@ -185,7 +133,7 @@ def test_the_batch_manager_calls_its_function_once() -> None:
         reward_manager.BatchRewardManager(Words(), 0, lambda **columns: [1.0])(scored_batch())
 
 
-def test_the_manager_of_dapo_takes_a_penalty_off_long_responses() -> None:
+def test_dapo_manager_penalises_long_responses() -> None:
     buffer = SimpleNamespace(enable=True, len=2, penalty_factor=1.0, log=True)
     manager = reward_manager.DAPORewardManager(Words(), 0, lambda **columns: 1.0, max_resp_len=4, overlong_buffer_cfg=buffer)
     found = manager(scored_batch(), return_dict=True)
@@ -195,7 +143,15 @@ def test_the_manager_of_dapo_takes_a_penalty_off_long_responses() -> None:
         reward_manager.DAPORewardManager(Words(), 0, max_resp_len=1, overlong_buffer_cfg=buffer)
 
 
-def test_a_function_that_raises_is_no_score() -> None:
+def test_managers_are_registered_once_and_pass_errors_on() -> None:
+    class One: ...
+
+    assert reward_manager.register("in_test")(One) is One is reward_manager.get_reward_manager_cls("in_test")
+    with pytest.raises(ValueError, match="registered"):
+        reward_manager.register("in_test")(int)
+    with pytest.raises(UnknownNameError, match="in_tst"):
+        reward_manager.get_reward_manager_cls("in_tst")
+
     def broken(**columns: object) -> float:
         raise ZeroDivisionError
 
@@ -203,20 +159,8 @@ def test_a_function_that_raises_is_no_score() -> None:
         reward_manager.PrimeRewardManager(Words(), 0, broken)(scored_batch())
 
 
-def test_the_first_releases_load_tools_beside_their_base_class():
+def test_first_releases_load_tools_beside_their_base_class():
     from polyturn.compat.verl.base_tool import BaseTool, initialize_tools_from_config
 
     item = {"class_name": "polyturn.tools.gsm8k.Gsm8kTool", "config": {}}
     assert [isinstance(tool, BaseTool) for tool in initialize_tools_from_config({"tools": [item]})] == [True]
-
-
-def test_the_page_of_modules_names_each_of_them() -> None:
-    page = (Path(__file__).parents[3] / "docs/migrate/verl-code.md").read_text(encoding="utf-8")
-    named: set[str] = set()
-    for row in re.findall(r"^\| [^|]+ \|([^|]+)\| [^|]+ \|$", page.partition("Anything else")[0], flags=re.MULTILINE):
-        last = ""
-        for name in re.findall(r"`([a-zA-Z0-9_.]+)`", row):
-            last = last.rpartition(".")[0] + name if name.startswith(".") else name
-            named.add(f"verl.{last}")
-    offered = {*VERL.modules, *VERL.packages} - {"verl", "verl.utils"}
-    assert offered <= named

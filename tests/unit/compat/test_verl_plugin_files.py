@@ -24,8 +24,7 @@ interaction:
 """
 SEVERAL = """
 interaction:
-  - name: "gsm8k"
-    class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
+  - class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
     config: {}
   - name: "custom_solver"
     class_name: "custom.interactions.CustomInteraction"
@@ -36,11 +35,6 @@ interaction:
     class_name: "verl.interactions.base.BaseInteraction"
     config:
       verification_mode: "strict"
-"""
-UNNAMED = """
-interaction:
-  - class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
-    config: {}
 """
 TOOL = """
 tools:
@@ -86,54 +80,47 @@ def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def in_every_form(text: str, folder: Path) -> list[Any]:
-    """Return a file's content as YAML and JSON files, as a path and as text of one, and as mappings of two kinds."""
+FORMS = ["yaml", "text of a path", "json", "mapping", "omegaconf"]
+
+
+def written(text: str, form: str, folder: Path) -> Any:
+    """Return a file's content as a path to YAML or JSON, as the text of a path, or as a mapping of two kinds."""
     data = yaml.safe_load(text)
     (folder / "f.yaml").write_text(text)
     (folder / "f.json").write_text(json.dumps(data))
-    return [folder / "f.yaml", str(folder / "f.yaml"), folder / "f.json", data, OmegaConf.create(data)]
+    path = folder / "f.yaml"
+    forms = {"yaml": path, "text of a path": str(path), "json": folder / "f.json", "mapping": data}
+    return OmegaConf.create(data) if form == "omegaconf" else forms[form]
 
 
-def test_a_single_interaction_in_every_form(tmp_path: Path):
-    for form in in_every_form(SINGLE, tmp_path):
-        found = initialize_interactions_from_config(form)
-        assert list(found) == ["gsm8k"] and isinstance(found["gsm8k"], Gsm8kInteraction)
+@pytest.mark.parametrize("form", FORMS)
+def test_interaction_file_is_read_in_every_form(form: str, tmp_path: Path):
+    found = initialize_interactions_from_config(written(SINGLE, form, tmp_path))
+    assert list(found) == ["gsm8k"]
+    assert isinstance(found["gsm8k"], Gsm8kInteraction)
 
 
-def test_several_interactions_with_their_configs(tmp_path: Path, custom: None):
-    found = initialize_interactions_from_config(in_every_form(SEVERAL, tmp_path)[0])
-    assert list(found) == ["gsm8k", "custom_solver", "code_verifier"]
+def test_several_interactions_keep_their_configs(tmp_path: Path, custom: None):
+    found = initialize_interactions_from_config(written(SEVERAL, "yaml", tmp_path))
+    assert list(found) == ["gsm8k", "custom_solver", "code_verifier"], "the first is named by its class"
     assert found["custom_solver"].solver_type == "advanced"  # type: ignore[attr-defined]
     assert found["custom_solver"].config == {"solver_type": "advanced", "timeout": 30, "name": "custom_solver"}
     assert found["code_verifier"].config["verification_mode"] == "strict"
 
 
-def test_a_name_that_is_not_given_comes_from_the_class():
-    assert list(initialize_interactions_from_config(yaml.safe_load(UNNAMED))) == ["gsm8k"]
-
-
-@pytest.mark.parametrize("config", ["{type: native}", "{}", "null"])
-def test_a_tool_in_every_form_is_native_unless_it_says_otherwise(config: str, tmp_path: Path):
-    for form in in_every_form(TOOL.replace("CONFIG", config), tmp_path):
-        (tool,) = initialize_tools_from_config(form)
-        assert isinstance(tool, Gsm8kTool) and tool.name == "calc_gsm8k_reward"
-        assert tool.schema["function"]["description"] == "Scores an answer."
-
-
-def test_a_tool_may_have_no_config_at_all(tmp_path: Path):
-    text = TOOL.replace("    config: CONFIG\n", "")
-    (tool,) = initialize_tools_from_config(in_every_form(text, tmp_path)[0])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("config", ["    config: {type: native}\n", "    config: null\n", ""])
+def test_tool_file_is_read_in_every_form(config: str, form: str, tmp_path: Path):
+    (tool,) = initialize_tools_from_config(written(TOOL.replace("    config: CONFIG\n", config), form, tmp_path))
     assert isinstance(tool, Gsm8kTool)
+    assert tool.name == "calc_gsm8k_reward"
+    assert tool.schema["function"]["description"] == "Scores an answer."
 
 
-def test_translated_keys_are_refused_with_the_english_ones(tmp_path: Path):
-    for form in in_every_form(TRANSLATED, tmp_path)[:4]:
-        with pytest.raises(ConfigError) as refused:
-            initialize_tools_from_config(form)
-        for english in ("'tools'", "'class_name'", "'config'", "'tool_schema'"):
-            assert english in str(refused.value)
-
-
-def test_one_translated_key_in_an_item_is_enough():
+@pytest.mark.parametrize("form", ["yaml", "json", "mapping"])
+def test_translated_keys_are_refused_with_the_english_ones(form: str, tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        initialize_tools_from_config(written(TRANSLATED, form, tmp_path))
+    assert [k for k in ("'tools'", "'class_name'", "'config'", "'tool_schema'") if k not in str(refused.value)] == []
     with pytest.raises(ConfigError, match="'类名' is 'class_name'"):
         initialize_interactions_from_config({"interaction": [{"类名": "x.Y", "config": {}}]})

@@ -29,18 +29,15 @@ def correct(**options: object) -> tuple[torch.Tensor | None, torch.Tensor, dict[
     return None if weights is None else weights.batch["rollout_is_weights"], mask, metrics
 
 
-def test_weights_are_cut_above_a_threshold_and_dropped_outside_two() -> None:
+def test_weights_are_cut_or_dropped_at_thresholds() -> None:
     rho = (OLD - ROLLOUT).exp() * MASK
     weights, mask, metrics = correct(rollout_is="token", rollout_is_threshold=1.5)
     assert weights is not None and torch.equal(mask, MASK)
     torch.testing.assert_close(weights, rho.clamp(max=1.5))
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
     dropped, mask, metrics = correct(rollout_is="token", rollout_is_threshold="0.5_1.5")
-    assert (
-        dropped is not None
-        and torch.equal(mask, MASK)
-        and metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)
-    )
+    assert dropped is not None and torch.equal(mask, MASK)
+    assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)
     torch.testing.assert_close(dropped, torch.where((rho >= 0.5) & (rho <= 1.5), rho, 0.0))
     whole, _, _ = correct(rollout_is="sequence", rollout_is_threshold=9.0)
     assert whole is not None
@@ -48,7 +45,7 @@ def test_weights_are_cut_above_a_threshold_and_dropped_outside_two() -> None:
 
 
 @pytest.mark.parametrize("option", sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))
-def test_each_criterion_bounds_what_the_native_one_measures(option: str) -> None:
+def test_each_criterion_equals_the_native_one(option: str) -> None:
     """k1 is bounded as the ratio of the rollout policy to the old one, the inverse of the native ratio."""
     rows = [measure((OLD - ROLLOUT)[row, :3].double().numpy(), option) for row in range(2)]
     native = np.stack([1 / row for row in rows] if option.endswith("_k1") else rows)
@@ -58,7 +55,7 @@ def test_each_criterion_bounds_what_the_native_one_measures(option: str) -> None
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(float((native > bound).mean()))
 
 
-def test_names_of_the_first_releases_bound_the_ratio_itself() -> None:
+def test_first_names_bound_the_ratio_itself() -> None:
     _, mask, metrics = correct(rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.5)
     assert mask.tolist() == [[1, 0, 1, 0], [1, 1, 1, 0]]
     assert metrics["rollout_corr/rollout_rs_mean"] == pytest.approx(
@@ -81,12 +78,12 @@ def test_names_of_the_first_releases_bound_the_ratio_itself() -> None:
         ({"rollout_token_veto_threshold": 0}, "must be positive"),
     ],
 )
-def test_what_cannot_be_is_said(options: dict[str, object], said: str) -> None:
+def test_impossible_options_are_named(options: dict[str, object], said: str) -> None:
     with pytest.raises((ConfigError, UnknownNameError), match=said):
         correct(**options)
 
 
-def test_a_batch_takes_weights_and_mask_of_a_config() -> None:
+def test_batch_takes_weights_and_mask_of_a_config() -> None:
     batch = DataProto.from_dict({"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK})
     config = RolloutCorrectionConfig.decoupled_geo_rs_token_tis(rs_threshold="0.9_1.1")
     found, metrics = compute_rollout_correction_and_add_to_batch(batch, config)

@@ -34,7 +34,7 @@ class Backwards(AbstractSampler):
 
 class Hardest(AbstractCurriculumSampler):
     def __init__(self, data_source, data_config):
-        self.next_one, self.seen = 0, []
+        self.next_one = 0
         assert data_source[2]["raw_prompt"] == [{"role": "user", "content": "2?"}]
 
     def __iter__(self):
@@ -42,7 +42,8 @@ class Hardest(AbstractCurriculumSampler):
             yield self.next_one
 
     def update(self, batch):
-        self.seen.append((list(batch.non_tensor_batch["index"]), batch.batch["token_level_scores"].sum(-1).tolist()))
+        assert list(batch.non_tensor_batch["index"]) == ["t0", "t0"]
+        assert batch.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.5]
         self.next_one += 1
 
     def state_dict(self):
@@ -53,23 +54,23 @@ class Hardest(AbstractCurriculumSampler):
 
 
 class Empty(Backwards):
+    indices = ()
+
     def __iter__(self):
-        return iter(())
+        return iter(self.indices)
 
 
-class Elsewhere(Backwards):
-    def __iter__(self):
-        return iter([7])
+class Elsewhere(Empty):
+    indices = (7,)
+
+
+class Named(Empty):
+    indices = ("t0",)
 
 
 class Listed(Backwards):
     def __iter__(self):
         return [0, 1]
-
-
-class Named(Backwards):
-    def __iter__(self):
-        return iter(["t0"])
 
 
 class Unmade(AbstractCurriculumSampler):
@@ -100,7 +101,7 @@ def maker(file: Path, name: str, **config: Any) -> Any:
     return SamplerOrder.maker(tasks(), seed=0, shuffle=True, sampler=f"{file}:{name}", config={"start": 1, **config})
 
 
-def test_an_order_is_what_the_sampler_yields_epoch_after_epoch(file: Path) -> None:
+def test_order_is_what_the_sampler_yields_and_resumes(file: Path) -> None:
     make = maker(file, "Backwards")
     first, again = make(), make()
     assert [tuple(first.next()) for _ in range(5)] == [(0, 3), (0, 2), (0, 1), (1, 3), (1, 2)]
@@ -113,7 +114,7 @@ def test_an_order_is_what_the_sampler_yields_epoch_after_epoch(file: Path) -> No
         resumed.load_state_dict({**state, "size": 9})
 
 
-async def test_a_sampler_learns_from_a_step_before_the_next_task_is_drawn(file: Path) -> None:
+async def test_sampler_learns_before_the_next_task_is_drawn(file: Path) -> None:
     order = maker(file, "Hardest")()
     assert order.next().task == 0
     context = scripted_context(["a", "b"], rewards={"s": lambda trajectory: 0.5})
@@ -123,8 +124,6 @@ async def test_a_sampler_learns_from_a_step_before_the_next_task_is_drawn(file: 
     resumed = maker(file, "Hardest")()
     resumed.load_state_dict(order.state_dict())
     assert tuple(resumed.next()) == (0, 1)
-    sampler = order._drawn.sampler
-    assert sampler.seen == [(["t0", "t0"], [0.5, 0.5])]
 
 
 @pytest.mark.parametrize(
@@ -137,26 +136,23 @@ async def test_a_sampler_learns_from_a_step_before_the_next_task_is_drawn(file: 
         ("Unmade", "the sampler Unmade failed with NotImplementedError"),
     ],
 )
-def test_an_order_that_cannot_be_is_said(file: Path, name: str, says: str) -> None:
+def test_impossible_orders_are_named(file: Path, name: str, says: str) -> None:
     with pytest.raises(DataError, match=says):
         maker(file, name)().next()
 
 
-async def test_a_sampler_that_fails_to_learn_is_named(file: Path) -> None:
+async def test_mistakes_of_a_sampler_are_named(file: Path) -> None:
     context = scripted_context(["a"], rewards={"s": lambda trajectory: 0.5})
     group = await RolloutPool(context).run_one(GroupSpec(id="g0", task=tasks()[0], size=1))
-    with pytest.raises(DataError, match="the sampler Unmade failed in update with KeyError: 'acc'"):
+    with pytest.raises(DataError, match="Unmade failed in update with KeyError: 'acc'"):
         maker(file, "Unmade")().observe([group])
-
-
-def test_a_class_that_is_no_sampler_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match="NoSampler', which is no sampler; inherit"):
+    with pytest.raises(ConfigError, match="NoSampler'"):
         maker(file, "NoSampler")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="Backwards"):
         SamplerOrder.maker(tasks(), seed=0, shuffle=True, sampler=f"{file}:Backwards", config={})
 
 
-def test_the_section_names_the_sampler(file: Path) -> None:
+def test_section_names_the_sampler(file: Path) -> None:
     named = {"class_path": str(file), "class_name": "Backwards"}
     config = OmegaConf.create({"sampler": named, "dataloader_num_workers": 0, "start": 0})
     assert list(create_rl_sampler(config, tasks())) == [3, 2, 1, 0]

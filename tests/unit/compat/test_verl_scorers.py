@@ -46,18 +46,15 @@ def test_every_scorer_is_found_and_scores(module: str, arguments: Any, score: An
     ("text", "truth", "found"),
     [
         ("The answer is 7. I hope it is right", "7", (True, True, "7")),
-        ("12 is the answer", "12", (True, True, "12")),
         (r"Answer: \boxed{x=7}", "7", (True, True, "7")),
         ("x^2 + y^2 + 4x - 6y + 13", "(x + 2)^2 + (y - 3)^2 ", (True, True, "x^2 + y^2 + 4x - 6y + 13")),
-        ("50%", "50", (True, True, "50%")),
-        ("7 3/4", "31/4", (True, True, "7 3/4")),
         ("3.14", r"\pi", (True, True, "3.14")),
         ("5.01", "5", (False, False, "5.01")),
         (r"Step 2: done. \boxed{8}", "7", (False, True, "8")),
         ("", "7", (False, False, "")),
     ],
 )
-def test_prime_math_reads_an_answer_in_words_too(text: str, truth: str, found: Any) -> None:
+def test_prime_math_reads_answers_in_words(text: str, truth: str, found: Any) -> None:
     assert scorer("prime_math").compute_score(text, truth) == found
 
 
@@ -83,11 +80,17 @@ TESTS = {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "4"]}
         ("prime_code.testing_util", "run_test", {"in_outs": TESTS, "test": SUM[10:-4], "timeout": 9}, ([True, False], {})),
     ],
 )
-def test_verls_names_of_parameters_are_known(module: str, function: str, arguments: dict[str, Any], found: Any) -> None:
+def test_parameters_have_verls_names(
+    module: str, function: str, arguments: dict[str, Any], found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(sandbox: code.Sandbox, program: str, *, stdin: str = "", language: str = "python") -> Any:
+        return {"run_result": {"status": "Finished", "stdout": str(int(stdin) + 1)}}
+
+    monkeypatch.setattr(code.Sandbox, "run", run)
     assert getattr(scorer(module), function)(**arguments) == found
 
 
-def test_a_scorer_is_the_native_module_so_that_replacing_it_works() -> None:
+def test_scorer_is_the_native_module() -> None:
     assert scorer("gsm8k") is gsm8k
     from verl.utils.reward_score import default_compute_score  # type: ignore[import-not-found]
 
@@ -95,13 +98,14 @@ def test_a_scorer_is_the_native_module_so_that_replacing_it_works() -> None:
         assert default_compute_score("openai/gsm8k", "x", "1") == 0.25
 
 
-def test_boxes_are_taken_apart_in_two_steps_by_many() -> None:
+def test_answers_are_compared_in_parts() -> None:
     math = scorer("math")
     box = math.last_boxed_only_string(r"so \boxed{\frac{1}{2}}.")
     assert (box, math.remove_boxed(box)) == (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}")
     assert math.last_boxed_only_string("nothing") is None
-    assert math.is_equiv("7", "7.") and not math.is_equiv("7", None) and math.is_equiv(None, None)
-    assert scorer("prime_math").grade_answer("0.7", "0.70") and not scorer("prime_math").grade_answer(None, "7")
+    assert [math.is_equiv("7", "7."), math.is_equiv("7", None), math.is_equiv(None, None)] == [True, False, True]
+    prime = scorer("prime_math")
+    assert [prime.grade_answer("0.7", "0.70"), prime.grade_answer(None, "7")] == [True, False]
 
 
 def test_programs_are_scored_with_verls_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +122,7 @@ def test_programs_are_scored_with_verls_arguments(monkeypatch: pytest.MonkeyPatc
     assert ran[0] == ("http://box", 256, 10)
 
 
-def test_each_test_of_a_program_has_a_result_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_of_a_program_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(status: str, stdout: str = "", code: int = 0) -> dict[str, Any]:
         return {"status": "Success", "run_result": {"status": status, "stdout": stdout, "return_code": code}}
 

@@ -58,19 +58,19 @@ def difference(theirs: Any, ours: Any) -> set[str]:
     return {key for key in {*theirs, *ours} if theirs.get(key) != ours.get(key)}
 
 
-def test_the_same_calls_have_the_same_results_but_for_what_the_document_lists(tmp_path: Path):
+def test_same_calls_differ_only_as_documented(tmp_path: Path):
     theirs, ours = json.loads(RECORDED.read_text(encoding="utf-8")), facts_of("polyturn", tmp_path)
     assert set(theirs) == set(ours) and len(theirs) >= 70
     found = {call: keys for call in theirs if (keys := difference(theirs[call], ours[call]))}
     assert found == {call: keys for calls in DIFFERENT.values() for call, keys in calls.items()}
 
 
-def test_the_document_has_a_row_for_each_difference():
+def test_document_has_a_row_for_each_difference():
     page = (ROOT / "docs" / "migrate" / "verl-code.md").read_text(encoding="utf-8")
     assert [row for row in DIFFERENT if f"\n| {row} |" not in page] == []
 
 
-def test_what_was_recorded_is_what_verl_does(tmp_path: Path):
+def test_record_is_what_verl_does(tmp_path: Path):
     """With the packages in the folder POLYTURN_VERL_WHEELS, in an environment in which verl works: POLYTURN_VERL_PYTHON."""
     wheels, python = os.environ.get("POLYTURN_VERL_WHEELS"), os.environ.get("POLYTURN_VERL_PYTHON")
     if wheels is None or python is None:

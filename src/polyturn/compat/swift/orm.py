@@ -210,7 +210,7 @@ def _is_thought_and(then: re.Pattern[str], text: str, last: str) -> bool:
     return found is not None and text.find(last, found.end()) >= 0
 
 
-def _last_action(text: str) -> tuple[str, str] | None:
+def last_action(text: str) -> tuple[str, str] | None:
     """Return the name and the input of the last `Action: …` with a line `Action Input: …` below it."""
     last, at = None, 0
     while (start := text.find("Action:", at)) >= 0:
@@ -235,7 +235,7 @@ def _last_action(text: str) -> tuple[str, str] | None:
 
 
 def _same_action(said: str, gold: str) -> bool:
-    ours, wanted = _last_action(said), _last_action(gold)
+    ours, wanted = last_action(said), last_action(gold)
     if ours is None or wanted is None or ours[0] != wanted[0]:
         return False
     mine, right = ours[1], wanted[1]

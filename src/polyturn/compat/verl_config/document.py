@@ -1,6 +1,6 @@
 """The table of keys as Markdown: of every key there is (docs/migrate/verl-keys.md), and of one translated config.
 
-python -m polyturn.compat.verl_config.document > docs/migrate/verl-keys.md
+python -m polyturn.compat.verl_config.document > docs/migrate/verl-keys.md   (`make docs` does it)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table of arguments as Markdown: docs/migrate/swift-args.md.
 
-python -m polyturn.compat.swift.args.document > docs/migrate/swift-args.md
+python -m polyturn.compat.swift.args.document > docs/migrate/swift-args.md   (`make docs` does it)
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Multi-turn GRPO of Qwen2.5-3B-Instruct on GSM8K with a tool. First: python3 examples/data_preprocess/gsm8k_multiturn_w_tool.py
+# Multi-turn GRPO of Qwen2.5-3B-Instruct on GSM8K with a tool. First: polyturn data gsm8k --variant tool --out ~/data/gsm8k
 #
 #   bash examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn.sh trainer.experiment_name=mine trainer.total_epochs=1
 #
