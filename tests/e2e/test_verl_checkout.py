@@ -25,9 +25,7 @@ from polyturn import compat
 from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 from polyturn.compat.verl_config.compose import compose_name
 from polyturn.core.task import ToolKwargs
-from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.rewards.options import CallOptions
-from polyturn.rewards.router import RewardRouter
+from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.run_episode import run_episode
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
@@ -202,22 +200,6 @@ def test_recipe_char_count(home: Path):
     assert all(len(t.turns) == 1 for t in found) and {t.task.data_source for t in found} == {"char_count"}
 
 
-@pytest.mark.parametrize(
-    ("said", "truth", "score"), [(r"\boxed{3}", "3", 1.0), (r"\boxed{4}", "3", 0.0), ("1/2", "0.5", 1.0)]
-)
-async def test_reward_of_the_recipe_r1(said: str, truth: str, score: float, monkeypatch: pytest.MonkeyPatch):
-    """A time-out built on signals is around math-verify there, and every error counts as a wrong answer."""
-    if not (CHECKOUT / "recipe" / "r1").is_dir():
-        pytest.skip("this release has no recipe r1")
-    compat.install("verl")
-    monkeypatch.syspath_prepend(CHECKOUT)
-    function = "recipe/r1/reward_score.py:reward_func"
-    router = RewardRouter(function=function, base=CHECKOUT, calls=CallOptions(num_processes=1))
-    context = dataclasses.replace(scripted_context([said]), rewarder=router)
-    ended = await run_episode(context, task("?", ground_truth=truth, data_source="Maxwell-Jia/AIME_2024"), id="e")
-    assert ended.reward is not None and ended.reward.total == score
-
-
 USER_MODEL = """
 import json
 from types import SimpleNamespace
@@ -266,29 +248,3 @@ def test_agent_loop_of_langgraph(home: Path):
     )
     assert {t.task.extra["agent_name"] for t in found} == {"math_expression"}
     assert all(t.turns for t in found)
-
-
-CALCULATE = '<tool_call>\n{"name": "calculate", "arguments": {"a": 3, "b": 2, "operand": "@"}}\n</tool_call>'
-
-
-async def test_langgraph_loop_calls_a_tool(monkeypatch: pytest.MonkeyPatch):
-    """The recipe's own loop, chat model, graph and tool; only the model's words are written down."""
-    pytest.importorskip("langgraph")
-    if not (CHECKOUT / "recipe" / "langgraph_agent").is_dir():
-        pytest.skip("this release has no recipe langgraph_agent")
-    compat.install("verl")
-    monkeypatch.syspath_prepend(CHECKOUT)
-    name = "recipe.langgraph_agent.example.math_expression.MathExpressionReactAgentLoop"
-    rollout = {"multi_turn": {"max_parallel_calls": 1, "max_assistant_turns": 4, "format": "hermes"}}
-    tree = {"actor_rollout_ref": {"model": {"path": "org/tiny"}, "rollout": rollout}}
-    scheduler = AgentLoopScheduler(loops={"math": {"_target_": name}}, default="math", config=tree)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = QWEN.read_text()
-    scripted = scripted_context([CALCULATE, "It is 5."], scheduler=scheduler)
-    context = dataclasses.replace(scripted, codec=Codec(tokenizer))
-    found = await run_episode(context, task("3 @ 2?", ground_truth="5"), id="e")
-    asked, answered = (turn.message for turn in found.turns)
-    assert [call.name for call in asked.tool_calls] == ["calculate"] and answered.text == "It is 5."
-    (segment,) = found.segments
-    assert "5" in tiny_codec().decode(segment.spans[2].ids) and segment.spans[2].source is SpanSource.OBSERVATION
-    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)

@@ -75,6 +75,7 @@ def test_install_is_idempotent_and_uninstall_forgets() -> None:
         importlib.import_module("verl.tools.schemas")
 
 
+@pytest.mark.timeout(300)  # a process has to import what a run needs
 def test_importing_the_compat_package_installs_it() -> None:
     code = "import polyturn.compat.verl, verl.tools.base_tool as m; print(m.BaseTool.__module__)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)

@@ -105,6 +105,7 @@ def score(task, completion, reference, extra_info):
 """
 
 
+@pytest.mark.timeout(300)  # processes have to start
 async def test_scores_are_computed_in_processes_and_pass_errors_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_scores.py").write_text(SCORES)  # a file of its own, which processes import in no time
     monkeypatch.syspath_prepend(tmp_path)
@@ -115,6 +116,7 @@ async def test_scores_are_computed_in_processes_and_pass_errors_on(tmp_path: Pat
         await parallel_compute_score_async(score, ["raise"], ["a"], ["dict"], num_processes=1)
 
 
+@pytest.mark.timeout(300)  # a server has to start
 async def test_mcp_servers_are_asked_by_tool(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     server = tmp_path / "server.py"
@@ -130,7 +132,7 @@ async def test_mcp_servers_are_asked_by_tool(tmp_path: Path) -> None:
     await manager.initialize(file, rate_limit=100)
     await manager.initialize(tmp_path / "gone.json")
     assert [s["function"]["name"] for s in await manager.fetch_tool_schemas(["twice"])] == ["twice"]
-    result = await manager.call_tool("twice", {"text": "ab"}, timeout=60)
+    result = await manager.call_tool("twice", {"text": "ab"}, timeout=200)
     assert "abab" in str(result.content)
     with pytest.raises(UnknownNameError, match="no MCP server has a tool 'other'"):
         await manager.call_tool("other", {}, timeout=1)
