@@ -1,6 +1,7 @@
-"""A project as its owner would bring it: classes of three releases of verl, an estimator, a loss, an agent loop.
+"""A project as its owner would bring it: tools and interactions of several releases of verl, an estimator and a loss.
 
-Nothing in it was written for this library. One tiny run starts from the project's own script, one from its agent loop.
+Nothing in it was written for this library; a tiny run starts from its own script. tests/unit/compat/test_from_config.py
+trains with an agent loop.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import polyturn.compat
-from polyturn.compat.verl_config.command import run_main_ppo
-from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
 from support.models import write_brief_model
 
@@ -122,28 +122,6 @@ class StepsInteraction(BaseInteraction):
     async def finalize_interaction(self, instance_id, **kwargs):
         del self._instance_dict[instance_id]
 '''
-LOOP = """
-from typing import Any
-from uuid import uuid4
-
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
-from verl.utils.profiler import simple_timer
-
-
-@register("my_loop")
-class MyLoop(AgentLoopBase):
-    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
-        assert kwargs["extra_info"]["index"] is not None
-        limit = self.config.actor_rollout_ref.rollout.response_length
-        metrics = {}
-        prompt_ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
-        with simple_timer("generate_sequences", metrics):
-            out = await self.server_manager.generate(uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params)
-        ids = out.token_ids[:limit]
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids, response_ids=ids, response_mask=[1] * len(ids), num_turns=2, metrics=metrics
-        )
-"""
 MAIN = """
 from collections import defaultdict
 
@@ -209,61 +187,57 @@ actor_rollout_ref:
     name: sglang
     multi_turn: {enable: True, max_assistant_turns: 3, max_user_turns: 3}
 """
+KWARGS = {
+    "calc": {"calc_reward_kwargs": {"bonus": 0.5}, "execute_kwargs": {"scale": 2}, "release_kwargs": {"why": "end"}},
+    "lookup": {},
+}
 
 
-pytestmark = pytest.mark.slow
+def row(i: int) -> dict[str, Any]:
+    """Return a row of the project: the tools and the interactions take turns."""
+    name = ("calc", "lookup")[i % 2]
+    extra = {
+        "split": "train",
+        "index": i,
+        "need_tools_kwargs": True,
+        "tools_kwargs": {name: {"create_kwargs": {"ground_truth": str(i)}, **KWARGS[name]}},
+        "interaction_kwargs": {"name": ("nagging", "steps")[i % 2], "query": f"{i}?", "ground_truth": str(i)},
+    }
+    prompt = [{"role": "system", "content": "Answer #### <answer>."}, {"role": "user", "content": f"What is {i}?"}]
+    truth = {"style": "rule", "ground_truth": str(i)}
+    return {"data_source": "mine/sums", "prompt": prompt, "reward_model": truth, "extra_info": extra}
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("outsider")
-    write_brief_model(folder / "model")
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the project's folder, which is the working directory."""
+    write_brief_model(tmp_path / "model")
     files = {
         "outsider/__init__.py": "",
         "outsider/tools.py": TOOLS,
         "outsider/interactions.py": INTERACTIONS,
-        "outsider/loop.py": LOOP,
         "main_mine.py": MAIN,
         "reward.py": REWARD,
         "tools.yaml": TOOL_FILE,
         "interactions.yaml": INTERACTION_FILE,
-        "agents.yaml": "- {name: my_loop, _target_: outsider.loop.MyLoop}\n",
         "config/mine.yaml": CONFIG,
     }
     for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    kwargs = {
-        "calc": {"calc_reward_kwargs": {"bonus": 0.5}, "execute_kwargs": {"scale": 2}, "release_kwargs": {"why": "end"}},
-        "lookup": {},
-    }
-    rows = []
-    for i in range(4):
-        tool = {name: {"create_kwargs": {"ground_truth": str(i)}, **kwargs[name]} for name in [("calc", "lookup")[i % 2]]}
-        talk = {"name": ("nagging", "steps")[i % 2], "query": f"{i}?", "ground_truth": str(i)}
-        extra = {"split": "train", "index": i, "need_tools_kwargs": True, "tools_kwargs": tool, "interaction_kwargs": talk}
-        prompt = [{"role": "system", "content": "Answer #### <answer>."}, {"role": "user", "content": f"What is {i}?"}]
-        truth = {"style": "rule", "ground_truth": str(i)}
-        rows.append({"data_source": "mine/sums", "prompt": prompt, "reward_model": truth, "extra_info": extra})
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    return folder
-
-
-@pytest.fixture
-def at_home(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the project, as the working directory of a process."""
-    monkeypatch.chdir(project)
-    monkeypatch.syspath_prepend(project)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    pq.write_table(pa.Table.from_pylist([row(i) for i in range(4)]), tmp_path / "train.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     assert polyturn.compat.install("verl")
-    return project
+    return tmp_path
 
 
-def overrides(project: Path, *, run: str) -> list[str]:
-    """Return the command line of the project's run script: one step."""
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_script_trains_with_the_loss_it_registers(project: Path, monkeypatch: pytest.MonkeyPatch):
     turns = "actor_rollout_ref.rollout.multi_turn"
-    return [
-        f"--config-path={project / 'config'}",
-        "--config-name=mine",
+    command = [
+        *("main_mine.py", f"--config-path={project / 'config'}", "--config-name=mine"),
         f"actor_rollout_ref.model.path={project / 'model'}",
         f"data.train_files={project / 'train.parquet'}",
         f"data.val_files={project / 'train.parquet'}",
@@ -273,34 +247,20 @@ def overrides(project: Path, *, run: str) -> list[str]:
         f"custom_reward_function.path={project / 'reward.py'}",
         *("custom_reward_function.name=many", "reward_model.reward_manager=batch"),
         *("trainer.total_training_steps=1", "trainer.val_before_train=False", "data.val_max_samples=1"),
-        *("trainer.logger=[console,wandb]", "trainer.n_gpus_per_node=8", f"trainer.default_local_dir={project / run}"),
+        *("trainer.logger=[console,wandb]", "trainer.n_gpus_per_node=8", f"trainer.default_local_dir={project / 'out'}"),
+        *("algorithm.adv_estimator=my_grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=my_loss"),
     ]
-
-
-def trained(run: Path) -> tuple[list[Trajectory], dict[str, float]]:
-    """Return the trajectories of the one step, and its metrics."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = list(open_store(run).trajectories(split="train"))
-    assert len(found) == 8 and not any(t.is_failed for t in found)
-    return found, next(line for line in lines if "loss/total" in line)
-
-
-def test_script_trains_with_the_loss_it_registers(at_home: Path, monkeypatch: pytest.MonkeyPatch):
-    config = ["algorithm.adv_estimator=my_grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=my_loss"]
-    monkeypatch.setattr(sys, "argv", ["main_mine.py", *overrides(at_home, run="out"), *config])
+    monkeypatch.setattr(sys, "argv", command)
     runpy.run_path("main_mine.py", run_name="__main__")
-    found, metrics = trained(at_home / "out")
-    assert "policy/actor/my_kl" in metrics and metrics["loss/policy"] != 0
+    lines = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]
+    metrics = next(line for line in lines if "loss/total" in line)
+    assert "policy/actor/my_kl" in metrics
+    assert metrics["loss/policy"] != 0
+    found = list(open_store(project / "out").trajectories(split="train"))
+    assert [t.error for t in found] == [None] * 8
     assert {t.task.tools for t in found} == {("calc",), ("lookup",)}
     assert {t.reward.components.get("tool/calc") for t in found if t.reward} == {0.5, None}
     scores = {t.task.interaction.name: t.turn_scores for t in found if t.task.interaction and len(t.turn_scores) > 1}
-    assert scores["nagging"][:2] == (0.25, 0.25) and scores["steps"] == (0.1, 0.2)
-    assert (at_home / "calls.txt").read_text().split() == ["8", "1"], "a step's trajectories in one call, then validation's"
-
-
-def test_own_agent_loop_trains(at_home: Path):
-    agent = "actor_rollout_ref.rollout.agent"
-    loop = [f"{agent}.agent_loop_config_path={at_home / 'agents.yaml'}", f"{agent}.default_agent_loop=my_loop"]
-    run_main_ppo([*overrides(at_home, run="out-loop"), *loop])
-    found, _ = trained(at_home / "out-loop")
-    assert all(len(t.turns) == 1 for t in found)
+    assert scores["nagging"][:2] == (0.25, 0.25)
+    assert scores["steps"] == (0.1, 0.2)
+    assert (project / "calls.txt").read_text().split() == ["8", "1"], "a step's trajectories in one call, then validation's"

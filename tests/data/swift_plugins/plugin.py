@@ -3,12 +3,10 @@
 Written anew for these tests: the names, formats and imports are those of ms-swift's example, none of its code is.
 """
 
-import ast
 import asyncio
-import operator
 import re
 from copy import deepcopy
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List
 
 import torch
 
@@ -66,16 +64,9 @@ class SlowLength(AsyncORM):
         return [len(said) / 100 for said in completions]
 
 
-class FormatORM(ORM):
-
-    def __call__(self, completions, **kwargs) -> List[Optional[float]]:
-        return [None if not said else float('<answer>' in said) for said in completions]
-
-
 orms['external_countdown'] = CountdownORM
 orms['thinking_tips'] = MultiTurnThinkingTips
 orms['async_length'] = SlowLength
-orms['external_format'] = FormatORM
 
 
 class CustomizedRMPlugin:
@@ -110,30 +101,10 @@ class ToolCallScheduler(MultiTurnScheduler):
 
     @staticmethod
     def calculator(expression: str) -> str:
-        expression = expression.replace(' ', '')
-        if not re.fullmatch(r'[\d+\-*/().]*', expression):
+        if not re.fullmatch(r'[\d+\-*/(). ]+', expression):
             return 'Error: expression contains disallowed characters.'
-        if expression.count('(') != expression.count(')'):
-            return 'Error: unmatched parentheses.'
-        binary = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-        def value(node):
-            if isinstance(node, ast.Expression):
-                return value(node.body)
-            if isinstance(node, ast.Constant):
-                return node.value
-            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-                return -value(node.operand)
-            if isinstance(node, ast.BinOp) and type(node.op) in binary:
-                left, right = value(node.left), value(node.right)
-                if isinstance(node.op, ast.Div) and right == 0:
-                    raise ValueError('Division by zero')
-                return binary[type(node.op)](left, right)
-            name = type(node.op).__name__ if isinstance(node, (ast.BinOp, ast.UnaryOp)) else type(node).__name__
-            raise ValueError(f'Unsupported operation: {name}')
-
         try:
-            return f"Result: {value(ast.parse(expression, mode='eval'))}"
+            return f"Result: {eval(expression, {'__builtins__': None}, {})}"
         except Exception as e:
             return f'Calculation error: {e}'
 

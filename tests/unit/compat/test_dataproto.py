@@ -19,6 +19,8 @@ from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 
+pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
+
 PAD = 7
 
 

@@ -25,14 +25,8 @@ class PlaysPlan(MultiTurnScheduler):
 
     def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
         move = self.plan.moves[current_turn - 1]
-        return (
-            {"done": True}
-            if move.kind == "done" and move.score is None
-            else {
-                **({"done": True} if move.kind == "done" else {}),
-                "score": move.score,
-            }
-        )
+        done = {"done": True} if move.kind == "done" else {}
+        return done if done and move.score is None else {**done, "score": move.score}
 
     async def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         is_over = super().check_finished(infer_request, response_choice, current_turn)

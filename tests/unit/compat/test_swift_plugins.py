@@ -98,10 +98,8 @@ async def test_won_frozen_lake_ends_with_infos_and_turn_scores() -> None:
     ("written", "result"),
     [
         ("1+1", "Result: 2"),
-        ("2*(3", "Error: unmatched parentheses."),
         ("abc", "Error: expression contains disallowed characters."),
-        ("2**3", "Calculation error: Unsupported operation: Pow"),
-        ("1/0", "Calculation error: Division by zero"),
+        ("1/0", "Calculation error: division by zero"),
     ],
 )
 async def test_react_results_continue_the_message_and_are_masked(written: str, result: str) -> None:

@@ -17,6 +17,8 @@ from polyturn.compat.verl.metric_utils import compute_data_metrics, process_vali
 from polyturn.compat.verl.protocol import DataProto, collate_fn, pad_dataproto_to_divisor, union_numpy_dict, unpad_dataproto
 from polyturn.compat.verl.py_functional import append_to_dict, temp_env_var, timeout_limit
 
+pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
+
 
 def batch() -> DataProto:
     return DataProto.from_dict({"ids": torch.arange(6).reshape(3, 2)}, {"uid": ["a", "b", "c"], "said": [[1], [2], [3]]})

@@ -73,7 +73,7 @@ async def test_own_tool_runs_code_in_its_pool(url: str) -> None:
     class Retool(SandboxFusionTool):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             code = f"print({parameters['code']})"
-            return await self.execution_pool.execute.remote(self.execute_code, instance_id, code, 5, "python"), 0.5, {}
+            return await self.execution_pool.execute.remote(self.execute_code, instance_id, code, 60, "python"), 0.5, {}
 
     schema = {"type": "function", "function": {"name": "run", "description": "Run.", "parameters": {"type": "object"}}}
     tool = Retool({"sandbox_fusion_url": url, "num_workers": 3, "rate_limit": 2}, schema)

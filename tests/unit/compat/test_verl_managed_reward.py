@@ -21,6 +21,8 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.tiny_models import tiny_tokenizer
 
+pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
+
 MANAGER = """
 import signal
 

@@ -26,6 +26,8 @@ from polyturn.compat.verl.protocol import DataProto
 from polyturn.compat.verl.tokenizer import normalize_token_ids
 from polyturn.core.errors import RewardError, UnknownNameError
 
+pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
+
 
 def test_users_files_find_their_names() -> None:
     compat.install("verl")
