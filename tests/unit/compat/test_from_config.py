@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from polyturn import build
 from polyturn.config.load import load_config
@@ -13,6 +14,8 @@ from polyturn.config.models import RunConfig
 from polyturn.rollout.run_episode import run_episode
 from polyturn.training.observer import RunObserver
 from support.runs import write_tiny_run
+
+pytestmark = pytest.mark.timeout(300)  # a test trains a step
 
 LOOP = """
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, register

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from support.leaks import count_leaks
+
+pytestmark = pytest.mark.timeout(300)  # a test plays three hundred episodes
 
 
 async def test_nothing_is_left_after_errors_timeouts_and_cancellations() -> None:

@@ -26,6 +26,8 @@ from polyturn.core.registry import import_attr, import_file
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.tools.registry import initialize_tools_from_config
 
+pytestmark = pytest.mark.timeout(300)  # a process has to start
+
 
 @pytest.fixture(autouse=True)
 def _as_if_never_imported() -> Iterator[None]:
@@ -75,7 +77,6 @@ def test_install_is_idempotent_and_uninstall_forgets() -> None:
         importlib.import_module("verl.tools.schemas")
 
 
-@pytest.mark.timeout(300)  # a process has to import what a run needs
 def test_importing_the_compat_package_installs_it() -> None:
     code = "import polyturn.compat.verl, verl.tools.base_tool as m; print(m.BaseTool.__module__)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)

@@ -15,6 +15,8 @@ from polyturn.serving.outputs import rollout_outputs
 from polyturn.testing.episodes import task, tiny_codec
 from support.scripted_scheduler import SchedulerPlan, ScriptedScheduler, plan_context, random_plan
 
+pytestmark = pytest.mark.timeout(300)  # a test plays a hundred episodes
+
 
 class PlaysPlan(MultiTurnScheduler):
     """Plays a plan in ms-swift's interface."""

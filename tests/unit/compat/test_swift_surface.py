@@ -30,6 +30,8 @@ from polyturn.serving.protocol import (
 )
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
+pytestmark = pytest.mark.timeout(300)  # a process has to start
+
 NAMES = {
     "swift.rollout.multi_turn": "RolloutScheduler MultiTurnScheduler GYMScheduler OpenEnvScheduler MathTipsScheduler "
     "ThinkingModelTipsScheduler multi_turns Messages",
@@ -156,7 +158,6 @@ async def test_engine_and_base_class_offer_what_all_releases_use() -> None:
     assert [m.text for m in trajectory.messages][1:] == ["a b", "Again.", "c"]
 
 
-@pytest.mark.timeout(300)  # a process has to import what a run needs
 def test_module_refuses_other_programs() -> None:
     line = [sys.executable, "-m", "polyturn.compat.swift", "deploy", "--model", "m"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)

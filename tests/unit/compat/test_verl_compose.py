@@ -10,6 +10,8 @@ import pytest
 from polyturn.compat.verl_config.compose import BASE, OF_VERL, base_folder, compose_file, compose_name
 from polyturn.core.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(300)  # the first test imports Hydra
+
 PLAIN = "defaults: [ppo_trainer, _self_]\n"
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"

@@ -21,7 +21,7 @@ from polyturn.compat.verl.rl_dataset import RLHFDataset, collate_fn, custom_task
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.testing.episodes import tiny_tokenizer
 
-pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
+pytestmark = pytest.mark.timeout(300)  # the first test imports datasets
 
 CONFIG = {"max_prompt_length": 64, "filter_overlong_prompts": False, "return_raw_chat": True}
 

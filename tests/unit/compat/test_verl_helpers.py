@@ -27,6 +27,8 @@ from polyturn.compat.verl.token_bucket import AsyncTokenBucket, TokenBucket
 from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.tools.schema import ToolResponse
 
+pytestmark = pytest.mark.timeout(300)  # servers and processes have to start
+
 
 class Answers(BaseHTTPRequestHandler):
     """Answers a search for "gone" with an error, runs no code, and says of a program what it was."""
@@ -105,7 +107,6 @@ def score(task, completion, reference, extra_info):
 """
 
 
-@pytest.mark.timeout(300)  # processes have to start
 async def test_scores_are_computed_in_processes_and_pass_errors_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_scores.py").write_text(SCORES)  # a file of its own, which processes import in no time
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,7 +117,6 @@ async def test_scores_are_computed_in_processes_and_pass_errors_on(tmp_path: Pat
         await parallel_compute_score_async(score, ["raise"], ["a"], ["dict"], num_processes=1)
 
 
-@pytest.mark.timeout(300)  # a server has to start
 async def test_mcp_servers_are_asked_by_tool(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     server = tmp_path / "server.py"

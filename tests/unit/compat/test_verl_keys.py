@@ -24,6 +24,8 @@ from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.core.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(300)  # the first test imports Hydra
+
 ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"

@@ -21,6 +21,8 @@ from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(300)  # a test translates a hundred configs
+
 RELEASES = ["0.4.1", "0.5.0", "0.6.1", "0.7.0", "0.7.1", "0.9.1"]
 LAST_AND_SLOW = [RELEASES[-1], *(pytest.param(release, marks=pytest.mark.slow) for release in RELEASES[:-1])]
 
