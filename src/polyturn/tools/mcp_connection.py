@@ -60,6 +60,21 @@ class McpLimits:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpStats:
+    """What the sessions of a server hold at the moment."""
+
+    num_sessions: int
+    num_connected: int
+    """Sessions that hold a server."""
+    num_ended: int
+    """Sessions whose server has ended, which no call has noticed yet."""
+    num_calls: int
+    """Calls that wait for their answer."""
+    num_failures: int
+    """Connections that failed, in a row, over all sessions."""
+
+
 class _SessionLost(Exception):
     """The server has forgotten us since the last call, and has not seen this one."""
 
@@ -68,7 +83,14 @@ class McpConnection:
     """One session with one server."""
 
     def __init__(
-        self, name: str, settings: Mapping[str, Any], *, limits: McpLimits, is_own: bool, turn: Turn | None = None
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        *,
+        limits: McpLimits,
+        is_own: bool,
+        turn: Turn | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Prepare a connection; the first call opens it.
 
@@ -78,6 +100,7 @@ class McpConnection:
             limits: How far it may go.
             is_own: Whether one episode has it for itself, and so must hear that its state is lost.
             turn: Held while it connects, so that not all of many sessions start at once.
+            clock: Gives the seconds by which it waits before it connects again; the event loop's otherwise.
         """
         self.name = name
         self.num_users = 0
@@ -85,6 +108,7 @@ class McpConnection:
         self._limits = limits
         self._is_own = is_own
         self._turn = turn or contextlib.nullcontext
+        self._clock = clock
         self._holder: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,6 +125,21 @@ class McpConnection:
     def is_connected(self) -> bool:
         """Whether a server is held."""
         return self._holder is not None and not self._holder.done()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server that is held has ended."""
+        return self._words.has_ended
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that wait for their answer."""
+        return len(self._strays)
+
+    @property
+    def num_failures(self) -> int:
+        """Number of connections that failed in a row."""
+        return self._num_failures
 
     async def call(self, tool: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
         """Call a tool and return the SDK's `CallToolResult`.
@@ -189,6 +228,9 @@ class McpConnection:
             raise TimeoutError
         return task.result()
 
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time() if self._clock is None else self._clock()
+
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._strays.discard(task)
         _ = task.cancelled() or task.exception()  # seen, whoever still waits for it
@@ -206,7 +248,7 @@ class McpConnection:
             self._loop, self._holder, self._ready = loop, None, None  # what an event loop before this one held is gone
         while True:
             if not self.is_connected:
-                pause = self._retry_at - loop.time()
+                pause = self._retry_at - self._now()
                 if pause > 0 and self._num_failures >= MAX_FAILURES:
                     raise ConnectionError(
                         f"MCP server {self.name!r} failed {self._num_failures} times in a row, last: {self._why}; it is "
@@ -288,7 +330,7 @@ class McpConnection:
         """
         if ready is None or ready is not self._ready:
             return
-        self._retry_at, self._why = asyncio.get_running_loop().time() + LOST_PAUSE_S, why
+        self._retry_at, self._why = self._now() + LOST_PAUSE_S, why
         await self.close()
 
     async def _count_silence(self, ready: asyncio.Future[Any] | None) -> None:
@@ -301,14 +343,20 @@ class McpConnection:
     def _count_failure(self, why: str) -> None:
         self._num_failures += 1
         pause = min(FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), MAX_PAUSE_S)
-        self._retry_at, self._why = asyncio.get_running_loop().time() + pause, why
+        self._retry_at, self._why = self._now() + pause, why
 
 
 class McpServer:
     """One server, shared by all of its tools: which session an episode's calls go to."""
 
     def __init__(
-        self, name: str, settings: Mapping[str, Any], *, session: SessionMode = "run", limits: McpLimits | None = None
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        *,
+        session: SessionMode = "run",
+        limits: McpLimits | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if session not in ("run", "episode"):
             raise ConfigError(f"session is {session!r}; use 'run' (one for all episodes) or 'episode' (one for each)")
@@ -316,6 +364,7 @@ class McpServer:
         self._settings = settings
         self._mode = session
         self._limits = limits or McpLimits()
+        self._clock = clock
         self._sessions: dict[str, McpConnection] = {}
         self._leaving: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -329,7 +378,18 @@ class McpServer:
     @property
     def num_connected(self) -> int:
         """Number of sessions that hold a server."""
-        return sum(s.is_connected for s in self._sessions.values())
+        return self.stats().num_connected
+
+    def stats(self) -> McpStats:
+        """Return what the sessions hold at the moment."""
+        sessions = self._sessions.values()
+        return McpStats(
+            num_sessions=len(sessions),
+            num_connected=sum(s.is_connected for s in sessions),
+            num_ended=sum(s.has_ended for s in sessions),
+            num_calls=sum(s.num_calls for s in sessions),
+            num_failures=sum(s.num_failures for s in sessions),
+        )
 
     def open(self, instance_id: str) -> None:
         """Count one user of an episode's session."""
@@ -340,7 +400,7 @@ class McpServer:
         if key not in self._sessions:
             is_own = self._mode == "episode"
             self._sessions[key] = McpConnection(
-                self.name, self._settings, limits=self._limits, is_own=is_own, turn=self._turn
+                self.name, self._settings, limits=self._limits, is_own=is_own, turn=self._turn, clock=self._clock
             )
         self._sessions[key].num_users += 1
 

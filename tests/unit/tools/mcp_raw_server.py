@@ -16,7 +16,7 @@ TOOLS = (
     "misshapen",
 )
 NEVER_FOUND = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
-"""What an answer's check takes longer for than anyone lives."""
+"""A pattern that takes exponential time on the answers of the tool `pattern`."""
 num_calls = num_listed = 0
 
 
@@ -38,7 +38,7 @@ def call(name: str, arguments: dict) -> str:
         sys.stdout.write('no json\n\n{"jsonrpc": "2.0"}\n[1, 2]\n{"jsonrpc": "2.0", "id": 999, "result": {}}\n')
         sys.stderr.write("noise " * 100_000)
     if name == "flood":
-        sys.stdout.write('{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}\n' * 500 + "\n" * 200_000)
+        sys.stdout.write('{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}\n' * 500 + "\n" * 5_000)
     if name == "count":
         num_calls += 1
     if name == "listed":

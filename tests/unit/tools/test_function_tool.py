@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import threading
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
@@ -74,7 +73,7 @@ def everything(
     return text
 
 
-def test_the_schema_comes_from_signature_and_docstring() -> None:
+def test_schema_comes_from_signature_and_docstring() -> None:
     assert search.schema == {
         "type": "function",
         "function": {
@@ -92,7 +91,7 @@ def test_the_schema_comes_from_signature_and_docstring() -> None:
     }
 
 
-def test_every_supported_type() -> None:
+def test_schema_has_every_supported_type() -> None:
     function = infer_schema(everything).to_dict()["function"]
     found = {k: {x: y for x, y in v.items() if x != "description"} for k, v in function["parameters"]["properties"].items()}
     assert found == {
@@ -117,7 +116,7 @@ def test_every_supported_type() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_it_agrees_with_the_schema_that_transformers_reads() -> None:
+def test_schema_agrees_with_that_of_transformers() -> None:
     from transformers.utils import get_json_schema
 
     theirs = get_json_schema(search.function)
@@ -125,107 +124,45 @@ def test_it_agrees_with_the_schema_that_transformers_reads() -> None:
     assert search.schema == theirs
 
 
-def test_it_is_still_the_function() -> None:
+def test_decorated_function_is_still_a_function() -> None:
     assert asyncio.run(search("x", top_k=1)) == "x/1"
     assert search.__name__ == "search"
     assert isinstance(search, FunctionTool)
 
 
-def no_docstring(x: int) -> int:
-    return x
-
-
-def no_description(x: int) -> int:
-    """Do it.
-
-    Args:
-        y: something else
-    """
-    return x
-
-
-def no_annotation(x) -> int:  # type: ignore[no-untyped-def]
-    """Do it.
-
-    Args:
-        x: a number
-    """
-    return 1
-
-
-def variadic(*things: int) -> int:
-    """Do it.
-
-    Args:
-        things: numbers
-    """
-    return 1
-
-
-def positional(x: int, /) -> int:
-    """Do it.
-
-    Args:
-        x: a number
-    """
-    return x
-
-
-def odd_choices(x: str) -> str:
-    """Do it.
-
-    Args:
-        x: a word (choices: [red, blue])
-    """
-    return x
-
-
-def odd_type(x: threading.Lock) -> int:  # type: ignore[valid-type]
-    """Do it.
-
-    Args:
-        x: a lock
-    """
-    return 1
-
-
-def unknown_type(x: NoSuchName) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """Do it.
-
-    Args:
-        x: what
-    """
-    return 1
+ARGUMENT = '"""Do it.\n\n    Args:\n        x: a thing%s\n    """'
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("parameters", "docstring", "message"),
     [
-        (no_docstring, "'no_docstring': the function has no docstring"),
-        (no_description, "there is no description for the argument 'x'"),
-        (no_annotation, "the parameter 'x' is missing a type hint"),
-        (variadic, r"\*things.* is a variadic parameter"),
-        (positional, "positional-only"),
-        (odd_choices, r"the parameter 'x' has choices that are no JSON list .*: \[red, blue\]"),
-        (odd_type, "no JSON form"),
-        (unknown_type, "NoSuchName"),
+        ("x: int", "", "'f': .* docstring"),
+        ("x: int", '"""Do it.\n\n    Args:\n        y: something else\n    """', "'x'"),
+        ("x", ARGUMENT % "", "'x'.* type hint"),
+        ("*x: int", ARGUMENT % "", r"\*x.* variadic"),
+        ("x: int, /", ARGUMENT % "", "positional-only"),
+        ("x: str", ARGUMENT % " (choices: [red, blue])", r"'x'.*: \[red, blue\]"),
+        ("x: threading.Lock", ARGUMENT % "", "no JSON form"),
+        ("x: NoSuchName", ARGUMENT % "", "NoSuchName"),
     ],
 )
-def test_what_is_missing_is_an_error_where_the_function_is_written(function: Callable, message: str) -> None:
+def test_function_that_tells_the_model_too_little_is_refused(parameters: str, docstring: str, message: str) -> None:
+    names: dict[str, Any] = {"threading": threading}
+    exec(f"from __future__ import annotations\ndef f({parameters}):\n    {docstring}\n    return 1", names)
     with pytest.raises(ConfigError, match=message):
-        polyturn.tool(function)
+        polyturn.tool(names["f"])
 
 
 def test_name_and_schema_may_be_given() -> None:
     named = polyturn.tool(name="find")(search.function)
     assert (named.name, named.schema["function"]["name"]) == ("find", "find")
     schema = {"type": "function", "function": {"name": "raw", "description": "d", "parameters": {"properties": {}}}}
-    assert polyturn.tool(schema=schema)(no_docstring).name == "raw"
-    assert polyturn.tool(schema=schema, name="other")(no_docstring).name == "other"
+    assert polyturn.tool(schema=schema)(lambda x: x).name == "raw"
+    assert polyturn.tool(schema=schema, name="other")(lambda x: x).name == "other"
 
 
-async def execute(tool: FunctionTool, arguments: dict[str, Any], **create_kwargs: Any) -> Any:
-    instance_id, _ = await tool.create("e", **create_kwargs)
+async def execute(tool: FunctionTool, arguments: dict[str, Any], *, id: str = "e", **create_kwargs: Any) -> Any:
+    instance_id, _ = await tool.create(id, **create_kwargs)
     try:
         return await tool.execute(instance_id, arguments)
     finally:
@@ -242,15 +179,12 @@ def look_up(key: str, table: Annotated[dict, FromTask], scale: Annotated[int, Fr
     return table[key] * scale
 
 
-async def test_hidden_parameters_come_from_the_row_and_are_not_in_the_schema() -> None:
+async def test_hidden_parameters_come_from_the_row() -> None:
     assert list(look_up.schema["function"]["parameters"]["properties"]) == ["key"]
     outcome = await execute(look_up, {"key": "a", "scale": 100}, table={"a": 2}, scale=3, unrelated=1)
     assert outcome.response.text == "6"
     assert (await execute(look_up, {"key": "a"}, table={"a": 2})).response.text == "2"
-
-
-async def test_a_hidden_parameter_that_the_row_lacks_is_named() -> None:
-    with pytest.raises(DataError, match=r"'look_up'.*'table'.*create_kwargs"):
+    with pytest.raises(DataError, match=r"'look_up'.*'table'"):
         await look_up.create("e")
 
 
@@ -259,7 +193,7 @@ async def test_execute_needs_a_live_instance() -> None:
         await search.execute("nobody", {"query": "x"})
 
 
-async def test_a_plain_function_does_not_block_the_loop() -> None:
+async def test_plain_function_does_not_block_the_loop() -> None:
     everybody = threading.Barrier(4)
 
     def wait() -> str:
@@ -268,13 +202,8 @@ async def test_a_plain_function_does_not_block_the_loop() -> None:
         return threading.current_thread().name
 
     tool = polyturn.tool(wait)
-    names = await asyncio.gather(*(execute_with_id(tool, i) for i in "abcd"))
+    names = await asyncio.gather(*(execute(tool, {}, id=i) for i in "abcd"))
     assert all(n.response.text.startswith("polyturn-tool-wait") for n in names)
-
-
-async def execute_with_id(tool: FunctionTool, instance_id: str) -> Any:
-    await tool.create(instance_id)
-    return await tool.execute(instance_id, {})
 
 
 @pytest.mark.parametrize(
@@ -286,28 +215,29 @@ async def execute_with_id(tool: FunctionTool, instance_id: str) -> Any:
         ({"a": "ü"}, '{"a": "ü"}', None, {}),
         ([1, 2], "[1, 2]", None, {}),
         (ToolResponse(text="x"), "x", None, {}),
+        ({"text": "t", "image": [1]}, "t", None, {}),
         (("hi",), "hi", None, {}),
         (("hi", 1), "hi", 1.0, {}),
         (("hi", None, None), "hi", None, {}),
         (({"a": 1}, 0.5, {"hits": 3}), '{"a": 1}', 0.5, {"hits": 3}),
     ],
 )
-def test_every_form_of_answer(returned: Any, text: str | None, reward: float | None, metrics: dict) -> None:
+def test_tool_may_return_any_form_of_answer(returned: Any, text: str | None, reward: float | None, metrics: dict) -> None:
     outcome = normalize(returned)
     assert (outcome.response.text, outcome.reward, dict(outcome.metrics)) == (text, reward, metrics)
 
 
-def test_a_dict_with_images_is_a_response() -> None:
-    assert normalize({"text": "t", "image": [1]}).response == ToolResponse(text="t", image=[1])
-
-
-@pytest.mark.parametrize("returned", [(), (1, 2, 3, 4), ("x", 1, "no mapping")])
-def test_an_answer_of_no_form_is_a_type_error(returned: tuple) -> None:
-    with pytest.raises(TypeError, match="a tool returned"):
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        ((), TypeError),
+        ((1, 2, 3, 4), TypeError),
+        (("x", 1, "no mapping"), TypeError),
+        (("x", float("nan")), RewardError),
+        (("x", float("inf")), RewardError),
+        (("x", "high"), RewardError),
+    ],
+)
+def test_answer_of_no_form_is_an_error(returned: tuple, error: type[Exception]) -> None:
+    with pytest.raises(error):
         normalize(returned)
-
-
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "high"])
-def test_a_reward_that_is_no_number_is_never_zero(reward: Any) -> None:
-    with pytest.raises(RewardError, match="step reward"):
-        normalize(("x", reward))

@@ -1,113 +1,125 @@
-"""Tools of an MCP server, from a tool file, against real servers."""
+"""Tools of an MCP server, from a tool file to whole episodes, against real servers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
+import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.generation import GenerateRequest
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
+from polyturn.core.trajectory import Trajectory
 from polyturn.engines.virtual_time import run_virtual
+from polyturn.rollout.run_episode import run_episode
+from polyturn.testing import check_tool
+from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.executor import ToolBox
-from polyturn.tools.mcp import MCPSearchTool, Pace
+from polyturn.tools.mcp import MCPBaseTool, MCPSearchTool, Pace
+from polyturn.tools.mcp_connection import McpLimits, McpServer
 from polyturn.tools.registry import initialize_tools_from_config
-from support.cases import each
+from support.tools_parts import Held, until
 
-SERVER = Path(__file__).with_name("mcp_server.py")
-
-
-def tool_file(folder: Path, **servers: Any) -> Any:
-    known = servers or {"demo": {"command": sys.executable, "args": [str(SERVER)]}}
-    (folder / "servers.json").write_text(json.dumps({"mcpServers": known}))
-
-    def item(name: str, *selected: str, **config: Any) -> dict[str, Any]:
-        mcp = {"mcp_servers_config_path": "servers.json", "tool_selected_list": list(selected)}
-        return {"class_name": f"polyturn.tools.mcp.{name}", "config": {"type": "mcp", **config}, "mcp": mcp}
-
-    return item
+SERVER = Path(__file__).with_name("mcp_sdk_server.py")
+RAW = {"command": sys.executable, "args": ["-S", str(Path(__file__).with_name("mcp_raw_server.py"))]}
+FAILURES = {None, "connection", "timeout", "tool_error", "circuit_open"}
 
 
-async def test_a_servers_tools_are_called_and_its_failures_told_apart(tmp_path: Path) -> None:
-    item = tool_file(tmp_path)
-    quick = item("MCPSearchTool", "add", "fail", "die", "search", timeout=120.0)
-    tools = initialize_tools_from_config({"tools": [quick, item("MCPSearchTool", "sleep", timeout=0.5)]}, base=tmp_path)
-    assert [t.name for t in tools] == ["add", "fail", "die", "search", "sleep"]
+async def test_tools_of_a_server_are_called_and_failures_told_apart(tmp_path: Path) -> None:
+    servers = {"demo": {"command": sys.executable, "args": [str(SERVER)]}}
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": servers}))
+
+    item = {
+        "class_name": "polyturn.tools.mcp.MCPSearchTool",
+        "config": {"type": "mcp", "timeout": 50},
+        "mcp": {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["add", "fail", "die", "search"]},
+    }
+    tools = initialize_tools_from_config({"tools": [item]}, base=tmp_path)
+    assert [t.name for t in tools] == ["add", "fail", "search", "die"]
     assert {type(t) for t in tools} == {MCPSearchTool}
     box = ToolBox(tools)
     tags = box.schemas["add"]["function"]["parameters"]["properties"]["tags"]
     assert tags["anyOf"] == [{"items": {"type": "string"}, "type": "array"}, {"type": "null"}]
-
     async with box.session("e") as session:
         await session.start(Task(id="t", prompt=()))
 
-        async def ask(name: str, **arguments: Any) -> tuple[Any, str | None, dict[str, Any]]:
+        async def ask(name: str, **arguments: Any) -> Any:
             (result,) = await session.call([ToolCall(id="c", name=name, arguments=arguments)])
-            return result.content, result.error, dict(result.metrics)
+            return result
 
-        assert (await ask("add", a=1, b=4))[:2] == ("5", None)
-        text, error, metrics = await ask("search", query="rome")
-        assert (error, metrics["status"], metrics["total_results"]) == (None, "success", 2)
-        text, error, _ = await ask("fail")
-        assert error == "tool_error" and "Tool call failed: Error executing tool fail" in text
-        text, error, _ = await ask("sleep", seconds=3600)
-        assert error == "timeout" and "Tool call failed: no answer within 0.5 s" in text
-        text, error, _ = await ask("die")
-        assert error == "connection" and "Connection failed: MCP server 'demo'" in text
-        assert (await ask("add", a=2))[:2] == ("4", None), "the server is started again"
+        assert (await ask("add", a=1, b=4)).content == "5"
+        found = await ask("search", query="rome")
+        assert (found.error, found.metrics["status"], found.metrics["total_results"]) == (None, "success", 2)
+        refused = await ask("fail")
+        assert (refused.error, "the disk is full" in refused.content) == ("tool_error", True)
+        assert (await ask("die")).error == "connection"
+        assert (await ask("add", a=2)).content == "4", "the server is started again"
         assert set((await session.finish()).values()) == {None}
-    assert all(t._instance_dict == {} for t in tools)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("transport", "path"), each(2, [("streamable-http", "mcp"), ("sse", "sse")]))
-async def test_a_server_may_be_reached_over_http_with_a_token(tmp_path: Path, transport: str, path: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, str(SERVER), transport, str(port)]
-    server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    try:
-        item = tool_file(
-            tmp_path, demo={"url": f"http://127.0.0.1:{port}/{path}", "auth_token": "secret", "transport": transport}
-        )
-        tools = initialize_tools_from_config({"tools": [item("MCPBaseTool", "add", timeout=120.0)]}, base=tmp_path)
-        async with ToolBox(tools).session("e") as session:
-            await session.start(Task(id="t", prompt=()))
-            (result,) = await session.call([ToolCall(id="c", name="add", arguments={"a": 1, "b": 4})])
-        assert (result.content, result.error) == ("5", None)
-    finally:
-        server.kill()
-        await server.wait()
+def raw_tools(server: McpServer, *names: str) -> list[MCPBaseTool]:
+    tools = []
+    for name in names:
+        function = {"name": name, "description": name, "parameters": {"type": "object", "properties": {}}}
+        config = {"timeout": 0.5 if name == "hang" else 50, "rate_limit": 1e6}
+        tool = MCPBaseTool(config, {"type": "function", "function": function})
+        tool.connect(server)
+        tools.append(tool)
+    return tools
 
 
-def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    item = tool_file(tmp_path, lost={"command": "no-such-command-anywhere"})
-    with pytest.raises(ConfigError, match="Failed to initialize MCP tools after maximum retries: server 'lost'"):
-        initialize_tools_from_config({"tools": [item("MCPBaseTool")]}, base=tmp_path)
-    item = tool_file(tmp_path, odd={"command": "x", "url": "http://y"})
-    with pytest.raises(ConfigError, match="needs either a command or a url"):
-        initialize_tools_from_config({"tools": [item("MCPBaseTool")]}, base=tmp_path)
-    with pytest.raises(ConfigError, match=r"needs mcp: .mcp_servers_config_path"):
-        initialize_tools_from_config({"tools": [{**item("MCPBaseTool"), "mcp": None}]})
-    wrong = {**item("MCPBaseTool"), "class_name": "polyturn.tools.gsm8k.Gsm8kTool"}
-    with pytest.raises(ConfigError, match="must inherit"):
-        initialize_tools_from_config({"tools": [wrong]}, base=tmp_path)
-    with pytest.raises(ConfigError, match="there is no file"):
-        initialize_tools_from_config({"tools": [item("MCPBaseTool")]}, base=tmp_path / "elsewhere")
+@pytest.mark.parametrize("session", ["run", "episode"])
+async def test_dying_servers_and_cancelled_episodes_leave_nothing(session: Literal["run", "episode"]) -> None:
+    held = Held()
+    server = McpServer("s", RAW, session=session, limits=McpLimits(keep_s=0))
+
+    def say(request: GenerateRequest) -> str:
+        name = random.Random(request.request_id).choice(["count"] * 9 + ["pid", "noise", "hang", "quit", "", "", ""])
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': {}})}</tool_call>" if name else "#### 4"
+
+    context = scripted_context(say, tools=raw_tools(server, "count", "pid", "noise", "hang", "quit"), tool_timeout_s=60.0)
+    slots = asyncio.Semaphore(8)
+    kinds: set[str | None] = set()
+
+    async def one(number: int) -> None:
+        async with slots:
+            episode = asyncio.create_task(run_episode(context, task(), id=f"e{number}"))
+            if number % 4 == 0:
+                await asyncio.sleep(number / 100)
+                episode.cancel()
+            try:
+                trajectory: Trajectory = await episode
+            except asyncio.CancelledError:
+                return
+            assert trajectory.error is None, trajectory.error
+            kinds.update(result.error for turn in trajectory.turns for result in turn.tool_results)
+
+    await asyncio.gather(*map(one, range(24)))
+    assert {None, "connection"} <= kinds <= FAILURES, kinds
+    assert server.stats().num_sessions == 0
+    assert context.tools.live_ids == set()
+    await until(lambda: held.is_released)
+
+
+async def test_mcp_tool_keeps_the_contract_of_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("common", "tool"):
+        monkeypatch.setattr(f"polyturn.testing.suites.{module}.NUM_EPISODES", 4)  # each starts a process
+    monkeypatch.setattr("polyturn.testing.suites.common.LONGEST_BLOCK_S", 50.0)  # a busy machine holds the loop up
+    (tool,) = raw_tools(McpServer("s", RAW, session="episode"), "count")
+    await check_tool(tool, calls=[{}, {}, {}])
 
 
 def test_calls_are_let_through_evenly() -> None:
-    async def let_through() -> list[float]:
+    async def times() -> list[float]:
         pace, at = Pace(4), []
         for _ in range(4):
             await pace.wait()
             at.append(asyncio.get_running_loop().time())
         return at
 
-    assert run_virtual(let_through()) == [0.0, 0.25, 0.5, 0.75]
+    assert run_virtual(times()) == [0.0, 0.25, 0.5, 0.75]

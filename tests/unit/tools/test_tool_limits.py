@@ -1,4 +1,4 @@
-"""What keeps one tool from holding up the others: breakers, limits on calls at once, results cut to size."""
+"""One tool must not hold up the others: circuit breakers, limits of concurrent calls, results cut to size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import polyturn
 from polyturn.core.errors import ConfigError, ToolConnectionError, ToolError, ToolTimeoutError
-from polyturn.core.messages import Message, ToolCall
-from polyturn.core.task import Task
+from polyturn.core.messages import ToolCall
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tools.base import BaseTool
@@ -26,37 +25,9 @@ from polyturn.tools.result_shape import MAX_DATA, MAX_DEPTH, MAX_MEDIUM
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.truncate import ResultLimit, truncate, truncate_tokens
+from support.tools_parts import TASK, Answers, Obeys, call, schema
 
-TASK = Task(id="t", prompt=(Message(role="user", content="?"),))
 SETTINGS = BreakerSettings(failures=3, cooldown_s=10.0, max_cooldown_s=40.0)
-
-
-def call(tool: str, **arguments: Any) -> ToolCall:
-    return ToolCall(id="c", name=tool, arguments=arguments)
-
-
-def schema(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": {"additionalProperties": True}}}
-
-
-class Obeys(BaseTool):
-    """Does what a call says."""
-
-    def __init__(self, config: dict[str, Any] | None = None, *, name: str = "tool") -> None:
-        super().__init__(config or {}, schema(name))
-        self.num_asked = self.num_running = self.most_running = 0
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        self.num_asked += 1
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        try:
-            await asyncio.sleep(parameters.get("wait_s", 0))
-        finally:
-            self.num_running -= 1
-        if (problem := parameters.get("raise")) is not None:
-            raise problem
-        return parameters.get("say", "fine")
 
 
 async def ask(box: ToolBox, *calls: ToolCall, episode: str = "e") -> tuple:
@@ -72,7 +43,7 @@ class Clock:
         return self.now
 
 
-def broken(clock: Clock) -> Breaker:
+def opened(clock: Clock) -> Breaker:
     breaker = Breaker("tool", SETTINGS, clock=clock)
     for episode in ("a", "b", "a"):
         assert breaker.admit() is None
@@ -80,24 +51,24 @@ def broken(clock: Clock) -> Breaker:
     return breaker
 
 
-# ---- the breaker ----------------------------------------------------------------------------------------------------
+# ---- breakers -------------------------------------------------------------------------------------------------------
 
 
-def test_failures_in_a_row_open_the_breaker_and_one_call_that_is_answered_closes_it():
+def test_breaker_opens_after_failures_and_closes_after_an_answer():
     clock = Clock()
-    breaker = broken(clock)
+    breaker = opened(clock)
     assert breaker.admit() == 10.0
     clock.now = 10.0
     assert breaker.admit() is None, "one call may try"
-    assert breaker.admit() == 10.0, "the others do not"
+    assert breaker.admit() == 10.0, "the others may not"
     breaker.answered()
     assert breaker.admit() is None
     assert not breaker.is_open
 
 
-def test_the_cooldown_doubles_up_to_its_limit():
+def test_cooldown_doubles_up_to_its_limit():
     clock = Clock()
-    breaker = broken(clock)
+    breaker = opened(clock)
     seen = []
     for _ in range(4):
         clock.now += breaker.admit() or 0.0
@@ -108,18 +79,17 @@ def test_the_cooldown_doubles_up_to_its_limit():
     assert breaker.num_opened == 5
 
 
-def test_an_answer_between_failures_starts_the_count_again():
+def test_answer_between_failures_restarts_the_count():
     breaker = Breaker("tool", SETTINGS)
-    for episode in ("a", "b"):
-        breaker.failed(episode)
-    breaker.answered()
-    for episode in ("a", "b"):
-        breaker.failed(episode)
+    for _ in range(2):
+        for episode in ("a", "b"):
+            breaker.failed(episode)
+        breaker.answered()
     assert not breaker.is_open
 
 
 def test_calls_that_break_off_together_are_one_failure():
-    """A server that dies takes all calls with it that it was answering; that says no more than one call would."""
+    """A server that dies takes all of its running calls with it; that says no more than one call would."""
     clock = Clock()
     breaker = Breaker("tool", SETTINGS, clock=clock)
     for now in (1.0, 2.0, 3.0):
@@ -130,12 +100,12 @@ def test_calls_that_break_off_together_are_one_failure():
     assert breaker.is_open
 
 
-def test_calls_that_are_late_while_another_is_answered_are_slow_by_themselves():
+def test_late_calls_count_only_while_no_other_call_is_answered():
     clock = Clock()
     breaker = Breaker("tool", SETTINGS, clock=clock)
     for round in range(4):
         began, clock.now = clock.now, clock.now + 30.0
-        breaker.answered()  # somebody else's call, made and answered meanwhile
+        breaker.answered()  # another call, made and answered meanwhile
         clock.now += 30.0
         for episode in "abcdefgh":
             assert breaker.admit() is None, round
@@ -143,10 +113,10 @@ def test_calls_that_are_late_while_another_is_answered_are_slow_by_themselves():
     began, clock.now = clock.now + 1.0, clock.now + 61.0
     for episode in "abc":
         breaker.failed(episode, began=began, is_late=True)
-    assert breaker.is_open, "nobody was answered for a minute"
+    assert breaker.is_open
 
 
-def test_one_episode_alone_cannot_open_it():
+def test_one_episode_alone_cannot_open_a_breaker():
     breaker = Breaker("tool", SETTINGS)
     for _ in range(20):
         breaker.failed("a")
@@ -155,21 +125,21 @@ def test_one_episode_alone_cannot_open_it():
     assert breaker.is_open
 
 
-def test_a_trial_that_is_cancelled_leaves_the_next_one_to_another_call():
+def test_cancelled_trial_leaves_the_next_one_to_another_call():
     clock = Clock()
-    breaker = broken(clock)
+    breaker = opened(clock)
     clock.now = 10.0
     assert breaker.admit() is None
     breaker.left()
     assert breaker.admit() is None
 
 
-def test_zero_failures_turn_it_off_and_senseless_settings_are_refused():
+def test_zero_failures_turn_a_breaker_off():
     breaker = Breaker("tool", BreakerSettings(failures=0))
     for episode in "abcdefghijkl":
         breaker.failed(episode)
     assert breaker.admit() is None
-    with pytest.raises(ConfigError, match="max_cooldown_s 1 cannot work"):
+    with pytest.raises(ConfigError, match="max_cooldown_s 1"):
         BreakerSettings(cooldown_s=2.0, max_cooldown_s=1.0)
 
 
@@ -182,68 +152,56 @@ def test_zero_failures_turn_it_off_and_senseless_settings_are_refused():
         (TimeoutError("slow"), "timeout"),
     ],
 )
-async def test_a_tool_that_is_gone_is_not_asked_any_more(problem: Exception, kind: str):
+async def test_tool_that_is_gone_is_not_asked_any_more(problem: Exception, kind: str):
     tool = Obeys()
     box = ToolBox([tool], ToolOptions(breaker=BreakerSettings(failures=2, cooldown_s=60.0)))
-    seen = [(await ask(box, call("tool", **{"raise": problem}), episode=f"e{i}"))[0] for i in range(4)]
+    seen = [(await ask(box, call("rec", error=problem), episode=f"e{i}"))[0] for i in range(4)]
     assert [r.error for r in seen] == [kind, kind, "circuit_open", "circuit_open"]
     assert tool.num_asked == 2
-    assert seen[2].content == (
-        "Error (circuit_open): 'tool' does not work at the moment and was not asked; try again in 60 s"
-    )
+    assert "60 s" in seen[2].content
 
 
 @pytest.mark.parametrize(
-    "made",
-    [call("tool", **{"raise": ToolError("no such key")}), call("tool", **{"raise": KeyError("b")}), call("nope")],
+    "made", [call("rec", error=ToolError("no such key")), call("rec", error=KeyError("b")), call("nope")]
 )
-async def test_what_a_policy_writes_never_opens_it(made: ToolCall):
-    """Else a policy could switch off the tool that charges it."""
-    tool = Obeys()
-    box = ToolBox([tool], ToolOptions(breaker=BreakerSettings(failures=1, min_episodes=1)))
+async def test_policy_cannot_open_a_breaker(made: ToolCall):
+    """Otherwise a policy could switch off the tool that charges it."""
+    box = ToolBox([Obeys()], ToolOptions(breaker=BreakerSettings(failures=1, min_episodes=1)))
     for i in range(5):
         await ask(box, made, episode=f"e{i}")
-    assert (await ask(box, call("tool")))[0].content == "fine"
+    assert (await ask(box, call("rec")))[0].error is None
 
 
-@pytest.mark.parametrize("told", [{"unavailable": True}, {"failure": "connection"}])
-async def test_a_tool_may_say_in_its_metrics_that_its_service_is_gone(told: dict[str, Any]):
-    class Says(Obeys):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            return "Search error: unreachable", None, told
-
-    box = ToolBox([Says()], ToolOptions(breaker=BreakerSettings(failures=2)))
+@pytest.mark.parametrize("metrics", [{"unavailable": True}, {"failure": "connection"}])
+async def test_tool_may_report_its_service_gone_in_its_metrics(metrics: dict[str, Any]):
+    box = ToolBox([Answers(("Search error: unreachable", None, metrics))], ToolOptions(breaker=BreakerSettings(failures=2)))
     seen = [(await ask(box, call("tool"), episode=f"e{i}"))[0] for i in range(3)]
     assert [r.error for r in seen] == ["connection", "connection", "circuit_open"]
     assert seen[0].content == "Search error: unreachable", "in the tool's own words"
     assert call_metrics(seen[0])["tool/tool/error_connection"].value == 1
 
 
-@pytest.mark.parametrize("told", ["unknown_tool", "circuit_open", "no kind", 1.0, None])
-async def test_a_tool_tells_only_failures_that_are_its_own(told: Any):
-    class Says(Obeys):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            return "fine", None, {"failure": told}
-
-    assert (await ask(ToolBox([Says()]), call("tool")))[0].error is None
+@pytest.mark.parametrize("kind", ["unknown_tool", "circuit_open", "no kind", 1.0, None])
+async def test_tool_cannot_report_failures_that_are_not_its_own(kind: Any):
+    assert (await ask(ToolBox([Answers(("fine", None, {"failure": kind}))]), call("tool")))[0].error is None
 
 
-# ---- limits ---------------------------------------------------------------------------------------------------------
+# ---- concurrent calls -----------------------------------------------------------------------------------------------
 
 
-def test_a_tools_calls_wait_for_their_turn_and_the_wait_is_not_part_of_the_deadline():
-    tool = Obeys({"max_concurrency": 1})
+def test_wait_for_a_turn_is_not_part_of_the_deadline():
+    tool = Obeys(config={"max_concurrency": 1})
     box = ToolBox([tool], ToolOptions(timeout_s=5.0))
-    found = run_virtual(ask(box, *[call("tool", wait_s=2.0) for _ in range(4)]))
+    found = run_virtual(ask(box, *[call("rec", wait_s=2.0) for _ in range(4)]))
     assert [r.error for r in found] == [None] * 4
     assert tool.most_running == 1
     assert sorted(r.metrics["waited_s"] for r in found) == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_tools_of_one_host_share_its_limit():
-    one = Obeys({"url": "http://h:1/a"}, name="one")
-    two = Obeys({"service": "http://h:1/b"}, name="two")
-    other = Obeys({"url": "http://else/"}, name="other")
+    one = Obeys("one", {"url": "http://h:1/a"})
+    two = Obeys("two", {"service": "http://h:1/b"})
+    other = Obeys("other", {"url": "http://else/"})
     box = ToolBox([one, two, other], ToolOptions(max_per_host=1))
     found = run_virtual(ask(box, call("one", wait_s=2.0), call("two", wait_s=2.0), call("other", wait_s=2.0)))
     assert [r.metrics["waited_s"] for r in found] == [0.0, 2.0, 0.0]
@@ -269,37 +227,29 @@ async def test_episodes_take_turns():
     assert served == ["greedy", "modest", "greedy", "modest", "greedy", "greedy"]
 
 
-async def test_a_call_that_is_cancelled_while_it_waits_leaves_its_place():
-    limits = ConcurrencyLimits(of_tools={"t": 1}, hosts={"t": None})
+async def test_call_cancelled_while_it_waits_frees_its_turn():
+    limits, gate = ConcurrencyLimits(of_tools={"t": 1}, hosts={"t": None}), asyncio.Event()
 
     async def use() -> None:
         async with limits.turn("t", owner="e"):
-            await asyncio.sleep(0.01)
+            await gate.wait()
 
     first, second, third = (asyncio.create_task(use()) for _ in range(3))
     await asyncio.sleep(0)
     second.cancel()
-    await third
+    gate.set()
+    await asyncio.gather(first, third)
     with pytest.raises(asyncio.CancelledError):
         await second
-    await first
-    async with asyncio.timeout(1), limits.turn("t", owner="e"):
+    async with asyncio.timeout(30), limits.turn("t", owner="e"):
         pass
-
-
-@pytest.mark.parametrize("options", [{"max_concurrency": {"tool": 0}}, {"max_concurrency": {"tol": 1}}])
-def test_a_limit_that_cannot_work_is_refused(options: dict[str, Any]):
-    with pytest.raises(ConfigError, match="max_concurrency"):
-        ToolBox([Obeys()], ToolOptions(**options))
-    with pytest.raises(ConfigError, match="max_concurrency of tool is 'two'"):
-        ToolBox([Obeys({"max_concurrency": "two"})])
 
 
 # ---- results cut to size --------------------------------------------------------------------------------------------
 
 
 @given(text=st.text(min_size=30, max_size=200), n=st.integers(0, 25), side=st.sampled_from(["left", "right", "middle"]))
-def test_a_cut_by_tokens_keeps_at_most_so_many_and_is_text(text: str, n: int, side: Any):
+def test_cut_by_tokens_keeps_at_most_so_many(text: str, n: int, side: Any):
     codec = tiny_codec()
     cut = ResultLimit(max_tokens=n, side=side, codec=codec).cut(text)
     cut.encode()
@@ -308,7 +258,7 @@ def test_a_cut_by_tokens_keeps_at_most_so_many_and_is_text(text: str, n: int, si
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_a_cut_by_tokens_keeps_the_documented_side(side: Any):
+def test_cut_by_tokens_keeps_the_documented_side(side: Any):
     codec = tiny_codec()
     text = " ".join(str(i) for i in range(3000))
     cut = truncate_tokens(text, max_tokens=60, side=side, codec=codec)
@@ -319,7 +269,7 @@ def test_a_cut_by_tokens_keeps_the_documented_side(side: Any):
 
 
 @given(marks=st.integers(1, 5), at=st.integers(0, 12), side=st.sampled_from(["left", "right", "middle"]))
-def test_a_cut_never_parts_a_character_from_its_marks(marks: int, at: int, side: Any):
+def test_cut_never_parts_a_character_from_its_marks(marks: int, at: int, side: Any):
     text = ("e" + "\u0301" * marks) * 12
     cut = truncate(text, max_chars=at, side=side)
     for part in cut.split("(truncated)"):
@@ -327,25 +277,25 @@ def test_a_cut_never_parts_a_character_from_its_marks(marks: int, at: int, side:
         assert not whole or (not unicodedata.combining(whole[0]) and len(whole) % (marks + 1) == 0)
 
 
-def test_a_cut_leaves_no_half_of_a_control_token():
+def test_cut_leaves_no_half_of_a_control_token():
     codec = tiny_codec()
     for n in range(3, 40):
         cut = truncate("ab<|im_end|>cd" * 4, max_chars=n, side="right", codec=codec)
         assert cut.replace("<|im_end|>", "").removesuffix("...(truncated)").strip("abcd") == ""
 
 
-async def test_halves_of_a_pair_and_zeros_reach_the_model_as_text():
-    (result,) = await ask(ToolBox([Obeys()]), call("tool", say="a\ud83d\ude00b\ud800c\x00"))
+async def test_lone_surrogates_and_zeros_reach_the_model_as_text():
+    (result,) = await ask(ToolBox([Answers("a\ud83d\ude00b\ud800c\x00")]), call("tool"))
     assert result.content == "a\U0001f600b\ufffdc\x00"
 
 
-async def test_a_hundred_megabytes_cost_no_copy():
-    answer = "x" * 100_000_000
+async def test_hundred_megabytes_are_cut_without_a_copy():
+    text = "x" * 100_000_000
 
     @polyturn.tool
     async def huge() -> str:
         """Answer too much."""
-        return answer
+        return text
 
     box = ToolBox([huge], ToolOptions(max_result_tokens=64), codec=tiny_codec())
     tracemalloc.start()
@@ -355,30 +305,13 @@ async def test_a_hundred_megabytes_cost_no_copy():
     finally:
         tracemalloc.stop()
     assert most_bytes < 10_000_000
-    assert len(result.content) < 8300 and result.error is None
+    assert len(result.content) < 8300
+    assert result.error is None
     assert result.metrics["cut_chars"] > 99_000_000
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"rows": ["x" * (MAX_DATA + 1)]},
-        b"x" * (MAX_DATA + 1),
-        ToolResponse(image=["data:image/png;base64," + "A" * MAX_MEDIUM]),
-    ],
-)
-async def test_what_would_take_too_long_to_write_out_is_refused(answer: Any):
-    class Big(Obeys):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            return answer
-
-    (result,) = await ask(ToolBox([Big()]), call("tool"))
-    assert result.error == "too_large"
-    assert "at most" in result.content
-
-
 class Level(list[Any]):
-    """A list that counts how many of its kind are looked into."""
+    """A list that counts how often one of its kind is iterated over."""
 
     num_seen = 0
 
@@ -395,32 +328,31 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(("depth", "error"), [(MAX_DEPTH, None), (MAX_DEPTH + 1, "too_large"), (100_000, "too_large")])
-async def test_what_is_nested_too_deep_is_refused_before_it_is_gone_through(depth: int, error: str | None):
-    class Deep(Obeys):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            return answer
-
+async def test_deeply_nested_result_is_refused_before_it_is_read(depth: int, error: str | None):
     answer, Level.num_seen = nested(depth), 0
-    (result,) = await ask(ToolBox([Deep()]), call("tool"))
-    assert 1 < Level.num_seen <= 2 * MAX_DEPTH, "once to see how deep it is, once to write it out"
+    (result,) = await ask(ToolBox([Answers(answer)]), call("tool"))
+    assert 1 < Level.num_seen <= 2 * MAX_DEPTH, "once to measure its depth, once to write it out"
     assert result.error == error
-    assert error is None or f"nested more than {MAX_DEPTH} deep" in result.content
 
 
-async def test_an_answer_that_holds_itself_is_refused():
-    class Round(Obeys):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            answer: dict[str, Any] = {}
-            answer["self"] = answer
-            return answer
-
-    (result,) = await ask(ToolBox([Round()]), call("tool"))
-    assert result.error == "too_large"
+def _holds_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["self"] = value
+    return value
 
 
-def test_tokens_without_a_tokenizer_are_refused():
-    with pytest.raises(ConfigError, match="max_result_tokens is 5 and there is no tokenizer"):
-        ToolBox([], ToolOptions(max_result_tokens=5))
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"rows": ["x" * (MAX_DATA + 1)]},
+        b"x" * (MAX_DATA + 1),
+        ToolResponse(image=["data:image/png;base64," + "A" * MAX_MEDIUM]),
+        _holds_itself(),
+    ],
+    ids=["rows", "bytes", "image", "holds itself"],
+)
+async def test_result_that_takes_too_long_to_write_out_is_refused(answer: Any):
+    assert (await ask(ToolBox([Answers(answer)]), call("tool")))[0].error == "too_large"
 
 
 def nested_schema(depth: int) -> dict[str, Any]:
@@ -430,17 +362,19 @@ def nested_schema(depth: int) -> dict[str, Any]:
     return found
 
 
-def round_itself() -> dict[str, Any]:
+def endless_schema() -> dict[str, Any]:
     found: dict[str, Any] = {"type": "object", "properties": {}}
     found["properties"] |= {"a": found, "b": found}
     return found
 
 
-@pytest.mark.parametrize("parameters", [nested_schema(40), nested_schema(5000), round_itself()], ids=["40", "5000", "round"])
-def test_a_schema_that_is_nested_without_end_is_refused_in_a_sentence(parameters: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "parameters", [nested_schema(40), nested_schema(5000), endless_schema()], ids=["40", "5000", "round"]
+)
+def test_schema_nested_too_deep_is_refused(parameters: dict[str, Any]) -> None:
     class Deep(BaseTool):
         def __init__(self) -> None:
-            super().__init__({}, schema("t") | {"function": schema("t")["function"] | {"parameters": parameters}})
+            super().__init__({}, schema("t", parameters))
 
-    with pytest.raises(ConfigError, match=r"the tool 't' has a schema that no prompt can show: it .*; write it flatter"):
+    with pytest.raises(ConfigError, match="'t'"):
         ToolBox([Deep()])

@@ -25,17 +25,11 @@ def double(x: int) -> int:
         x: The number.
     """
     return 2 * x
-
-def plain(x: int) -> int:
-    return x
 '''
+CLASS_FILE = "from polyturn.tools.base import BaseTool\nclass Mine(BaseTool):\n    {body}\n"
 
 
-def built(*items: dict) -> list[BaseTool]:
-    return initialize_tools_from_config({"tools": list(items)})
-
-
-def test_a_yaml_file_gives_tools_in_its_order(tmp_path: Path) -> None:
+def test_yaml_file_gives_tools_in_its_order(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION_FILE)
     path = tmp_path / "tools.yaml"
     path.write_text(
@@ -53,40 +47,19 @@ tools:
           properties: {{answer: {{type: string, description: the answer, minLength: 1}}}}
           required: [answer]
   - class_name: mine.py:double
+  - class_name: {GSM8K}
 """
     )
-    first, second = initialize_tools_from_config(path)
+    first, second, third = initialize_tools_from_config(path)
     assert isinstance(first, Gsm8kTool)
     assert (first.name, first.config) == ("check", {"type": "native", "x": 1})
     assert first.schema["function"]["parameters"]["properties"]["answer"]["minLength"] == 1
     assert isinstance(second, FunctionTool)
     assert second.name == "double"
+    assert (third.name, third.config) == ("calc_gsm8k_reward", {}), "config and schema may be missing"
 
 
-def test_config_and_schema_may_be_missing() -> None:
-    (tool,) = built({"class_name": GSM8K})
-    assert (tool.name, tool.config) == ("calc_gsm8k_reward", {})
-
-
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        ([{"class_name": GSM8K}, {"class_name": GSM8K}], "^Duplicate tool name 'calc_gsm8k_reward' found"),
-        ([{"config": {}}], r"tools\[0\]: class_name is None"),
-        ([{"class_name": "polyturn.tools.base.BaseTool"}], "Tool schema is not set!"),
-        ([{"class_name": GSM8K, "tool_schema": {"type": "function"}}], r"tools\[0\].*function: Field required"),
-        ([{"class_name": GSM8K, "config": {"type": "nativ"}}], "'nativ'.*'native'"),
-        ([{"class_name": GSM8K, "config": {"type": "mcp"}}], "needs mcp: .mcp_servers_config_path"),
-        ([{"class_name": "json.dumps"}], "decorated with @polyturn.tool"),
-        ([{"class_name": "polyturn.tools.gsm8k.Gsm8kTol"}], "'Gsm8kTool'"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(items: list, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        initialize_tools_from_config({"tools": items})
-
-
-def test_a_class_may_bring_its_schema_without_a_file() -> None:
+def test_class_may_bring_its_schema_without_a_file() -> None:
     class Mine(BaseTool):
         pass
 
@@ -94,15 +67,23 @@ def test_a_class_may_bring_its_schema_without_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("items", "message"),
     [
-        ("async def excute(self, instance_id, parameters, **kwargs): ...", "needs `execute`: did you mean that"),
-        ("async def execute(self): ...", "cannot be called as it is"),
+        ([{"class_name": GSM8K}, {"class_name": GSM8K}], "'calc_gsm8k_reward'"),
+        ([{"config": {}}], r"tools\[0\]: class_name is None"),
+        ([{"class_name": "polyturn.tools.base.BaseTool"}], "Tool schema is not set"),
+        ([{"class_name": GSM8K, "tool_schema": {"type": "function"}}], r"tools\[0\].*function: Field required"),
+        ([{"class_name": GSM8K, "config": {"type": "nativ"}}], "'nativ'.*'native'"),
+        ([{"class_name": GSM8K, "config": {"type": "mcp"}}], "mcp_servers_config_path"),
+        ([{"class_name": "json.dumps"}], "polyturn.tool"),
+        ([{"class_name": "polyturn.tools.gsm8k.Gsm8kTol"}], "'Gsm8kTool'"),
+        ([{"class_name": "typo.py:Mine", "tool_schema": SCHEMA}], "`execute`"),
+        ([{"class_name": "short.py:Mine", "tool_schema": SCHEMA}], "execute"),
     ],
 )
-def test_a_class_that_would_leave_calls_to_its_base_is_refused(tmp_path: Path, body: str, message: str) -> None:
-    (tmp_path / "mine.py").write_text(
-        f"from polyturn.tools.base import BaseTool\nclass Mine(BaseTool):\n    {body}\n", encoding="utf-8"
-    )
+def test_item_that_cannot_work_is_a_config_error(items: list, message: str, tmp_path: Path) -> None:
+    body = "async def excute(self, instance_id, parameters, **kwargs): ..."
+    (tmp_path / "typo.py").write_text(CLASS_FILE.format(body=body))
+    (tmp_path / "short.py").write_text(CLASS_FILE.format(body="async def execute(self): ..."))
     with pytest.raises(ConfigError, match=message):
-        initialize_tools_from_config({"tools": [{"class_name": "mine.py:Mine", "tool_schema": SCHEMA}]}, base=tmp_path)
+        initialize_tools_from_config({"tools": items}, base=tmp_path)

@@ -1,4 +1,4 @@
-"""Daemon threads: results, errors, size, and calls that nobody waits for any more."""
+"""Daemon threads: results, errors, size, and calls that are abandoned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import gc
 import threading
-import time
+from typing import Any
 
 import pytest
 
@@ -15,15 +15,30 @@ from polyturn.infra.threads import DaemonThreads
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
 
 
-async def test_it_returns_and_raises_what_the_function_does() -> None:
+async def occupied(threads: DaemonThreads, *, until: threading.Event, **options: Any) -> asyncio.Task[Any]:
+    """Return a call that occupies a thread until an event is set."""
+    begun = threading.Event()
+
+    def wait() -> bool:
+        begun.set()
+        return until.wait()
+
+    running = asyncio.create_task(threads.run(wait, **options))
+    await asyncio.to_thread(begun.wait)
+    return running
+
+
+async def test_run_returns_and_raises_what_the_function_does() -> None:
     threads = DaemonThreads(name="t")
+    VAR.set("here")
     assert await threads.run(lambda a, *, b: a + b, 1, b=2) == 3
+    assert await threads.run(VAR.get) == "here", "context variables are seen"
     with pytest.raises(ZeroDivisionError):
         await threads.run(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize("error", [SystemExit, StopIteration, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt])
-async def test_errors_that_would_end_the_loop_or_vanish_become_runtime_errors(error: type[BaseException]) -> None:
+async def test_error_that_would_end_the_loop_becomes_a_runtime_error(error: type[BaseException]) -> None:
     def leave() -> None:
         raise error("bye")
 
@@ -31,32 +46,26 @@ async def test_errors_that_would_end_the_loop_or_vanish_become_runtime_errors(er
         await DaemonThreads(name="t").run(leave)
 
 
-async def test_context_variables_are_seen() -> None:
-    VAR.set("here")
-    assert await DaemonThreads(name="t").run(VAR.get) == "here"
-
-
-async def test_no_more_threads_than_asked_for_run_at_once() -> None:
-    threads, lock, now, most = DaemonThreads(name="t", max_threads=3), threading.Lock(), 0, 0
+async def test_no_more_than_max_threads_run_at_once() -> None:
+    threads, lock, meet = DaemonThreads(name="t", max_threads=3), threading.Lock(), threading.Barrier(3)
+    num_running = most = 0
 
     def work() -> None:
-        nonlocal now, most
+        nonlocal num_running, most
         with lock:
-            now += 1
-            most = max(most, now)
-        time.sleep(0.01)
+            num_running += 1
+            most = max(most, num_running)
+        meet.wait()  # three run at once, or none goes on
         with lock:
-            now -= 1
+            num_running -= 1
 
     await asyncio.gather(*(threads.run(work) for _ in range(12)))
     assert most == 3
 
 
-async def test_an_abandoned_call_is_counted_and_gives_its_place_away() -> None:
+async def test_abandoned_call_is_counted_and_frees_its_thread() -> None:
     threads, gate, late = DaemonThreads(name="t", max_threads=1), threading.Event(), []
-    begun = threading.Event()
-    running = asyncio.create_task(threads.run(lambda: begun.set() or gate.wait(), on_late=late.append))
-    await asyncio.to_thread(begun.wait)
+    running = await occupied(threads, until=gate, on_late=late.append)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -68,64 +77,54 @@ async def test_an_abandoned_call_is_counted_and_gives_its_place_away() -> None:
     assert late == [True]
 
 
-async def test_a_call_that_has_not_begun_never_does() -> None:
+@pytest.mark.parametrize("is_owed", [False, True])
+async def test_cancelled_call_that_has_not_begun_runs_only_if_owed(is_owed: bool) -> None:
     threads, gate, ran = DaemonThreads(name="t", max_threads=1), threading.Event(), []
-    first = asyncio.create_task(threads.run(gate.wait))
-    await asyncio.sleep(0.01)
-    second = asyncio.create_task(threads.run(ran.append, 1))
-    await asyncio.sleep(0.01)
-    second.cancel()
+    first = await occupied(threads, until=gate)
+    second = asyncio.create_task(threads.run(ran.append, 1, is_owed=is_owed))
     await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
     gate.set()
     assert await first is True
-    assert await threads.run(lambda: "after") == "after"
-    assert ran == []
+    assert await threads.run(lambda: "after") == "after", "the one thread comes to this call last"
+    assert ran == [1] * is_owed
     assert threads.num_abandoned == 0
 
 
-async def test_a_result_that_arrives_during_a_cancellation_is_handed_over() -> None:
-    threads, late = DaemonThreads(name="t"), []
+async def test_result_that_arrives_during_a_cancellation_is_handed_over() -> None:
+    threads, late, next_begun = DaemonThreads(name="t", max_threads=1), [], threading.Event()
     task = asyncio.create_task(threads.run(lambda: "made", on_late=late.append))
+    following = asyncio.create_task(threads.run(next_begun.set))
     await asyncio.sleep(0)
-    time.sleep(0.05)  # noqa: ASYNC251  the thread ends while the loop cannot know
+    next_begun.wait()  # the first call has ended, and the event loop, which stands still here, cannot know
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert late == ["made"]
+    await following
 
 
 async def test_idle_threads_end_and_new_work_starts_new_ones() -> None:
     threads = DaemonThreads(name="idle", idle_s=0.01)
     for _ in range(3):
-        assert await threads.run(lambda: 1) == 1
-        await asyncio.sleep(0.05)
-    assert not [t for t in threading.enumerate() if t.name == "polyturn-idle"]
+        thread = await threads.run(threading.current_thread)
+        assert thread.name == "polyturn-idle"
+        await asyncio.to_thread(thread.join)
 
 
-@pytest.mark.parametrize("is_owed", [False, True])
-async def test_a_call_that_is_owed_runs_later_even_if_its_turn_comes_after_the_caller_has_left(is_owed: bool) -> None:
-    threads, gate, done = DaemonThreads(name="t", max_threads=1), threading.Event(), threading.Event()
-    first = asyncio.create_task(threads.run(gate.wait))
-    second = asyncio.create_task(threads.run(done.set, is_owed=is_owed))
-    await asyncio.sleep(0.02)
-    second.cancel()
+async def test_owed_call_that_raises_is_not_reported_as_lost() -> None:
+    threads, gate, reports = DaemonThreads(name="t", max_threads=1), threading.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context["message"]))
+    first = await occupied(threads, until=gate)
+    owed = asyncio.create_task(threads.run(lambda: 1 / 0, is_owed=True))
+    await asyncio.sleep(0)
+    owed.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await second
-    gate.set()
-    await first
-    assert await asyncio.to_thread(done.wait, 5.0 if is_owed else 0.2) is is_owed
-
-
-async def test_what_is_owed_and_breaks_when_nobody_waits_is_not_reported_as_lost() -> None:
-    threads, gate, said = DaemonThreads(name="t", max_threads=1), threading.Event(), []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
-    first = asyncio.create_task(threads.run(gate.wait))
-    await asyncio.sleep(0.01)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await threads.run(lambda: 1 / 0, is_owed=True)
+        await owed
     gate.set()
     await first
     await threads.run(lambda: None)
     gc.collect()
-    assert said == []
+    assert reports == []

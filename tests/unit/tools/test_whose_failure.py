@@ -1,4 +1,4 @@
-"""What the model cannot answer for fails the trajectory; what its calls can bring about stays an observation."""
+"""A failure that the model cannot answer for fails the trajectory; one that its calls can cause is an observation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from polyturn.tools.python_sandbox import PythonSandbox, SandboxLimits, WarmPool
 from polyturn.tools.python_sandbox import tool as sandbox_tool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.isolation import Isolation, bare_python
-from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.training.rollout_metrics import rollout_metrics
+from support.tools_parts import schema
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"code": "%s"}}\n</tool_call>'
+PATIENT = ToolOptions(timeout_s=60)
 
 
 async def play(box: ToolBox, name: str, code: str = "1") -> Trajectory:
@@ -34,51 +35,103 @@ async def play(box: ToolBox, name: str, code: str = "1") -> Trajectory:
     return await run_episode(context, task(tools=(name,)), id="e")
 
 
-def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- trajectories ---------------------------------------------------------------------------------------------------
+
+
+class Gone(BaseTool):
+    """Its service does not answer."""
+
+    def __init__(self, error: type[Exception] = ToolConnectionError) -> None:
+        super().__init__({}, schema("gone"))
+        self._error = error
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        raise self._error("nobody listens")
+
+
+async def test_sandbox_that_cannot_be_started_fails_the_trajectory(monkeypatch: pytest.MonkeyPatch):
     def refuses(*args: Any, **kwargs: Any) -> Interpreter:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(sandbox_tool, "Interpreter", refuses)
-
-
-async def test_a_sandbox_that_cannot_be_started_is_no_observation(monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch)
     tool = PythonSandbox({"warm": 0, "allow_unsafe": True})
-    trajectory = await play(ToolBox([tool]), tool.name)
-    assert trajectory.is_failed and trajectory.reward is None
-    assert trajectory.error is not None
-    assert trajectory.error.startswith("ToolUnavailableError: tool 'python': [Errno 11] Resource temporarily unavailable")
-    assert tool._instance_dict == {}, "it is released all the same"
+    trajectory = await play(ToolBox([tool], PATIENT), tool.name)
+    assert trajectory.is_failed
+    assert trajectory.reward is None
+    assert str(trajectory.error).startswith("ToolUnavailableError: tool 'python': [Errno 11]")
+    with pytest.raises(KeyError):
+        await tool.release("e")  # it was released all the same
     group = TrajectoryGroup(id="g", task=trajectory.task, trajectories=(trajectory,))
     assert rollout_metrics([group], version=0)["rollout/tools_unavailable"].value == 1
 
 
-async def test_code_that_ends_its_sandbox_is_an_observation():
-    tool = PythonSandbox({"warm": 0, "allow_unsafe": True})
-    trajectory = await play(ToolBox([tool]), tool.name, "import os; os._exit(3)")
-    assert not trajectory.is_failed and trajectory.reward is not None
-    assert "exit code 3" in str(trajectory.turns[0].tool_results[0].content)
-    tool._pool.let_go()
+@pytest.mark.parametrize(
+    ("code", "status", "text"), [("import os; os._exit(3)", "exit", "exit code 3"), ("while True: pass", "timeout", "0.5 s")]
+)
+async def test_code_that_ends_its_sandbox_is_an_observation(code: str, status: str, text: str):
+    tool = PythonSandbox({"warm": 0, "allow_unsafe": True, "timeout": 0.5 if status == "timeout" else 50})
+    box = ToolBox([tool], ToolOptions(timeout_s=80, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)))
+    trajectory = await play(box, tool.name, code)
+    (result,) = trajectory.turns[0].tool_results
+    assert (trajectory.is_failed, result.error, result.metrics["status"]) == (False, None, status)
+    assert text in str(result.content)
+    assert box.breakers["python"].admit() is None
 
 
-def test_a_sandbox_is_tried_again_before_it_counts_as_broken():
+async def test_lost_service_is_an_observation_unless_the_run_says_otherwise():
+    trajectory = await play(ToolBox([Gone()], PATIENT), "gone")
+    assert (trajectory.is_failed, trajectory.turns[0].tool_results[0].error) == (False, "connection")
+    breaker = BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)
+    box = ToolBox([Gone()], ToolOptions(timeout_s=60, unreachable="failure", breaker=breaker))
+    first, second = [await play(box, "gone") for _ in range(2)]
+    assert str(first.error).startswith("ToolUnavailableError: tool 'gone' cannot be reached")
+    assert "breaker is open" in str(second.error)
+
+
+async def test_tool_may_say_that_its_failure_is_not_the_models():
+    assert polyturn.ToolUnavailableError is ToolUnavailableError
+    trajectory = await play(ToolBox([Gone(ToolUnavailableError)], PATIENT), "gone")
+    assert str(trajectory.error).startswith("ToolUnavailableError: tool 'gone': nobody listens")
+    refused = await play(ToolBox([Gone(polyturn.ToolError)], ToolOptions(timeout_s=60, unreachable="failure")), "gone")
+    assert not refused.is_failed, "the model can mend a refusal"
+
+
+# ---- the pool of sandboxes ------------------------------------------------------------------------------------------
+
+
+def unsafe() -> Interpreter:
+    return Interpreter(SandboxLimits(), isolation=Isolation.NONE, python=bare_python())
+
+
+class Made:
+    """A sandbox that costs nothing."""
+
+    is_alive = True
+    num_closed = 0
+
+    def close(self) -> None:
+        Made.num_closed += 1
+
+
+def test_pool_tries_again_before_a_sandbox_counts_as_broken():
     tries: list[int] = []
 
     def start() -> Interpreter:
         tries.append(1)
         if len(tries) < 3:
             raise SandboxStartError("fork: Resource temporarily unavailable")
-        return Interpreter(SandboxLimits(), isolation=Isolation.NONE, python=bare_python())
+        return unsafe()
 
     pool = WarmPool(start, size=0, keep_s=0.05)
     pool.open()
     made = pool.take()
-    assert made.is_alive and len(tries) == 3
+    assert made.is_alive
+    assert len(tries) == 3
     made.close()
     pool.close()
 
 
-def test_a_sandbox_that_hangs_as_it_starts_is_given_up_in_time():
+def test_pool_gives_up_a_sandbox_that_does_not_start():
     gate = threading.Event()
 
     def start() -> Interpreter:
@@ -90,129 +143,57 @@ def test_a_sandbox_that_hangs_as_it_starts_is_given_up_in_time():
     with pytest.raises(SandboxStartError, match="in time"):
         pool.take(within_s=0.2)
     gate.set()
+    with pytest.raises(SandboxStartError, match="no room"):
+        pool.take()
     pool.close()
 
 
-def test_sandboxes_are_started_side_by_side_and_not_more_than_allowed():
-    lock, live, most, four = threading.Lock(), [0], [0], threading.Barrier(4)
-
-    class Made:
-        is_alive = True
-
-        def close(self) -> None:
-            pass
+def test_pool_starts_sandboxes_side_by_side_up_to_its_limit():
+    lock, meet = threading.Lock(), threading.Barrier(4)
+    num_running = most = 0
 
     def start() -> Any:
+        nonlocal num_running, most
         with lock:
-            live[0] += 1
-            most[0] = max(most[0], live[0])
-        four.wait()
+            num_running += 1
+            most = max(most, num_running)
+        meet.wait()
         with lock:
-            live[0] -= 1
+            num_running -= 1
         return Made()
 
     pool = WarmPool(start, size=0, keep_s=0.05, num_starters=4)
     pool.open()
     with ThreadPoolExecutor(12) as threads:
         taken = list(threads.map(lambda _: pool.take(), range(12)))
-    assert len(taken) == 12 and most[0] == 4
+    assert (len(taken), most) == (12, 4)
     pool.close()
 
 
-def test_the_threads_of_a_pool_end_together_when_nobody_uses_it():
-    closed: list[int] = []
-
-    class Made:
-        is_alive = True
-
-        def close(self) -> None:
-            closed.append(1)
-
+def test_threads_of_a_pool_end_when_it_has_no_users():
     before = set(threading.enumerate())
+    Made.num_closed = 0
     pool = WarmPool(lambda: Made(), size=3, keep_s=0.05, num_starters=3)  # type: ignore[arg-type, return-value]
-    for _ in range(3):  # a pool is opened again and again
+    for _ in range(3):
         pool.open()
         pool.take()
-        while not pool.num_ready:  # else there may be none to close
+        while not pool.num_ready:
             time.sleep(0.001)
         pool.close()
     while pool.num_ready or set(threading.enumerate()) - before:
         time.sleep(0.01)
-    assert closed
+    assert Made.num_closed
 
 
-class Gone(BaseTool):
-    """A service that nobody answers for."""
-
-    def __init__(self, error: type[Exception] = ToolConnectionError) -> None:
-        super().__init__({"type": "native"}, SCHEMA)
-        self._error = error
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        raise self._error("nobody listens")
-
-
-SCHEMA = {
-    "type": "function",
-    "function": {"name": "gone", "parameters": {"type": "object", "properties": {"code": {"type": "string"}}}},
-}
-
-
-async def test_a_service_that_is_down_is_an_observation_unless_the_run_says_otherwise():
-    trajectory = await play(ToolBox([Gone()]), "gone")
-    assert not trajectory.is_failed and trajectory.turns[0].tool_results[0].error == "connection"
-    trajectory = await play(ToolBox([Gone()], ToolOptions(unreachable="failure")), "gone")
-    assert trajectory.error == "ToolUnavailableError: tool 'gone' cannot be reached: Error (connection): nobody listens"
-
-
-async def test_an_open_breaker_is_a_failure_where_a_lost_connection_is_one():
-    options = ToolOptions(unreachable="failure", breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60))
-    box = ToolBox([Gone()], options)
-    first, second = [await play(box, "gone") for _ in range(2)]
-    assert "nobody listens" in str(first.error)
-    assert second.error == "ToolUnavailableError: tool 'gone' cannot be reached; its breaker is open"
-
-
-async def test_a_tool_of_ones_own_can_say_that_it_is_not_the_models_fault():
-    assert polyturn.ToolUnavailableError is ToolUnavailableError
-    trajectory = await play(ToolBox([Gone(ToolUnavailableError)]), "gone")
-    assert (trajectory.error or "").startswith("ToolUnavailableError: tool 'gone': nobody listens")
-    refused = await play(ToolBox([Gone(polyturn.ToolError)], ToolOptions(unreachable="failure")), "gone")
-    assert not refused.is_failed, "a refusal is the model's to mend"
-
-
-def test_a_machine_without_threads_is_said_and_nobody_is_counted(monkeypatch: pytest.MonkeyPatch):
+def test_pool_on_a_machine_without_threads_counts_no_user(monkeypatch: pytest.MonkeyPatch):
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    pool = WarmPool(
-        lambda: Interpreter(SandboxLimits(), isolation=Isolation.NONE, python=bare_python()), size=0, keep_s=0.05
-    )
+    pool = WarmPool(lambda: Made(), size=0, keep_s=0.05)  # type: ignore[arg-type, return-value]
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(SandboxStartError, match="no sandbox can be started: can't start new thread"):
+        with pytest.raises(SandboxStartError, match="can't start new thread"):
             pool.open()
     pool.open()
-    made = pool.take()
-    assert made.is_alive
-    made.close()
+    assert pool.take().is_alive
     pool.close()
-
-
-async def test_an_endless_program_ends_as_its_own_failure_before_the_tools_deadline(caplog: pytest.LogCaptureFixture):
-    tool = PythonSandbox({"warm": 0, "allow_unsafe": True, "timeout": 3600})
-    box = ToolBox([tool], ToolOptions(timeout_s=8, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)))
-    trajectory = await play(box, tool.name, "while True: pass")
-    assert trajectory.turns[0].tool_results[0].error is None, "it is what the program did"
-    assert trajectory.turns[0].tool_results[0].metrics["status"] == "timeout"
-    assert box.breakers["python"].admit() is None
-    assert (
-        "its timeout of 3600 s is more than three quarters of the deadline of a call, 8 s: a program has 6 s" in caplog.text
-    )
-    tool._pool.let_go()
-
-
-def test_code_in_a_sandbox_service_is_compiled_and_run_before_the_tools_deadline():
-    tool = SandboxFusionTool({"sandbox_fusion_url": "http://127.0.0.1:1/run_code", "default_timeout": 60})
-    ToolBox([tool], ToolOptions(timeout_s=60))
-    assert tool.default_timeout == 30

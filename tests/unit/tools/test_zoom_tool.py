@@ -20,7 +20,8 @@ def photo() -> Image.Image:
     return image
 
 
-def sources(folder: Path) -> dict[str, Any]:
+def source(kind: str, folder: Path) -> Any:
+    """Return the photo in one of the forms that a row may have it in."""
     buffer = io.BytesIO()
     photo().save(buffer, "PNG")
     (folder / "photo.png").write_bytes(buffer.getvalue())
@@ -31,13 +32,13 @@ def sources(folder: Path) -> dict[str, Any]:
         "data": "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode(),
         "bytes": buffer.getvalue(),
         "row": {"bytes": buffer.getvalue(), "path": None},
-    }
+    }[kind]
 
 
 @pytest.mark.parametrize("kind", ["image", "path", "file", "data", "bytes", "row"])
-async def test_a_region_comes_back_as_an_image(kind: str, tmp_path: Path) -> None:
-    tool = ImageZoomInTool({})
-    instance_id, _ = await tool.create("e", image=sources(tmp_path)[kind])
+async def test_region_comes_back_as_an_image(kind: str, tmp_path: Path) -> None:
+    tool, row = ImageZoomInTool({}), {"image": source(kind, tmp_path)}
+    instance_id, _ = await tool.create("e", **({"create_kwargs": row} if kind == "image" else row))
     response, reward, metrics = await tool.execute(instance_id, {"bbox_2d": [110, 10, 150, 60], "label": "door"})
     assert (reward, metrics) == (0.0, {"success": True})
     assert response.text == "Zoomed in on the image to the region [110, 10, 150, 60] with label door."
@@ -45,14 +46,6 @@ async def test_a_region_comes_back_as_an_image(kind: str, tmp_path: Path) -> Non
     assert crop.size == (40, 50)
     assert crop.getpixel((0, 0)) == (255, 0, 0)
     await tool.release(instance_id)
-    assert tool._instance_dict == {}
-
-
-async def test_the_image_may_be_nested() -> None:
-    tool = ImageZoomInTool({})
-    instance_id, _ = await tool.create("e", create_kwargs={"image": photo()})
-    response, _, _ = await tool.execute(instance_id, {"bbox_2d": [0, 0, 50, 50]})
-    assert response.image[0].size == (50, 50)
 
 
 @pytest.mark.parametrize(
@@ -65,33 +58,35 @@ async def test_the_image_may_be_nested() -> None:
         ([10.4, 10.6, 50.5, 60.5], Box(10, 10, 51, 61)),
     ],
 )
-def test_boxes_are_cut_and_widened(given: list[float], box: Box) -> None:
+def test_boxes_are_clipped_and_widened(given: list[float], box: Box) -> None:
     assert fit_box(given, width=200, height=100) == box
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (None, "must be a list of 4 numbers"),
-        ([1, 2, 3], "must be a list of 4 numbers"),
-        ([1, 2, 3, "x"], "must hold 4 numbers"),
-        ([1, 2, 3, float("inf")], "must hold 4 numbers"),
-        ([50, 10, 50, 60], "is empty"),
-        ([250, 0, 300, 50], "lies outside of the image, which is 200 x 100"),
-        ([0, 0, 200, 1], "more than 100 times as long as wide"),
+        (None, "a list of 4 numbers"),
+        ([1, 2, 3], "a list of 4 numbers"),
+        ([1, 2, 3, "x"], "4 numbers"),
+        ([1, 2, 3, float("inf")], "4 numbers"),
+        ([50, 10, 50, 60], "empty"),
+        ([250, 0, 300, 50], "200 x 100"),
+        ([0, 0, 200, 1], "100 times"),
     ],
 )
-async def test_boxes_that_cannot_be_cut_cost_a_little(given: Any, problem: str) -> None:
+async def test_box_that_cannot_be_cut_costs_a_little(given: Any, problem: str) -> None:
     tool = ImageZoomInTool({})
     await tool.create("e", image=photo())
     response, reward, metrics = await tool.execute("e", {"bbox_2d": given})
-    assert response.image is None and response.text.startswith("Error: ") and problem in response.text
+    assert response.image is None
+    assert problem in response.text
     assert (reward, metrics) == (-0.05, {"success": False})
 
 
 @pytest.mark.parametrize("source", [None, "no/such/file.png", "data:image/png;base64,????", b"no image", 5])
-async def test_an_image_that_cannot_be_read_is_the_rows_fault(source: Any) -> None:
+async def test_image_that_cannot_be_read_is_a_data_error(source: Any) -> None:
     tool = ImageZoomInTool({})
     with pytest.raises(DataError, match="image"):
         await tool.create("e", image=source)
-    assert tool._instance_dict == {}
+    with pytest.raises(KeyError):
+        await tool.release("e")

@@ -1,24 +1,25 @@
-"""An MCP server for tests that does what servers do when they go wrong: `mcp_hostile_server.py [TRANSPORT PORT]`."""
+"""An MCP server for tests, built with the SDK: `mcp_sdk_server.py` on its standard input and output, or over HTTP:
+`mcp_sdk_server.py sse|streamable-http PORT`, which prints a line once it listens."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import os
+import socket
 import sys
 from enum import Enum
 from typing import Annotated, Any, Literal
 
+import uvicorn
 from mcp import types
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
-server = MCPServer("hostile")
+server = MCPServer("demo")
 seen: dict[str, Any] = {"calls": 0, "hung": 0, "cancelled": 0}
-morning = asyncio.Event()
 
 
 class Unit(Enum):
@@ -38,16 +39,39 @@ def draw(
     unit: Unit = Unit.METRE,
     style: Literal["solid", "dashed"] = "solid",
     width: Annotated[int, Field(ge=1, le=9, description="In pixels.")] = 1,
-    tags: dict[str, list[int]] | None = None,
     origin: Point | str = "centre",
 ) -> str:
     """Draw."""
-    return f"{len(points)} {unit.value} {style} {width} {tags} {origin}"
+    return f"{len(points)} {unit.value} {style} {width} {origin}"
+
+
+@server.tool()
+def add(a: int, b: int = 2, tags: list[str] | None = None) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ToolError("the disk is full")
+
+
+@server.tool()
+def search(query: str) -> str:
+    """Search."""
+    return f'[{{"title": "{query}", "text": "one"}}, {{"title": "{query}", "text": "two"}}]'
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(1)
 
 
 @server.tool()
 def pid() -> str:
-    """Say which process this is."""
+    """Return the id of this process."""
     return str(os.getpid())
 
 
@@ -72,58 +96,20 @@ async def hang() -> str:
 
 @server.tool()
 def hung() -> str:
-    """Say how many calls never got an answer."""
-    return str(seen["hung"])
-
-
-@server.tool()
-def cancelled() -> str:
-    """Say how many calls were cancelled."""
-    return str(seen["cancelled"])
-
-
-@server.tool()
-async def nap() -> str:
-    """Wait until all are woken."""
-    await morning.wait()
-    return "awake"
-
-
-@server.tool()
-async def wake() -> str:
-    """Wake all who nap."""
-    morning.set()
-    return "morning"
+    """Return how many calls hang, or were cancelled."""
+    return f"{seen['hung']} {seen['cancelled']}"
 
 
 @server.tool(structured_output=False)
 def large(size: int) -> str:
-    """Answer much."""
+    """Return a long text."""
     return "x" * size
-
-
-@server.tool()
-def broken() -> str:
-    """Fail."""
-    raise ToolError("the disk is full")
 
 
 @server.tool()
 def lie() -> Annotated[types.CallToolResult, Point]:
     """Return what does not fit the declared output."""
     return types.CallToolResult(content=[], structured_content={"x": "far"})
-
-
-@server.tool()
-def picture() -> list[Any]:
-    """Return an image and words."""
-    dot = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
-    sound = base64.b64encode(b"\0" * 3000).decode()
-    return [
-        "Here.",
-        types.ImageContent(type="image", data=dot, mime_type="image/png"),
-        types.AudioContent(type="audio", data=sound, mime_type="audio/wav"),
-    ]
 
 
 @server.tool()
@@ -138,6 +124,10 @@ async def learn(context: Context) -> str:
 if __name__ == "__main__":
     logging.disable()
     if len(sys.argv) > 1:
-        server.run(transport=sys.argv[1], port=int(sys.argv[2]))  # type: ignore[call-overload]
+        app = server.sse_app() if sys.argv[1] == "sse" else server.streamable_http_app()
+        listening = socket.create_server(("127.0.0.1", int(sys.argv[2])), reuse_port=True)
+        sys.stdout.write("listens\n")
+        sys.stdout.flush()
+        asyncio.run(uvicorn.Server(uvicorn.Config(app, log_level="critical")).serve(sockets=[listening]))
     else:
         server.run()
