@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,31 +29,28 @@ from polyturn.rewards.gsm8k import SEARCHED_CHARS, compute_score, extract_soluti
         ([{"type": "text", "text": "#### 72"}], None, None),
     ],
 )
-def test_what_is_taken_for_the_answer(text: object, strict: str | None, flexible: str | None) -> None:
-    """Users of this answer format rely on these corner cases."""
+def test_solution_is_extracted_as_users_rely_on(text: object, strict: str | None, flexible: str | None) -> None:
     assert extract_solution(text) == strict
     assert extract_solution(text, "flexible") == flexible
 
 
-def test_only_the_last_300_characters_are_searched() -> None:
-    assert compute_score("#### 72" + "x" * 293, "72") == 1.0
-    assert compute_score("#### 72" + "x" * 294, "72") == 0.0
-
-
-def test_the_three_scores() -> None:
-    assert compute_score("#### 72", "72", score=2.0, format_score=0.1) == 2.0
-    assert compute_score("#### 71", "72", score=2.0, format_score=0.1) == 0.1
-    assert compute_score("72", "72", score=2.0, format_score=0.1) == 0.0
-
-
-def test_a_number_is_compared_as_text_and_no_ground_truth_is_never_right() -> None:
-    assert compute_score("#### 72", 72) == 1.0
-    assert compute_score("#### 72", None) == 0.0
-
-
-def test_an_unknown_method_is_a_config_error() -> None:
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("#### 72", "72", "2.0"),
+        ("#### 72", 72, "2.0"),
+        ("#### 72" + "x" * 293, "72", "2.0"),
+        ("#### 72" + "x" * 294, "72", "0"),
+        ("#### 71", "72", "0.1"),
+        ("72", "72", "0"),
+        ("#### 72", None, "0.1"),
+    ],
+)
+def test_answer_is_right_of_the_form_or_neither(text: str, truth: Any, score: str) -> None:
+    """The score is compared as it is printed: models read it, and policies were trained on "0" where no answer is found."""
+    assert str(compute_score(text, truth, score=2.0, format_score=0.1)) == score
     with pytest.raises(ConfigError, match="'strcit'"):
-        compute_score("x", "y", method="strcit")
+        compute_score(text, truth, method="strcit")
 
 
 def reference(text: str, method: str) -> str | None:
@@ -83,17 +82,12 @@ def reference(text: str, method: str) -> str | None:
     text=st.lists(st.sampled_from(["#### ", "#", "-", "1", "72", ",", ".", " ", "x", "٣", "\n", "x" * 100])).map("".join),
     method=st.sampled_from(["strict", "flexible"]),
 )
-def test_it_agrees_with_the_reference(text: str, method: str) -> None:
+def test_extraction_agrees_with_a_slow_reference(text: str, method: str) -> None:
     assert extract_solution(text, method) == reference(text, method)
 
 
 @pytest.mark.parametrize("method", ["strict", "flexible"])
-def test_no_more_than_the_end_of_a_hostile_text_is_looked_at(method: str) -> None:
+def test_only_the_end_of_a_hostile_text_is_searched(method: str) -> None:
     for unit in ("#### -", "1,", "-"):
         end = (unit * SEARCHED_CHARS)[-SEARCHED_CHARS:]
         assert extract_solution("#### 7\n" + unit * 500_000, method) == extract_solution(end, method)
-
-
-def test_no_answer_is_shown_as_a_whole_number_and_a_wrong_one_is_not() -> None:
-    """Texts that models read hold the score as it is printed, and policies were trained on them."""
-    assert [str(compute_score(text, "72")) for text in ("none", "#### 71", "#### 72")] == ["0", "0.0", "1.0"]

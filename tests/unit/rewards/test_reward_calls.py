@@ -1,4 +1,4 @@
-"""How reward functions are called: their own arguments, many at once, at a rate, on which text; and the overlong penalty."""
+"""How reward functions are called: with which arguments and text, in batches, at a rate; and the overlong penalty."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from polyturn.rewards.options import BatchOptions, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.rendered_text import written
 from polyturn.rewards.router import RewardRef, RewardRouter, Weighing
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
+from support.isolated import need_isolation
 
 
 def turn(text: str = "x", **fields: Any) -> Turn:
@@ -39,7 +39,7 @@ def trajectory(*turns: Turn, id: str = "t/0", segments: tuple[Segment, ...] = ()
     return Trajectory(id=id, task=task, segments=segments, turns=turns, stop_reason=StopReason.STOP)
 
 
-async def test_one_function_scores_what_no_route_names() -> None:
+async def test_function_scores_what_no_route_names() -> None:
     def zero(trajectory: Trajectory) -> float:
         return 0.0
 
@@ -53,7 +53,7 @@ async def test_one_function_scores_what_no_route_names() -> None:
     router.check([t.task for t in made])
 
 
-async def test_a_function_gets_its_own_arguments(tmp_path: Path) -> None:
+async def test_function_gets_its_own_arguments(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "async def compute_score(data_source, solution_str, ground_truth, extra_info, bonus, *, scale=1.0):\n"
         "    return {'score': scale * (solution_str == ground_truth) + bonus, 'pred': solution_str}\n"
@@ -76,7 +76,7 @@ async def test_a_function_gets_its_own_arguments(tmp_path: Path) -> None:
         ({"bonus": 1, "solution_str": "x"}, "its kwargs set 'solution_str', which the run fills"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(kwargs: dict[str, Any], says: str) -> None:
+def test_kwargs_that_do_not_fit_are_refused(kwargs: dict[str, Any], says: str) -> None:
     def f(solution_str: str, bonus: float) -> float:
         return bonus
 
@@ -86,7 +86,7 @@ def test_arguments_that_do_not_fit_are_refused(kwargs: dict[str, Any], says: str
         RewardRouter({"x": RewardRef(target="tools", kwargs={"a": 1})})
 
 
-async def test_a_function_of_many_gets_lists_and_each_trajectory_its_own_score() -> None:
+async def test_batch_function_gets_lists_of_at_most_its_size() -> None:
     calls: list[int] = []
 
     def batch(data_sources, solution_strs, ground_truths, extra_infos, offset=0.0):  # type: ignore[no-untyped-def]
@@ -95,15 +95,15 @@ async def test_a_function_of_many_gets_lists_and_each_trajectory_its_own_score()
         return [{"score": float(s) + offset, "n": i["num_turns"]} for s, i in zip(solution_strs, extra_infos, strict=True)]
 
     router = RewardRouter(
-        function=RewardRef(target=batch, kwargs={"offset": 0.5}), calls=CallOptions(batch=BatchOptions(size=4, wait_s=0.02))
+        function=RewardRef(target=batch, kwargs={"offset": 0.5}), calls=CallOptions(batch=BatchOptions(size=3, wait_s=3600))
     )
     rewards = await asyncio.gather(*(router.score(trajectory(turn(str(i)))) for i in range(6)))
     assert [r.total for r in rewards] == [i + 0.5 for i in range(6)]
     assert rewards[0].info == {"n": 3}
-    assert calls == [4, 2]
+    assert calls == [3, 3]
 
 
-async def test_without_a_wait_one_call_gets_every_episode_that_runs_however_late_it_ends() -> None:
+async def test_batch_without_a_wait_holds_every_running_episode() -> None:
     calls: list[list[str]] = []
 
     def batch(solution_strs: list[str]) -> list[float]:
@@ -125,7 +125,7 @@ async def test_without_a_wait_one_call_gets_every_episode_that_runs_however_late
     assert calls[-1] == ["later"], "where no episode runs nobody is waited for"
 
 
-async def test_an_episode_that_is_cancelled_is_waited_for_no_longer() -> None:
+async def test_batch_does_not_wait_for_cancelled_episodes() -> None:
     router = RewardRouter(
         function=lambda solution_strs: [1.0 for _ in solution_strs],
         calls=CallOptions(batch=BatchOptions(size=None, wait_s=None)),
@@ -143,18 +143,15 @@ async def test_an_episode_that_is_cancelled_is_waited_for_no_longer() -> None:
     assert await short == 1.0
 
 
-async def test_arrays_of_scores_are_fine_and_too_few_are_an_error_for_each() -> None:
+async def test_batch_must_return_a_score_for_each() -> None:
     arrays = RewardRouter(function=lambda solution_strs: np.ones(len(solution_strs)))
     assert (await arrays.score(trajectory(turn()))).total == 1.0
     short = RewardRouter(function=lambda solution_strs: [1.0])
     found = await asyncio.gather(*(short.score(trajectory(turn())) for _ in range(2)), return_exceptions=True)
-    assert [isinstance(e, RewardError) and "it returned 1 scores for 2 trajectories" in str(e) for e in found] == [
-        True,
-        True,
-    ]
+    assert {type(e) for e in found} == {RewardError}
 
 
-async def test_a_cancelled_trajectory_is_left_out_of_its_batch() -> None:
+async def test_cancelled_trajectory_is_left_out_of_its_batch() -> None:
     seen: list[list[int]] = []
 
     async def call(items: Any) -> list[int]:
@@ -169,7 +166,7 @@ async def test_a_cancelled_trajectory_is_left_out_of_its_batch() -> None:
     assert seen == [[2]]
 
 
-def test_a_batch_serves_one_event_loop_after_another() -> None:
+def test_batch_serves_one_event_loop_after_another() -> None:
     router = RewardRouter(function=lambda solution_strs: [1.0 for _ in solution_strs])
     for _ in range(2):
         assert asyncio.run(router.score(trajectory(turn()))).total == 1.0
@@ -191,7 +188,7 @@ async def test_no_more_calls_at_once_than_allowed() -> None:
     assert most == 2
 
 
-def test_calls_are_spread_over_the_minute_and_waiting_is_not_in_the_deadline() -> None:
+def test_rate_spreads_calls_outside_their_deadline() -> None:
     started: list[float] = []
 
     async def note(solution_str: str) -> float:
@@ -219,7 +216,7 @@ def thinking() -> Trajectory:
         ("turns", 'First.<tool_call>{"name": "calc"}</tool_call>\n<think>7 it is.</think>#### 7'),
     ],
 )
-async def test_the_text_that_is_scored_is_the_models_own(which: Any, text: str) -> None:
+async def test_scored_text_is_the_models_own(which: Any, text: str) -> None:
     assert written(thinking(), which) == text
     assert written(trajectory(), which) == ""
     router = RewardRouter(function=lambda solution_str: float(solution_str == text), calls=CallOptions(text=which))
@@ -229,13 +226,13 @@ async def test_the_text_that_is_scored_is_the_models_own(which: Any, text: str) 
 @pytest.mark.parametrize(
     "source", ["openai/gsm8k", "math_dapo", "searchR1_nq", "HuggingFaceH4/MATH-500", "hiyouga/geometry3k"]
 )
-async def test_what_a_tool_said_is_never_scored(source: str) -> None:
+async def test_tool_results_are_never_scored(source: str) -> None:
     truth = {"target": ["72"]} if source == "searchR1_nq" else "72"
     reward = await RewardRouter().score(trajectory(turn("I do not know."), data_source=source, ground_truth=truth))
     assert reward.total <= 0.0
 
 
-def test_functions_read_the_kwargs_that_the_row_gave_to_tools_and_interactions() -> None:
+def test_extra_info_has_the_kwargs_of_tools_and_interactions() -> None:
     made = trajectory(
         turn(),
         extra={"index": 3},
@@ -247,14 +244,10 @@ def test_functions_read_the_kwargs_that_the_row_gave_to_tools_and_interactions()
     assert info["tools_kwargs"] == {"calc": {"create_kwargs": {"ground_truth": "72"}}}
 
 
-def test_what_a_shipped_function_needs_is_checked_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = trajectory(data_source="apps").task
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
-    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
-        RewardRouter().check([programs])
-    RewardRouter(sandbox=Sandbox(url="http://localhost:1")).check([programs])
+def test_missing_extra_is_found_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    RewardRouter(sandbox=Sandbox(url="http://localhost:1")).check([trajectory(data_source="apps").task])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'polyturn\[math\]'"):
+    with pytest.raises(ConfigError, match=r"polyturn\[math\]"):
         RewardRouter().check([trajectory(data_source="lighteval/MATH").task])
 
 
@@ -274,7 +267,7 @@ def of_length(sampled: int, observed: int = 0) -> Trajectory:
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (150, -0.5)])
-async def test_a_response_near_the_limit_costs_something(length: int, penalty: float) -> None:
+async def test_response_near_the_limit_costs_something(length: int, penalty: float) -> None:
     router = RewardRouter(weighing=Weighing(overlong=Overlong(max_tokens=100, buffer=20, penalty=0.5)))
     for made in (of_length(length), of_length(length - 10, observed=10)):
         reward = await router.score(made)
@@ -283,22 +276,20 @@ async def test_a_response_near_the_limit_costs_something(length: int, penalty: f
         assert reward.total == pytest.approx(1.0 + penalty)
 
 
-async def test_the_penalty_is_there_whatever_the_weights_are() -> None:
+async def test_penalty_does_not_depend_on_the_weights() -> None:
     router = RewardRouter(weighing=Weighing(weights={"outcome": 0.5}, overlong=Overlong(max_tokens=100, buffer=20)))
     assert (await router.score(of_length(100))).total == pytest.approx(-0.5)
-
-
-@pytest.mark.parametrize("buffer", [-1, 101])
-def test_a_penalty_that_cannot_work_is_refused(buffer: int) -> None:
-    with pytest.raises(ConfigError, match=f"buffer is {buffer} and max_tokens is 100"):
-        Overlong(max_tokens=100, buffer=buffer)
+    for buffer in (-1, 101):
+        with pytest.raises(ConfigError, match=f"buffer is {buffer}"):
+            Overlong(max_tokens=100, buffer=buffer)
 
 
 PROGRAM = "```python\n{}\n```"
 
 
-@pytest.mark.skipif(find_isolation()[0] is Isolation.NONE, reason="code cannot be isolated here")
-async def test_endless_programs_are_worth_nothing_and_cost_the_right_one_beside_them_nothing() -> None:
+@pytest.mark.clock  # one deadline serves the endless programs and the right one
+async def test_endless_programs_do_not_harm_the_right_one() -> None:
+    need_isolation()
     tests = {"inputs": ["1"] * 4, "outputs": ["2"] * 4}
     router = RewardRouter(sandbox=Sandbox(url=None, timeout_s=2.0), calls=CallOptions(timeout_s=3.0))
     bodies = [*["while True: pass"] * 2, "print(int(input()) + 1)"]
@@ -307,10 +298,8 @@ async def test_endless_programs_are_worth_nothing_and_cost_the_right_one_beside_
     assert [reward.total for reward in rewards] == [0.0, 0.0, 1.0]
 
 
-@pytest.mark.clock
-async def test_endless_comparisons_fail_and_cost_the_right_answer_beside_them_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.clock  # one deadline serves the hostile answers and the right one
+async def test_endless_comparisons_do_not_harm_the_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math._checkers, "_free", threading.Semaphore(1))
     router = RewardRouter(calls=CallOptions(timeout_s=120.0))
     assert math.is_equal("0.25", r"\frac{50}{200}")  # a checker has started
@@ -322,7 +311,7 @@ async def test_endless_comparisons_fail_and_cost_the_right_answer_beside_them_no
     assert not isinstance(right, BaseException) and right.total == 1.0
 
 
-async def test_a_function_that_does_nothing_in_time_by_itself_fails_though_it_asked_the_library_before() -> None:
+async def test_function_that_hangs_after_asking_the_library_fails() -> None:
     def slow(trajectory: Trajectory) -> float:
         math.is_equal("0.125", r"\frac{25}{200}")
         threading.Event().wait()
@@ -333,6 +322,6 @@ async def test_a_function_that_does_nothing_in_time_by_itself_fails_though_it_as
         await router.score(trajectory(turn()))
 
 
-async def test_a_whole_number_without_end_is_no_reward() -> None:
+async def test_endless_integer_is_no_reward() -> None:
     with pytest.raises(RewardError, match="return a finite number"):
         await RewardRouter(function=lambda trajectory: 10**400).score(trajectory(turn()))

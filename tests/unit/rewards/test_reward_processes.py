@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: signals work there, and a call past its deadline is killed."""
+"""Reward functions in separate processes: signals work there, and a call past its deadline is killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return verify(["\\boxed{" + ground_truth + "}"], [solution_str])[0]
     return 0.0
 """
-"""A reward in the manner of verl's recipe for reasoning: every error is a wrong answer."""
+"""A reward like that of verl's recipe for reasoning: every error is a wrong answer."""
 
 PLAIN = """
 import signal, os, time
@@ -84,12 +84,12 @@ async def scored(folder: Path, function: str, text: str, **options: Any) -> Rewa
     return await router.score(Trajectory(id="t/0", task=task, segments=(), turns=(turn,), stop_reason=StopReason.STOP))
 
 
-async def test_a_reward_that_takes_every_error_for_a_wrong_answer_finds_the_right_ones(folder: Path) -> None:
+async def test_reward_that_swallows_errors_finds_right_answers(folder: Path) -> None:
     assert (await scored(folder, "swallows.py:compute_score", r"So it is \boxed{3}.")).total == 1.0
     assert (await scored(folder, "swallows.py:compute_score", r"So it is \boxed{4}.")).total == 0.0
 
 
-async def test_one_answer_and_many_are_scored_in_a_main_thread(folder: Path) -> None:
+async def test_functions_run_in_a_main_thread(folder: Path) -> None:
     assert (await scored(folder, "plain.py:main_thread", "abc")).total == 3.0
     assert (await scored(folder, "plain.py:many", "abcd")).total == 4.0
 
@@ -102,19 +102,19 @@ async def test_one_answer_and_many_are_scored_in_a_main_thread(folder: Path) -> 
         ("unsendable", "its result cannot be sent"),
     ],
 )
-async def test_what_goes_wrong_in_the_process_is_said(folder: Path, function: str, said: str) -> None:
+async def test_error_in_the_process_is_a_reward_error(folder: Path, function: str, said: str) -> None:
     with pytest.raises(RewardError, match=said):
         await scored(folder, f"plain.py:{function}", "abc")
 
 
-def test_a_call_past_its_deadline_is_killed_and_the_next_one_answers(folder: Path) -> None:
+def test_call_past_its_deadline_is_killed(folder: Path) -> None:
     hangs = Processes("plain.py:hangs", base=folder, num=1, timeout_s=0.2)
     for _ in range(2):
         with pytest.raises(TimeoutError, match=r"longer than 0\.2 s"):
             hangs(solution_str="abc")
 
 
-def test_a_process_is_used_again_also_after_an_error_of_the_function(folder: Path) -> None:
+def test_process_is_used_again_after_an_error(folder: Path) -> None:
     scorer = Processes("plain.py:main_thread", base=folder, num=1, timeout_s=60.0)
     first = scorer(solution_str="abc")
     with pytest.raises(RewardError, match="NoneType"):

@@ -1,4 +1,4 @@
-"""RewardRouter: which function scores a task, what a reward is made of, and that a failure is never 0.0."""
+"""RewardRouter: which function scores a task, the components of a reward, and that a failure is never 0.0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -53,7 +52,7 @@ def constant(value: float) -> Any:
     return score
 
 
-async def test_gsm8k_is_scored_on_the_last_assistant_message_alone() -> None:
+async def test_gsm8k_scores_the_last_assistant_message_alone() -> None:
     router = RewardRouter()
     right = trajectory(
         turn("#### 1", observed="no"), turn("#### 72", observed="#### 3"), data_source=GSM8K, ground_truth="72"
@@ -64,37 +63,25 @@ async def test_gsm8k_is_scored_on_the_last_assistant_message_alone() -> None:
     assert (await router.score(trajectory(data_source=GSM8K, ground_truth="72"))).total == 0.0
 
 
-async def test_the_scorer_is_called_through_its_module() -> None:
-    with patch("polyturn.rewards.gsm8k.compute_score", return_value=0.25):
-        assert (await RewardRouter().score(trajectory(turn("x"), data_source=GSM8K, ground_truth="1"))).total == 0.25
-
-
-async def test_a_shipped_scorer_is_called_without_a_thread() -> None:
-    seen: list[str] = []
-    with patch("polyturn.rewards.gsm8k.compute_score", lambda *_, **__: seen.append(threading.current_thread().name) or 1.0):
-        await scored(RewardRouter(), trajectory(turn("#### 72"), data_source=GSM8K, ground_truth="72"))
-    assert seen == [threading.current_thread().name]
-
-
-async def test_an_exact_name_wins_over_a_glob_and_the_first_glob_over_later_ones() -> None:
+async def test_exact_route_wins_over_globs_in_their_order() -> None:
     routes = {"math/*": constant(1), "*": constant(2), "math/hard": constant(3)}
     router = RewardRouter(routes)
     found = {name: (await router.score(trajectory(data_source=name))).total for name in ("math/hard", "math/x", "y", GSM8K)}
     assert found == {"math/hard": 3.0, "math/x": 1.0, "y": 2.0, GSM8K: 2.0}
 
 
-def test_an_unknown_data_source_fails_the_check_with_the_nearest_name() -> None:
+def test_unknown_data_source_fails_the_check() -> None:
     made = trajectory(data_source="openai/gsm8", interaction="gsm8k")
     with pytest.raises(UnknownNameError, match=r"data_source 'openai/gsm8'.*Did you mean 'openai/gsm8k'"):
         RewardRouter().check([made.task])
 
 
-async def test_an_unknown_data_source_is_an_error_when_scored_too() -> None:
+async def test_unknown_data_source_is_an_error_when_scored() -> None:
     with pytest.raises(RewardError, match="'nope'"):
         await RewardRouter().score(trajectory(turn("x", interaction=1.0), data_source="nope", interaction="i"))
 
 
-def test_a_task_needs_something_that_scores_it() -> None:
+def test_task_needs_something_that_scores_it() -> None:
     router = RewardRouter({"chat": "interaction", "agent": "tools"})
     nothing = trajectory().task
     router.check([trajectory(interaction="i").task, trajectory(data_source="chat", interaction="i").task])
@@ -106,24 +93,24 @@ def test_a_task_needs_something_that_scores_it() -> None:
 
 
 @pytest.mark.parametrize(("how", "score"), [("last", 0.25), ("sum", 0.75), ("max", 0.5), ("mean", 0.25)])
-async def test_without_a_data_source_the_interactions_turns_are_aggregated(how: Any, score: float) -> None:
+async def test_interaction_scores_are_aggregated(how: Any, score: float) -> None:
     turns = (turn(interaction=0.0), turn(interaction=0.5), turn(), turn(interaction=0.25), turn())
     reward = await RewardRouter(weighing=Weighing(interaction=how)).score(trajectory(*turns, interaction="i"))
     assert reward == Reward(total=score, components={"outcome": score, "tool_step": 0.0, "interaction": score})
 
 
-async def test_an_interaction_that_was_never_heard_earned_nothing() -> None:
+async def test_interaction_without_turns_earns_nothing() -> None:
     reward = await RewardRouter().score(trajectory(interaction="i"))
     assert reward == Reward(total=0.0, components={"outcome": 0.0, "tool_step": 0.0})
 
 
-async def test_without_either_the_tools_rewards_are_summed() -> None:
+async def test_tool_rewards_are_summed() -> None:
     reward = await scored(RewardRouter(), trajectory(turn()), a=0.5, b=0.25, c=None)
     assert reward.total == 0.75
     assert reward.components == {"outcome": 0.75, "tool_step": 0.0, "tool/a": 0.5, "tool/b": 0.25}
 
 
-async def test_everything_is_recorded_and_nothing_counted_twice() -> None:
+async def test_components_are_recorded_and_counted_once() -> None:
     turns = (turn(interaction=0.5, tool__a=-0.25), turn("#### 72", interaction=1.0, tool__a=-0.5, tool__b=0.25))
     made = trajectory(*turns, data_source=GSM8K, ground_truth="72", interaction="gsm8k")
     reward = await scored(RewardRouter(), made, a=1.0)
@@ -140,7 +127,7 @@ async def test_everything_is_recorded_and_nothing_counted_twice() -> None:
     source=st.sampled_from(["routed", None]),
     interaction=st.sampled_from(["i", None]),
 )
-def test_the_default_total_is_one_outcome_and_the_steps(
+def test_default_total_is_one_outcome_and_the_steps(
     outcome: float, scores: list, tools: dict, source: str | None, interaction: str | None
 ) -> None:
     turns = [turn(interaction=i, tool__a=s) if interaction else turn(tool__a=s) for i, s in scores]
@@ -155,7 +142,7 @@ def test_the_default_total_is_one_outcome_and_the_steps(
     assert reward.total == pytest.approx(expected + sum(s for _, s in scores), abs=1e-9)
 
 
-async def test_a_function_of_the_answers_form_is_told_by_its_names() -> None:
+async def test_function_gets_its_arguments_by_name() -> None:
     seen: dict[str, Any] = {}
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -238,24 +225,26 @@ async def hangs_politely(trajectory: Trajectory) -> float:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises, "'raises' of trajectory 't1/0': it failed with ValueError: broken"),
+        (raises, "'raises' of trajectory 't1/0'.* ValueError: broken"),
         (leaves, "SystemExit"),
         (hangs, "longer than 0.05 s"),
         (hangs_politely, "longer than 0.05 s"),
-        (constant(float("nan")), "the outcome reward is nan"),
-        (constant(float("-inf")), "the outcome reward is -inf"),
-        (lambda trajectory: None, "the outcome reward is None"),
-        (lambda trajectory: {"acc": 1}, "it needs a 'score'"),
-        (lambda trajectory: {"score": "x"}, "the outcome reward is 'x'"),
+        (constant(float("nan")), "nan"),
+        (constant(float("-inf")), "-inf"),
+        (lambda trajectory: None, "None"),
+        (lambda trajectory: {"acc": 1}, "'score'"),
+        (lambda trajectory: {"score": "x"}, "'x'"),
     ],
 )
-async def test_a_reward_that_fails_is_an_error_never_zero(function: Any, message: str) -> None:
-    router = RewardRouter({"x": function}, calls=CallOptions(timeout_s=0.05))
+async def test_failing_reward_is_an_error_and_never_zero(function: Any, message: str) -> None:
+    timeout_s = 0.05 if function in (hangs, hangs_politely) else 60.0
     with pytest.raises(RewardError, match=message):
-        await router.score(trajectory(turn("x"), data_source="x"))
+        await RewardRouter({"x": function}, calls=CallOptions(timeout_s=timeout_s)).score(
+            trajectory(turn("x"), data_source="x")
+        )
 
 
-async def test_a_shipped_reward_without_a_ground_truth_is_an_error() -> None:
+async def test_shipped_reward_needs_a_ground_truth() -> None:
     made = trajectory(turn("#### 1"), data_source=GSM8K)
     with pytest.raises(RewardError, match="'t1' has no ground_truth"):
         await RewardRouter().score(made)
@@ -267,29 +256,19 @@ async def test_a_shipped_reward_without_a_ground_truth_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "options", "message"),
     [
-        ({"routes": {"x": "gsm8"}}, "no 'gsm8'.*'gsm8k'"),
-        ({"routes": {"x": "no_such_module.f"}}, "no_such_module"),
-        ({"routes": {"x": lambda a, b: 1}}, r"it takes \(a, b\)"),
-        ({"routes": {"x": lambda: 1}}, r"it takes \(\)"),
-        ({"routes": {"x": lambda solution_str, other: 1}}, "'other', which nothing fills"),
-        ({"routes": {"x": int}}, "must be a function"),
+        (RewardRouter, {"routes": {"x": "gsm8"}}, "'gsm8'.*'gsm8k'"),
+        (RewardRouter, {"routes": {"x": "no_such_module.f"}}, "no_such_module"),
+        (RewardRouter, {"routes": {"x": lambda a, b: 1}}, r"\(a, b\)"),
+        (RewardRouter, {"routes": {"x": lambda: 1}}, r"\(\)"),
+        (RewardRouter, {"routes": {"x": lambda solution_str, other: 1}}, "'other'"),
+        (RewardRouter, {"routes": {"x": int}}, "function"),
+        (Weighing, {"weights": {"outcom": 1}}, "'outcom'.*'outcome'"),
+        (Weighing, {"weights": {"outcome": float("nan")}}, "'outcome' is nan"),
+        (Weighing, {"interaction": "first"}, "'first'"),
     ],
 )
-def test_a_router_that_cannot_work_is_a_config_error(options: dict, message: str) -> None:
+def test_router_that_cannot_work_is_a_config_error(make: Any, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RewardRouter(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weights": {"outcom": 1}}, "no component 'outcom'.*'outcome'"),
-        ({"weights": {"outcome": float("nan")}}, "weight of 'outcome' is nan"),
-        ({"interaction": "first"}, "'first' is unknown"),
-    ],
-)
-def test_components_that_cannot_be_weighed_are_a_config_error(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Weighing(**options)
+        make(**options)

@@ -1,4 +1,4 @@
-"""The shipped scorers: what counts as the answer, what counts as right, and that no text makes them slow."""
+"""The shipped scorers: which text is the answer, which answer is right, and that no text makes them slow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,27 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError, DataError, RewardError
-from polyturn.rewards import code, geo3k, math, math_dapo, search_r1
+from polyturn.rewards import code, exact_match, geo3k, math, math_dapo, search_r1
 from polyturn.rewards.default import default_compute_score
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
+from polyturn.tools.python_sandbox.isolation import Isolation
+from support.isolated import need_isolation
 
-ISOLATION, WHY = find_isolation()
-isolated = pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("Paris", "Paris", 1.0),
+        ("  PARIS.\n", "paris", 1.0),
+        ("new\n york", "New York", 1.0),
+        ("b", ["a", "B"], 1.0),
+        ("42", 42, 1.0),
+        ("It is Paris", "Paris", 0.0),
+        ("", "Paris", 0.0),
+        (None, "None", 0.0),
+    ],
+)
+def test_exact_match_ignores_case_space_and_a_full_stop(text: Any, truth: Any, score: float) -> None:
+    assert exact_match.compute_score(text, truth) == score
 
 
 @pytest.mark.parametrize(
@@ -31,41 +46,37 @@ isolated = pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=f"code cannot 
         ("no box }}}", None),
     ],
 )
-def test_the_last_closed_box_is_the_answer(text: str, boxed: str | None) -> None:
+def test_last_closed_box_is_the_answer(text: str, boxed: str | None) -> None:
     assert math.last_boxed(text) == boxed
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth"),
+    ("answer", "truth", "score"),
     [
-        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-        ("$ 7. $", "7"),
-        (r"\left( 1, 2 \right)", "(1,2)"),
-        ("x", r"\boxed{x}"),
-        ("0.5", r"\frac{1}{2}"),
-        (r"1 + x^2", "x^2+1"),
-        ("1,234", "1234"),
-        (r"\text{Monday}", "Monday"),
-        ("x=5", "5"),
+        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{$ 7. $}", "7", 1.0),
+        (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1.0),
+        (r"\boxed{x}", r"\boxed{x}", 1.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{1 + x^2}", "x^2+1", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\boxed{\text{Monday}}", "Monday", 1.0),
+        (r"\boxed{x=5}", "5", 1.0),
+        (r"\boxed{7}", "8", 0.25),
+        (r"\boxed{\frac{1}{3}}", "0.5", 0.25),
+        (rf"\boxed{{{'1' * 2000}}}", "1", 0.25),
+        (r"\boxed{}{}", "1", 0.25),
+        ("7", "7", 0.0),
+        ("#### 7", "7", 0.0),
+        (None, "7", 0.0),
+        (7, "7", 0.0),
     ],
 )
-def test_equal_mathematics_is_equal(answer: str, truth: str) -> None:
-    assert math.compute_score(rf"It is \boxed{{{answer}}}.", truth) == 1.0
+def test_boxed_answer_is_compared_as_mathematics(answer: Any, truth: str, score: float) -> None:
+    assert math.compute_score(answer, truth, format_score=0.25) == score
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"), [("7", "8"), (r"\frac{1}{3}", "0.5"), ("", "1"), ("1" * 2000, "1"), ("}{", "1")]
-)
-def test_other_mathematics_is_not(answer: str, truth: str) -> None:
-    assert math.compute_score(rf"\boxed{{{answer}}}", truth, format_score=0.0) == 0.0
-
-
-def test_only_a_boxed_answer_of_the_model_counts() -> None:
-    assert [math.compute_score(text, "7") for text in ("7", "#### 7", None, 7)] == [0.0] * 4
-    assert math.compute_score(r"\boxed{8}", "7", score=2.0, format_score=0.25) == 0.25
-
-
-def test_endless_comparison_is_an_error_and_its_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_comparison_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.is_equal("0.25", r"\frac{1}{4}")
     monkeypatch.setattr(math._checkers, "timeout_s", 0.3)
     with pytest.raises(RewardError, match="twice"):
@@ -74,8 +85,7 @@ def test_endless_comparison_is_an_error_and_its_process_is_replaced(monkeypatch:
     assert math.is_equal("0.75", r"\frac{3}{4}")
 
 
-def test_a_text_full_of_open_boxes_and_answers_takes_linear_time() -> None:
-    """Looking through the rest of the text at each of them would take hours."""
+def test_text_of_open_boxes_takes_linear_time() -> None:
     assert math.last_boxed(r"\boxed{" * 500_000) is None
     assert search_r1.extract_solution("<answer>" * 500_000) is None
     assert geo3k.format_reward("<think>" * 500_000 + "</think>" + r"\boxed{" * 500_000) == 0.0
@@ -94,9 +104,7 @@ def test_a_text_full_of_open_boxes_and_answers_takes_linear_time() -> None:
         ("Answer: 42" + " and so on" * 40, "42", "[INVALID]", -1.0),
     ],
 )
-def test_math_dapo_scores_what_follows_answer_in_the_last_300_characters(
-    text: str, truth: str, pred: str, score: float
-) -> None:
+def test_math_dapo_scores_the_end_of_the_text(text: str, truth: str, pred: str, score: float) -> None:
     assert math_dapo.compute_score(text, truth) == {"score": score, "acc": score > 0, "pred": pred}
 
 
@@ -117,11 +125,9 @@ def test_math_dapo_may_insist_on_a_box() -> None:
 )
 def test_geo3k_scores_the_answer_and_the_form(text: str, score: float) -> None:
     assert geo3k.compute_score(text, "30") == pytest.approx(score)
-
-
-def test_geo3k_scores_a_bare_answer_too() -> None:
+    bare = geo3k.compute_score(text.replace("30", "x"), "30", use_boxed=False, format_score=0.0)
+    assert bare == 0.0
     assert geo3k.compute_score("30", "30", use_boxed=False, format_score=0.0) == 1.0
-    assert geo3k.compute_score("", "30", use_boxed=False, format_score=0.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -150,6 +156,9 @@ def test_search_r1_finds_a_right_answer_in_another() -> None:
     assert search_r1.compute_score_subem("<answer>Beatles, 1962</answer>", truth) == 1.0
     assert search_r1.compute_score_subem("<answer>Stones</answer>", truth, format_score=0.25) == 0.25
     assert search_r1.compute_score_subem("Beatles", truth) == 0.0
+
+
+Service = tuple[str, type["Sandbox"]]
 
 
 class Sandbox(BaseHTTPRequestHandler):
@@ -192,7 +201,7 @@ class Sandbox(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def service() -> Iterator[tuple[str, type[Sandbox]]]:
+def service() -> Iterator[Service]:
     handler = type("Handler", (Sandbox,), {"asked": [], "broken": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -206,7 +215,7 @@ IO_TESTS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3"]}
 ONE_TEST = {"inputs": ["1"], "outputs": ["2"]}
 
 
-def test_a_program_must_print_what_each_test_expects(service: tuple[str, type[Sandbox]]) -> None:
+def test_program_must_print_what_each_test_expects(service: Service) -> None:
     sandbox = code.Sandbox(url=service[0], memory_limit_mb=512, timeout_s=3)
     assert code.compute_score(PLUS_ONE, IO_TESTS, sandbox=sandbox) == 1.0
     assert code.compute_score(PLUS_ONE, json.dumps(IO_TESTS), sandbox=sandbox) == 1.0
@@ -223,16 +232,14 @@ def test_a_program_must_print_what_each_test_expects(service: tuple[str, type[Sa
 @pytest.mark.parametrize(
     "body", ["def add(a, b):\n    return [a + b]", "class Solution:\n    def add(self, a, b):\n        return [a + b]"]
 )
-def test_a_function_must_return_what_each_test_expects(service: tuple[str, type[Sandbox]], body: str) -> None:
+def test_function_must_return_what_each_test_expects(service: Service, body: str) -> None:
     sandbox = code.Sandbox(url=service[0])
     tests = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["[3]", [[7]]]}
     assert code.compute_score(f"```python\n{body}\n```", tests, sandbox=sandbox) == 1.0
     assert code.compute_score(f"```python\n{body}\n```", {**tests, "outputs": [[4], [7]]}, sandbox=sandbox) == 0.0
 
 
-def test_a_sandbox_is_asked_again_and_one_that_stays_broken_is_an_error_never_a_zero(
-    service: tuple[str, type[Sandbox]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_sandbox_is_an_error_and_never_a_zero(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
     sandbox = code.Sandbox(url=service[0])
     service[1].broken += [(500, {}), (200, {"status": "SandboxError", "message": "full"})]
@@ -240,13 +247,11 @@ def test_a_sandbox_is_asked_again_and_one_that_stays_broken_is_an_error_never_a_
     service[1].broken += [(500, {})] * code.NUM_TRIES
     assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0, "it works again as soon as it is looked at"
     service[1].is_down = (500, {})
-    with pytest.raises(RewardError, match=r"cannot be asked, after 4 tries: ConnectionError: it answered 500"):
+    with pytest.raises(RewardError, match=r"after 4 tries: .* 500"):
         code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox)
 
 
-def test_a_sandbox_that_has_too_much_to_do_is_waited_for(
-    service: tuple[str, type[Sandbox]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_sandbox_is_waited_for(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
     sandbox = code.Sandbox(url=service[0])
     service[1].broken += [(503, {}), (429, {})] * code.NUM_TRIES
@@ -267,9 +272,9 @@ def test_a_sandbox_that_has_too_much_to_do_is_waited_for(
         (200, "x" * 2000),
     ],
 )
-def test_a_program_that_breaks_a_sandbox_which_works_is_wrong_and_no_error(
+def test_program_that_breaks_a_sandbox_is_wrong(
     answer: tuple[int, Any],
-    service: tuple[str, type[Sandbox]],
+    service: Service,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -285,113 +290,91 @@ def test_a_program_that_breaks_a_sandbox_which_works_is_wrong_and_no_error(
 HOSTILE_OUTPUTS = (
     "[" * 100_000,
     "[" * 990 + "]" * 990,
-    '{"a":' * 100_000,
     "9" * 5_000,
     "1e999",
     "NaN",
-    "-Infinity",
     "[0, " * 1_000_000,
-    "[" + "0," * 1_000_000 + "0]",
     '"' + "\\ud800" * 10 + '"',
     "\x00",
     "",
-    "\x1b[2J",
     "null",
-    '{"__class__": "int"}',
 )
 
 
 @pytest.mark.parametrize("expected", [3, "3", [3], "[3]", {"a": [1, 2]}, "text", None, 1.5, [[1] * 50] * 50])
-def test_whatever_a_function_is_said_to_return_is_compared_and_never_an_error(expected: Any) -> None:
+def test_hostile_output_is_compared_and_no_error(expected: Any) -> None:
     for printed in HOSTILE_OUTPUTS:
         wanted = code._as_value(expected)
         assert code.returns(printed, wanted) is (printed == "null" and wanted is None), printed[:20]
         assert code.returns(f"noise\n{json.dumps(wanted)}\n", wanted)
 
 
-@isolated
-def test_hostile_programs_are_wrong_and_never_an_error() -> None:
-    sandbox = code.Sandbox(url=None, memory_limit_mb=256, timeout_s=1.0)
-    tests = {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}
-    bodies = (
-        "def f(x):\n    print('[' * 100_000)\n    import os\n    os._exit(0)",
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("{", "ground_truth"),
+        ({"inputs": ["1"]}, "ground_truth"),
+        ({"inputs": ["1"], "outputs": []}, "ground_truth"),
+        ({"inputs": [], "outputs": []}, "ground_truth"),
+        (3, "ground_truth"),
+        ("[" * 100_000, "is no tests"),
+        ({"fn_name": "f", "inputs": ["1"], "outputs": ["[" * 100_000]}, "the expected output"),
+    ],
+)
+def test_unreadable_tests_are_a_data_error_whatever_the_program(tests: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        code.compute_score(PLUS_ONE, tests, sandbox=code.Sandbox(url="http://nowhere"))
+
+
+def test_programs_without_a_sandbox_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="'/nowhere/python'"):
+        code.Sandbox(url=None, python="/nowhere/python").require()
+    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
+    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set.* no bubblewrap"):
+        code.Sandbox(url=None).require()
+    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
+        code.compute_score(PLUS_ONE, IO_TESTS, sandbox=code.Sandbox(url=None))
+
+
+def local_sandbox(timeout_s: float = 50.0) -> code.Sandbox:
+    """Return a sandbox of this machine; code that ends has 50 s for it."""
+    need_isolation()
+    return code.Sandbox(url=None, memory_limit_mb=128, timeout_s=timeout_s)
+
+
+def test_programs_run_isolated_on_this_machine() -> None:
+    sandbox = local_sandbox()
+    sandbox.require()
+    assert code.compute_score(PLUS_ONE, IO_TESTS, sandbox=sandbox) == 1.0
+    add = "```python\ndef add(a, b):\n    return a + b\n```"
+    assert code.compute_score(add, {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}, sandbox=sandbox) == 1.0
+    peek = "import os\nprint(os.path.exists('/etc/shadow') or os.path.exists('seen') or 'no')\nopen('seen', 'w')"
+    twice = {"inputs": ["", ""], "outputs": ["no", "no"]}
+    assert code.compute_score(f"```python\n{peek}\n```", twice, sandbox=sandbox) == 1.0
+    numbers = {"inputs": [""], "outputs": ["\n".join(map(str, range(50_000)))]}
+    assert code.compute_score("```python\nfor i in range(50_000): print(i)\n```", numbers, sandbox=sandbox) == 1.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
         "def f(x):\n    import os\n    os.write(1, b'[' * 100_000)\n    os._exit(0)",
         "def f(x):\n    y = []\n    for _ in range(900): y = [y]\n    return y",
         "def f(x):\n    import os\n    os.write(1, bytes(range(256)) * 99)\n    os._exit(0)",
         "def f(x):\n    while True: pass",
+        "def f(x):\n    bytearray(1 << 30)",
         "def f(x):\n    import os\n    os.kill(os.getppid(), 9)\n    os.kill(0, 9)",
         "import json\njson.dumps = lambda x: '\\ud800'\ndef f(x): return 2",
         "def f(x): return 2\nraise SystemExit(10 ** 30)",
         "f = 2",
         "x = '\x00'",
         "y = '\ud800'",
-    )
-    for body in bodies:
-        assert code.compute_score(f"```python\n{body}\n```", tests, sandbox=sandbox) == 0.0, body
-    assert code.compute_score("```python\ndef f(x): return x + 1\n```", tests, sandbox=sandbox) == 1.0
-
-
-def test_a_test_that_its_owner_wrote_wrong_is_an_error_whatever_the_program_does() -> None:
-    deep = {"fn_name": "f", "inputs": ["1"], "outputs": ["[" * 100_000]}
-    with pytest.raises(DataError, match="the expected output"):
-        code.compute_score(PLUS_ONE, deep, sandbox=code.Sandbox(url="http://nowhere"))
-    with pytest.raises(DataError, match="is no tests"):
-        code.compute_score(PLUS_ONE, "[" * 100_000, sandbox=code.Sandbox(url="http://nowhere"))
-
-
-@pytest.mark.parametrize(
-    "tests", ["{", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, 3]
+    ],
 )
-def test_tests_that_cannot_be_read_are_an_error(tests: Any) -> None:
-    with pytest.raises(DataError, match="the ground_truth"):
-        code.compute_score(PLUS_ONE, tests, sandbox=code.Sandbox(url="http://nowhere"))
-
-
-def test_without_an_address_or_isolation_there_is_no_score_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
-    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set, and this machine has none: .*no bubblewrap"):
-        code.Sandbox(url=None).require()
-    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
-        code.compute_score(PLUS_ONE, IO_TESTS, sandbox=code.Sandbox(url=None))
-
-
-@isolated
-def test_without_an_address_programs_run_on_this_machine_isolated() -> None:
-    sandbox = code.Sandbox(url=None, memory_limit_mb=128, timeout_s=2)
-    sandbox.require()
-    assert code.compute_score(PLUS_ONE, IO_TESTS, sandbox=sandbox) == 1.0
-    assert default_compute_score("codecontests", PLUS_ONE, {**IO_TESTS, "outputs": ["2", "4"]}) == 0.5
-    add = "```python\ndef add(a, b):\n    return a + b\n```"
-    assert code.compute_score(add, {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}, sandbox=sandbox) == 1.0
-    one = {"inputs": ["1"], "outputs": ["2"]}
-    for body in ("1 / 0", "while True: pass", "bytearray(1 << 30)", "import os; os._exit(3)"):
-        assert code.compute_score(f"```python\n{body}\n```", one, sandbox=sandbox) == 0.0
-    peek = "import os\nprint(os.path.exists('/etc/shadow') or os.path.exists('seen') or 'no')\nopen('seen', 'w')"
-    twice = {"inputs": ["", ""], "outputs": ["no", "no"]}
-    assert code.compute_score(f"```python\n{peek}\n```", twice, sandbox=sandbox) == 1.0
-
-
-@isolated
-def test_long_output_of_a_program_is_compared_whole() -> None:
-    numbers = "\n".join(map(str, range(50_000)))
-    tests = {"inputs": [""], "outputs": [numbers]}
-    program = "```python\nfor i in range(50_000): print(i)\n```"
-    assert code.compute_score(program, tests, sandbox=code.Sandbox(url=None)) == 1.0
-
-
-def test_an_interpreter_that_is_none_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match="'/nowhere/python', which is no interpreter"):
-        code.Sandbox(url=None, python="/nowhere/python").require()
-
-
-def test_a_sandbox_that_answers_without_end_is_an_error(
-    service: tuple[str, type[Sandbox]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr("polyturn.core.answers.MAX_ANSWER_BYTES", 1000)
-    service[1].is_down = (200, {"status": "Success", "message": "x" * 2000})
-    with pytest.raises(RewardError, match="the answer is larger than 1000 bytes"):
-        code.compute_score(PLUS_ONE, {"inputs": ["1"], "outputs": ["2"]}, sandbox=code.Sandbox(url=service[0]))
+def test_hostile_program_is_wrong_and_no_error(body: str) -> None:
+    sandbox = local_sandbox(1.0 if "while" in body else 50.0)
+    tests = {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}
+    assert code.compute_score(f"```python\n{body}\n```", tests, sandbox=sandbox) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -410,18 +393,18 @@ def test_a_sandbox_that_answers_without_end_is_an_error(
         ("searchR1_nq", "<answer>Ada</answer>", {"target": ["ada"]}, 1.0),
     ],
 )
-def test_one_function_knows_the_data_sources(source: str, text: str, truth: Any, score: Any) -> None:
+def test_default_score_knows_the_data_sources(source: str, text: str, truth: Any, score: Any) -> None:
     assert default_compute_score(source, text, truth, extra_info={"index": 1}) == score
 
 
-def test_the_one_function_runs_programs_where_it_is_told_to(service: tuple[str, type[Sandbox]]) -> None:
+def test_default_score_runs_programs_in_the_given_sandbox(service: Service) -> None:
     slots = threading.Semaphore(1)
     told = {"sandbox_fusion_url": service[0], "concurrent_semaphore": slots, "memory_limit_mb": 128}
     assert default_compute_score("codecontests", PLUS_ONE, IO_TESTS, **told) == 1.0
     assert service[1].asked[0]["memory_limit_MB"] == 128
 
 
-def test_an_unknown_data_source_is_not_implemented() -> None:
+def test_unknown_data_source_is_not_implemented() -> None:
     """Users match on the message."""
     with pytest.raises(NotImplementedError, match=r"^Reward function is not implemented for data_source='mine'"):
         default_compute_score("mine", "", "")

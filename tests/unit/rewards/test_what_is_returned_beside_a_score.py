@@ -41,10 +41,8 @@ def circle() -> Any:
 
 
 ODD: dict[str, Any] = {
-    "a large number": 10**400,
-    "a number nobody writes out": 10**5000,
+    "a number too long to print": 10**5000,
     "not a number": float("nan"),
-    "endless": float("-inf"),
     "deep": deep(100_000),
     "half too deep": deep(300),
     "a circle": circle(),
@@ -55,7 +53,7 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_value_beside_a_score_is_recorded_and_ends_nothing(name: str, tmp_path: Path) -> None:
+def test_odd_value_beside_a_score_is_recorded(name: str, tmp_path: Path) -> None:
     def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
         return {"score": 1.0, "pred": ODD[name], "judge_tokens": ODD[name], "acc": 0.5}
 
