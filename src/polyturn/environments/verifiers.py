@@ -71,6 +71,11 @@ class Verifiers(Adapter):
             self._worker.close()
             raise ConfigError(f"env {name!r} cannot be loaded: {problem}") from problem
 
+    @property
+    def pid(self) -> int | None:
+        """The id of its process; None while there is none."""
+        return self._worker.pid
+
     def make(self) -> Env:
         """Refuse: it runs its own loop; its scheduler drives it."""
         raise SchedulerError(f"env {self.name!r} runs its own loop; run it under the scheduler that it brings")

@@ -103,19 +103,19 @@ async def check_goes_on(folder: Path, adapter: Adapter, says: Sequence[str], **o
 FROZEN = [f"<action>{a}</action>" for a in ("right", "down", "left", "right", "nowhere", "down")]
 
 
-async def test_a_gymnasium_environment_is_replayed(tmp_path: Path):
+async def test_gymnasium_environment_is_replayed(tmp_path: Path):
     pytest.importorskip("gymnasium")
     whole = await check_goes_on(tmp_path, find_adapter("gymnasium:FrozenLake8x8-v1"), FROZEN)  # it slips at random
     assert whole.turns[0].observation[0].text
 
 
-async def test_a_question_with_several_tries_is_replayed(tmp_path: Path):
+async def test_question_with_several_tries_is_replayed(tmp_path: Path):
     pytest.importorskip("reasoning_gym")
     adapter = find_adapter("reasoning_gym:chain_sum", {"tries": 3})
     await check_goes_on(tmp_path, adapter, ["<answer>no</answer>"] * 3)
 
 
-async def test_a_game_against_an_opponent_is_replayed_with_its_moves(tmp_path: Path):
+async def test_game_is_replayed_with_its_opponents_moves(tmp_path: Path):
     pytest.importorskip("textarena")
     adapter = find_adapter("textarena:TicTacToe-v0")
     found = await check_goes_on(tmp_path, adapter, ["[4]", "[0]", "[8]", "[2]", "[6]"], seats=["policy", "random"])
@@ -182,7 +182,7 @@ def of(made: type[Dice]) -> Adapter:
 
 
 @pytest.mark.parametrize("made", [Dice, Remembers])
-async def test_an_environment_of_ones_own_says_it_itself(tmp_path: Path, made: type[Dice]):
+async def test_own_environment_replays_or_restores_itself(tmp_path: Path, made: type[Dice]):
     await check_goes_on(tmp_path, of(made), ["a", "b", "c", "stop"])
 
 
@@ -193,7 +193,7 @@ async def test_an_environment_of_ones_own_says_it_itself(tmp_path: Path, made: t
         (SilentDice, "the environment 'own:Dice' offers no snapshot"),
     ],
 )
-async def test_one_that_cannot_be_put_back_starts_again_by_name(
+async def test_environment_that_cannot_be_restored_starts_again(
     tmp_path: Path, made: type[Dice], reason: str, caplog: pytest.LogCaptureFixture
 ):
     says = ["a", "b", "stop"]
@@ -240,7 +240,7 @@ def steady(observation: str) -> str:
     return f"{len(observation)} letters"
 
 
-async def test_an_opponent_that_is_written_is_asked_again_and_must_say_the_same(tmp_path: Path):
+async def test_written_opponent_must_repeat_its_moves(tmp_path: Path):
     seats = ["policy", f"{__file__}:steady"]
     await check_goes_on(tmp_path / "steady", Duels("own:Duel", "Duel", {}), ["a", "bb", "ccc"], seats=seats)
     seats = ["policy", f"{__file__}:fickle"]
@@ -249,9 +249,11 @@ async def test_an_opponent_that_is_written_is_asked_again_and_must_say_the_same(
     assert asked == [0, 1, 2] and counts["rollout/restarted_episodes"] == 1
 
 
-def test_it_goes_on_where_a_process_was_killed(tmp_path: Path):
+@pytest.mark.kill
+@pytest.mark.timeout(300)
+def test_episode_goes_on_after_kill_9(tmp_path: Path):
     pytest.importorskip("gymnasium")
-    assert Forked(__file__, tmp_path / "parts", call="support.forked:run_file").wait(60) == -signal.SIGKILL
+    assert Forked(__file__, tmp_path / "parts", call="support.forked:run_file").wait(240) == -signal.SIGKILL
     adapter = find_adapter("gymnasium:FrozenLake8x8-v1")
     parts, asked, counts = asyncio.run(life(tmp_path / "parts", adapter, FROZEN))
     whole, _, _ = asyncio.run(life(tmp_path / "whole", adapter, FROZEN))

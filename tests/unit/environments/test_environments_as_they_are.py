@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ CASES = _load_cases()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_each_player_earns_what_the_package_says(case: Any) -> None:
+async def test_each_player_earns_what_the_package_gives(case: Any) -> None:
     recorded = case.recorded()
     played = await case.played(recorded.actions)
     earned = {"seat 0" if agent == "assistant" else agent: reward for agent, reward in played.earned.items()}
@@ -38,14 +39,12 @@ async def test_each_player_earns_what_the_package_says(case: Any) -> None:
     assert earned == pytest.approx(recorded.rewards)
 
 
-def test_the_cases_are_of_three_packages_and_at_least_fifteen_environments() -> None:
+def test_cases_are_of_three_packages_and_fifteen_environments() -> None:
     assert {case.package for case in CASES} == {"gymnasium", "textarena", "reasoning_gym"}
     assert len({case.name for case in CASES}) >= 15
 
 
-async def test_episodes_that_run_side_by_side_draw_what_each_would_draw_alone() -> None:
-    import asyncio
-
+async def test_episodes_side_by_side_draw_as_if_alone() -> None:
     games = [c for c in CASES if c.name in ("textarena:KuhnPoker-v0", "textarena:PigDice-v0", "textarena:Nim-v0")]
     recorded = [case.recorded() for case in games]
     played = await asyncio.gather(*(c.played(r.actions) for c, r in zip(games, recorded, strict=True)))

@@ -1,4 +1,4 @@
-"""A seat that a further policy of the run plays: what it is shown, how its words are read, and what is recorded of it."""
+"""A seat played by a further policy of the run: its prompts, its actions, and what the record says of it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def race(opponent: FrozenPolicy, *says: str, seats: Sequence[Any] = ("poli
     return await run_episode(context, task, id="e")
 
 
-async def test_it_is_shown_what_the_policy_would_be_shown_in_its_place_and_remembers_the_game() -> None:
+async def test_opponent_sees_what_the_policy_would_see() -> None:
     opponent = Opponent("2", "4")
     t = await race(opponent, "1", "3")
     assert t.error is None and t.reward is not None and t.reward.total == -1.0
@@ -96,33 +96,29 @@ async def test_it_is_shown_what_the_policy_would_be_shown_in_its_place_and_remem
     assert "Say a number." in shown and "The other said 2." in shown
 
 
-async def test_its_words_are_observations_and_none_of_its_tokens_are_in_a_sample() -> None:
+async def test_opponents_tokens_are_observations_and_its_version_is_recorded() -> None:
     t = await race(Opponent("2", "4"), "1", "3")
-    assert {s.agent for s in t.segments} == {"seat 0"} and len(t.turns) == 2
+    assert {s.agent for s in t.segments} == {"seat 0"}
     sampled = [str(tiny_codec().decode(t.span(ref).ids)) for turn in t.turns for ref in turn.spans[:1]]
     assert [text.removesuffix("<|im_end|>") for text in sampled] == ["1", "3"]
-
-
-async def test_the_record_says_who_played_and_which_version_of_it() -> None:
-    t = await race(Opponent("2", "4"), "1", "3")
     assert t.turns[-1].info["opponents"] == {"1": {"policy": "past", "version": 12}}
 
 
-async def test_an_opponent_that_begins_is_shown_the_prompt_too() -> None:
+async def test_opponent_that_begins_sees_the_prompt() -> None:
     opponent = Opponent("9", "9")
     t = await race(opponent, "1", "3", seats=("past", "policy"))
     assert "Say a number." in opponent.shown[0] and "You are 0. Begin." in opponent.shown[0]
     assert t.reward is not None and t.reward.total == -1.0
 
 
-async def test_its_action_is_found_as_the_policys_is_and_not_in_its_reasoning() -> None:
+async def test_opponents_action_is_not_looked_for_in_its_reasoning() -> None:
     opponent = Opponent("<think>Not [1]!</think>I say [2].", "I think [1], no, [4].")
     t = await race(opponent, "[1]", "[3]", action=re.compile(r"\[(\d)\]"))
     assert t.reward is not None and t.reward.total == -1.0
     assert "I say [2]." in opponent.shown[1]
 
 
-async def test_its_conversation_is_one_session_that_ends_with_the_game() -> None:
+async def test_opponents_conversation_is_one_session_of_the_game() -> None:
     opponent = Opponent("2", "4")
     await race(opponent, "1", "3")
     sessions = {asked.session_id for asked in opponent.asked}
@@ -133,7 +129,7 @@ async def test_its_conversation_is_one_session_that_ends_with_the_game() -> None
     assert [a.sampling.seed for a in again.asked] == [a.sampling.seed for a in opponent.asked], "games repeat"
 
 
-async def test_a_seat_may_say_how_it_is_sampled_and_what_it_is_told_first() -> None:
+async def test_seat_may_set_sampling_and_system_prompt() -> None:
     opponent = Opponent("2", "4")
     seat = {"policy": "past", "temperature": 0.25, "max_tokens": 5, "system": "Play badly."}
     await race(opponent, "1", "3", seats=("policy", seat))
@@ -141,7 +137,7 @@ async def test_a_seat_may_say_how_it_is_sampled_and_what_it_is_told_first() -> N
     assert {(a.sampling.temperature, a.sampling.max_tokens) for a in opponent.asked} == {(0.25, 5)}
 
 
-async def test_a_game_goes_on_after_a_restart_without_asking_it_for_its_moves_again() -> None:
+async def test_resumed_game_does_not_sample_old_moves_again() -> None:
     opponent = Opponent("4")
     make = seat_players(["policy", "past"], num_seats=2, name="x", base=None, policies={"past": opponent})[1]
     assert make is not None
@@ -157,7 +153,7 @@ async def test_a_game_goes_on_after_a_restart_without_asking_it_for_its_moves_ag
     )
 
 
-def test_a_player_is_drawn_for_each_task_and_is_the_same_in_all_games_of_its_group() -> None:
+def test_player_is_drawn_once_for_each_task() -> None:
     adapter = Races("races:Race", "Race", {})
     seats = ["policy", ["policy", "past", "random"]]
     players = seat_players(seats, num_seats=2, name="races:Race", base=None, policies={"past": Opponent()})
@@ -170,12 +166,12 @@ def test_a_player_is_drawn_for_each_task_and_is_the_same_in_all_games_of_its_gro
     assert [turned.players_of(task)[::-1] for task in tasks[1::2]] == drawn[1::2], "who is drawn does not depend on the seat"
 
 
-async def test_an_opponent_whose_engine_is_lost_fails_the_game_and_is_not_won_against() -> None:
+async def test_lost_opponent_fails_the_game() -> None:
     t = await race(Opponent("2"), "1", "3")
     assert t.error is not None and "has no answer left" in t.error and t.reward is None
 
 
-async def test_every_opponent_leaves_the_game_also_where_one_cannot() -> None:
+async def test_every_opponent_leaves_although_one_cannot() -> None:
     class Three(Race):
         def step(self, action: str) -> Seated:
             self.named.append(int(action))
@@ -205,20 +201,27 @@ async def test_every_opponent_leaves_the_game_also_where_one_cannot() -> None:
     assert policies["past"].engine.ended_sessions == ["e:seat 2"]  # type: ignore[attr-defined]
 
 
+URL = {"url": "http://x/v1", "model": "m"}
+
+
 @pytest.mark.parametrize(
-    ("seats", "error", "says"),
+    ("seats", "error", "message"),
     [
+        (["policy"], ConfigError, "a game of 2 and env.seats has 1"),
+        (["random", "random"], ConfigError, "the policy plays no seat"),
+        (["policy", []], ConfigError, "a seat is an empty list"),
+        (["policy", ["past", "pst"]], UnknownNameError, "there is no player 'pst'"),
         (["policy", "pst"], UnknownNameError, "there is no player 'pst'. Did you mean 'past'?"),
-        (["policy", {"policy": "pst"}], UnknownNameError, "has no policy 'pst' beside the one that it trains. Did you mean"),
+        (["policy", "policy2"], UnknownNameError, "`policies`"),
+        (["policy", {"url": "http://x/v1"}], ConfigError, "needs url and model"),
+        (["policy", {**URL, "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),
+        (["policy", {"policy": "pst"}], UnknownNameError, "no policy 'pst'"),
         (["policy", {"policy": "past", "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),
         (["policy", {"policy": "past", "temperature": -1}], ConfigError, "temperature is -1"),
-        (["policy", {"policy": "past", "system": 5}], ConfigError, "system is 5; give a text"),
-        (["past", "past"], ConfigError, "the policy plays no seat"),
+        (["policy", {"policy": "past", "system": 5}], ConfigError, "system is 5"),
         (["past", ["policy", "past"]], ConfigError, "in every game; put 'policy' in one of them"),
-        (["policy", ["past", "pst"]], UnknownNameError, "there is no player 'pst'"),
-        (["policy", []], ConfigError, "a seat is an empty list"),
     ],
 )
-def test_seats_that_no_policy_can_play_are_refused(seats: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=re.escape(says)):
+def test_seats_that_cannot_be_played_are_refused(seats: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         seat_players(seats, num_seats=2, name="races:Race", base=None, policies={"past": Opponent("1")})

@@ -1,4 +1,4 @@
-"""A game of several players: who sees what, who earns what, and what each player's tokens are trained on."""
+"""Games of several players: what each sees and earns, and what the tokens of each are trained on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from polyturn.algorithms.advantages import assign_advantages, bind_estimator, grpo, return_to_go
 from polyturn.batching.filters import has_signal
 from polyturn.batching.samples import to_samples
 from polyturn.core.env import Seated
-from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.environments.base import ENV, Adapter, at_stage
@@ -80,7 +81,7 @@ def shown(trajectory: Trajectory, agent: str) -> str:
     return "".join(str(tiny_codec().decode(s.token_ids)) for s in trajectory.segments if s.agent == agent)
 
 
-async def test_each_seat_is_an_agent_with_a_history_of_its_own() -> None:
+async def test_each_seat_is_an_agent_with_its_own_history() -> None:
     t = await game("[2]", "[1]", "[1]", "[2]", num_rounds=2)
     assert [s.agent for s in t.segments] == ["seat 0", "seat 1"]
     assert [t.agent_of(turn) for turn in t.turns] == ["seat 0", "seat 1", "seat 0", "seat 1"]
@@ -91,7 +92,7 @@ async def test_each_seat_is_an_agent_with_a_history_of_its_own() -> None:
     assert sampled == sum(len(t.span(ref)) for turn in t.turns for ref in turn.spans[:1])
 
 
-async def test_a_reward_is_on_the_latest_turn_of_the_player_who_earned_it() -> None:
+async def test_reward_is_on_its_players_latest_turn() -> None:
     t = await game("[2]", "[1]")
     assert t.stop_reason is StopReason.ENV_DONE and t.reward is not None
     assert [turn.scores["env"] for turn in t.turns] == [1.0, -1.0]
@@ -106,7 +107,7 @@ async def group(*games: Sequence[str], **kwargs: Any) -> TrajectoryGroup:
     return TrajectoryGroup(id="g", task=found[0].task, trajectories=tuple(found))
 
 
-async def test_the_winners_tokens_and_the_losers_tokens_have_opposite_advantages() -> None:
+async def test_winner_and_loser_have_opposite_advantages() -> None:
     g = await group(["[2]", "[1]"], ["[1]", "[2]"], ["[2]", "[1]"], ["[2]", "[2]"])
     assert [t.reward.total for t in g.trajectories if t.reward] == [0.0] * 4 and has_signal(g)
     samples = assign_advantages([g], to_samples(g, temperature=1.0), estimator=grpo)
@@ -123,7 +124,7 @@ async def test_the_winners_tokens_and_the_losers_tokens_have_opposite_advantages
     assert by_seat["seat 1"] == pytest.approx((-wanted).tolist(), rel=1e-5)
 
 
-async def test_a_step_makes_what_the_winner_said_likelier_and_what_the_loser_said_less_likely() -> None:
+async def test_update_moves_winner_up_and_loser_down() -> None:
     g = await group(["[2]", "[1]"], ["[1]", "[2]"])
     estimator = bind_estimator(grpo, offered={}, kwargs={})
     samples = assign_advantages([g], to_samples(g, temperature=1.0), estimator=estimator)
@@ -137,7 +138,7 @@ async def test_a_step_makes_what_the_winner_said_likelier_and_what_the_loser_sai
         assert np.sign(moved) == np.sign(sample.advantages[trained][0]), sample.id
 
 
-async def test_turns_of_a_player_are_counted_by_themselves() -> None:
+async def test_turns_of_each_player_are_counted_apart() -> None:
     g = await group(["[2]", "[1]", "[1]", "[2]"], ["[1]", "[1]", "[2]", "[1]"], num_rounds=2)
     estimator = bind_estimator(return_to_go, offered={}, kwargs={"baseline": False, "gamma": 0.5})
     samples = assign_advantages([g], to_samples(g, temperature=1.0), estimator=estimator)
@@ -151,20 +152,20 @@ async def test_turns_of_a_player_are_counted_by_themselves() -> None:
         assert values[0] == won + 0.5 * lost and values[-1] == lost
 
 
-async def test_a_random_opponent_takes_an_offered_move_and_is_not_trained() -> None:
+async def test_random_opponent_moves_and_is_not_trained() -> None:
     t = await game("[2]", seats=["policy", "random"])
     assert t.error is None and [s.agent for s in t.segments] == ["seat 0"]
     assert t.reward is not None and t.reward.total in (0.0, 1.0) and not t.reward.agents
     assert t.turns[-1].info["earned"]["0"] == t.reward.total
 
 
-async def test_an_opponent_that_is_to_begin_begins_before_the_policy_is_asked() -> None:
+async def test_opponent_begins_before_the_policy_is_asked() -> None:
     t = await game("[2]", seats=["random", "policy"])
     assert [s.agent for s in t.segments] == ["seat 1"]
     assert "Player 0 said" in t.task.prompt[0].text and t.turns[0].info["seat"] == 1
 
 
-async def test_a_game_that_an_opponent_ends_before_the_policy_acts_is_an_episode_without_turns() -> None:
+async def test_game_over_before_the_policy_acts_has_no_turns() -> None:
     class Ended(HighCard):
         def step(self, action: str) -> Seated:
             return Seated(seat=1, observation="Over.", rewards={0: 1.0, 1: -1.0}, terminated=True)
@@ -185,7 +186,7 @@ async def test_players_change_seats_with_the_seed() -> None:
     assert fixed.trajectory.turns[0].info["seat"] == 0
 
 
-async def test_an_opponent_may_be_a_function_or_a_class_of_a_file(tmp_path: Path) -> None:
+async def test_opponent_may_be_a_function_or_class_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "opponents.py").write_text(
         "def two(observation):\n    assert 'You are player 1' in observation\n    return '[2]'\n"
         "class Ones:\n    def __call__(self, observation):\n        return '[1]'\n"
@@ -202,10 +203,7 @@ async def test_an_opponent_may_be_a_function_or_a_class_of_a_file(tmp_path: Path
     assert failed.trajectory.is_failed and "it must return a text" in str(failed.trajectory.error)
 
 
-async def test_an_opponent_behind_an_endpoint_sees_its_own_side_of_the_game() -> None:
-    from aiohttp import web
-    from aiohttp.test_utils import TestServer
-
+async def test_opponent_behind_an_endpoint_sees_its_own_side() -> None:
     asked: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -222,7 +220,7 @@ async def test_an_opponent_behind_an_endpoint_sees_its_own_side_of_the_game() ->
     assert asked[0]["temperature"] == 0.5 and "Player 0 said 1" in asked[0]["messages"][-1]["content"]
 
 
-async def test_one_environment_is_made_and_closed_once_whatever_ends_the_episode() -> None:
+async def test_environment_is_closed_once_however_it_ends() -> None:
     CLOSED.clear()
     MADE.clear()
     await game("[2]", "[1]")
@@ -241,30 +239,14 @@ async def test_one_environment_is_made_and_closed_once_whatever_ends_the_episode
 
 
 @pytest.mark.parametrize(("forfeit", "worth"), [(None, -1.0), (0.0, 0.0), (-3.0, -3.0)])
-async def test_a_player_whom_a_limit_stops_forfeits_the_game(forfeit: float | None, worth: float) -> None:
+async def test_player_stopped_by_a_limit_forfeits(forfeit: float | None, worth: float) -> None:
     nine = adapter(num_rounds=9)
     played = await play(nine, seed=0, actions=["[2]"] * 10, limits=Limits(max_turns=2), forfeit=forfeit)
     assert played.trajectory.stop_reason is StopReason.MAX_TURNS and len(played.trajectory.turns) == 4
     assert played.earned == {"seat 0": worth, "seat 1": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("seats", "error", "says"),
-    [
-        (["policy"], ConfigError, "a game of 2 and env.seats has 1"),
-        (["random", "random"], ConfigError, "the policy plays no seat"),
-        (["policy", "policy2"], UnknownNameError, "name a further model in the section `policies`"),
-        (["policy", "randm"], UnknownNameError, "there is no player 'randm'. Did you mean 'random'?"),
-        (["policy", {"url": "http://x/v1"}], ConfigError, "needs url and model"),
-        (["policy", {"url": "http://x/v1", "model": "m", "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),
-    ],
-)
-def test_seats_that_cannot_be_are_refused(seats: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=re.escape(says)):
-        seat_players(seats, num_seats=2, name="cards:High", base=None)
-
-
-def test_offered_moves_are_those_of_the_last_line_that_has_any() -> None:
+def test_offered_moves_are_those_of_the_last_line() -> None:
     assert moves_in("Say '[9]', for example.\nAvailable Moves: '[0]', '[4]'\nGo.") == ["[0]", "[4]"]
     assert moves_in("nothing") == []
 
