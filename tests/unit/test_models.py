@@ -1,4 +1,4 @@
-"""Models of the package index: what can go wrong on the way to a folder is one sentence, and the name leads to the folder."""
+"""Models of the package index: each way to fail is one sentence, and the name leads to the folder."""
 
 import shutil
 import zipfile

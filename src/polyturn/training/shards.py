@@ -96,7 +96,7 @@ def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
 
 
 def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, TensorKind]:
-    """Return what tensors lie in a folder that ranks wrote.
+    """The shapes and dtypes of the tensors in a folder that ranks wrote.
 
     Raises:
         CheckpointError: there is nothing, or it is damaged.
@@ -215,7 +215,7 @@ def _unreadable(problem: BaseException, folder: Path, whose: str) -> CheckpointE
 
 
 def _reason(problem: BaseException) -> str:
-    """Return what went wrong, of the first rank where something did."""
+    """The first rank's error."""
     if isinstance(problem, CheckpointException):
         problem = next(iter(problem.failures.values()))[0]
     return one_line(problem)
@@ -236,7 +236,7 @@ def _new_group(world: Any, name: str) -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of `tensor`, the same memory."""
+    """The part of `tensor` that this rank holds, the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -94,7 +94,7 @@ class Address:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """Somebody who may ask."""
+    """An episode or a service that answers requests, and the keys that open it."""
 
     answerer: Answerer
     keys: tuple[bytes, ...]
@@ -346,7 +346,7 @@ class ModelEndpoint:
 
 
 def _refusal(path: str, refusal: Refusal) -> dict[str, Any]:
-    """Return what a client is told whom the rules refuse; it may ask again by itself."""
+    """The body of a refusal that the rules gave; a client may ask again."""
     code = {408: "timeout", 413: "too_large", 429: "rate_limited", 503: "overloaded"}.get(refusal.status, "invalid_request")
     write = messages.error if "/messages" in path else chat.error
     return write(BadRequest(refusal.message, status=refusal.status, code=code))
