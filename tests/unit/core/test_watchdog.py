@@ -13,7 +13,7 @@ import pytest
 
 import polyturn
 from polyturn.core.nesting import is_deep
-from polyturn.core.watchdog import LoopWatchdog, calls_plugins
+from polyturn.core.watchdog import LoopWatchdog
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from support.parts import Says, Steps, call
@@ -113,21 +113,6 @@ async def test_code_that_awaits_or_waits_for_the_library_is_not_named(messages: 
         while time.monotonic() < until:
             is_deep(wide)
     assert messages == []
-
-
-async def test_task_that_a_plug_in_started_is_named_without_episode(messages: list[str]) -> None:
-    async def background() -> None:
-        hold()
-
-    @calls_plugins
-    async def call_plugin() -> None:
-        await asyncio.create_task(background())
-
-    with LoopWatchdog(limit_s=LIMIT_S).watching():
-        await call_plugin()
-    (message,) = messages
-    assert "background (" in message
-    assert "episode unknown" in message
 
 
 async def test_watchdog_thread_ends_after_the_last_episode() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.adapters import in_usual_form
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.weather import WeatherInteraction
 from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
+from polyturn.tools.schema import ToolResponse
+from support.parts import Says
 
 
 class WithoutIds(BaseInteraction):
@@ -37,6 +41,25 @@ async def test_methods_may_take_no_id_and_scores_may_be_none() -> None:
     assert mine.ended == 1
     usual = BaseInteraction({})
     assert in_usual_form(usual) is usual
+
+
+PICTURE = Image.new("RGB", (28, 28), "red")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ToolResponse(text="hi", image=[PICTURE]),
+        [{"type": "image", "image": PICTURE}, "hi"],
+        ({"image": PICTURE}, {"type": "text", "text": "hi"}),
+    ],
+)
+async def test_reply_may_show_images(content: Any) -> None:
+    session = InteractionSession(LoadedInteraction(Says(content), "user", timeout_s=60), InteractionRef(name="user"))
+    await session.start("e")
+    message = Message(role="user", content=(await session.reply([])).content)
+    assert (message.text, [medium.kind for medium in message.media]) == ("hi", ["image"])
+    await session.close()
 
 
 async def test_weather_interaction_looks_for_a_tool_answer() -> None:

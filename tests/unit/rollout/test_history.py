@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
@@ -173,6 +174,20 @@ class SilentParser(HermesParser):
     def parse(self, *args: Any, **kwargs: Any) -> Any:
         assert self.may_parse, "a replay parses nothing"
         return super().parse(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda found: go_on(found, "so", keep=None, is_trusted=False),
+        lambda found: rewrite(found, [*PROMPT, Message(role="assistant", content="It is")], goes_on=True),
+    ],
+)
+def test_message_cannot_go_on_before_a_waiting_answer(edit: Callable[[History], None]) -> None:
+    found = history()
+    answers(found)
+    with pytest.raises(SchedulerError, match="messages as well"):
+        edit(found)
 
 
 def test_ids_of_an_agent_are_not_shortened():

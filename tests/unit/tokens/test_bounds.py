@@ -1,15 +1,11 @@
 """A chat template that would never end, or would fill the memory, is refused."""
 
-import itertools
-from pathlib import Path
-
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from polyturn.core.errors import TemplateError
-from polyturn.core.messages import Message, ToolCall
-from polyturn.tokens import template
+from polyturn.core.messages import Message
 from polyturn.tokens.template import ChatTemplate
 
 pytestmark = pytest.mark.clock
@@ -42,8 +38,6 @@ EXPLODING = {
     "long output": "{% set x = 'y' * 100000 %}{% for i in range(100000) %}{{ x }}{% endfor %}",
 }
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}, "required": ["a"]}
-TEMPLATES = sorted((Path(__file__).resolve().parents[4] / "shared" / "data" / "chat_templates").glob("*.jinja"))
 USER = Message(role="user", content="Hi")
 
 
@@ -62,11 +56,6 @@ def test_quadratic_template_renders_a_long_conversation() -> None:
     assert ChatTemplate(TOKENIZER, source).render(messages) == "".join(str(i + 1) for i in range(600))
 
 
-def test_every_render_has_all_its_steps() -> None:
-    long = ChatTemplate(TOKENIZER, "{% for i in range(3000) %}{% endfor %}{{ messages[0].content }}")
-    assert [long.render([USER]) for _ in range(30)] == ["Hi"] * 30
-
-
 def test_long_message_may_be_searched_and_copied() -> None:
     long = Message(role="user", content="a<b " * 250_000)
     source = (
@@ -74,19 +63,3 @@ def test_long_message_may_be_searched_and_copied() -> None:
         "{{ text | trim + '' }}{% for c in m.content[:100000] %}{% endfor %}{% endfor %}"
     )
     assert ChatTemplate(TOKENIZER, source).render([long]) == "[" + long.text.replace("<", "&lt;") + "]"
-
-
-@pytest.mark.parametrize("source", TEMPLATES, ids=lambda path: path.stem)
-def test_published_template_renders_as_without_bounds(source, monkeypatch):
-    call = ToolCall(id="call00000", name="add", arguments={"a": 1})
-    schema = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
-    chats = [
-        [Message(role="system", content="Be brief."), USER, Message(role="assistant", content="Yes", reasoning="Hm"), USER],
-        [USER, Message(role="assistant", content="", tool_calls=(call,)), Message(role="tool", content="2", name="add")],
-    ]
-    for chat, tools, opened in itertools.product(chats, ((), (schema,)), (False, True)):
-        own = ChatTemplate(TOKENIZER, source.read_text()).try_render(chat, tools=tools, add_generation_prompt=opened)
-        with monkeypatch.context() as patch:
-            patch.setattr(template, "bounded", lambda text: text)
-            plain = ChatTemplate(TOKENIZER, source.read_text()).try_render(chat, tools=tools, add_generation_prompt=opened)
-        assert own == plain
