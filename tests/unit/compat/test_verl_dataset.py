@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,26 +174,3 @@ def test_section_names_the_class(custom: Path) -> None:
     assert get_dataset_class(OmegaConf.create({"custom_cls": {"path": None}})) is RLHFDataset
     found = get_dataset_class(OmegaConf.create({"custom_cls": {"path": str(custom), "name": "Plain"}}))
     assert found.__name__ == "Plain"
-
-
-@pytest.fixture
-def retool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """verl's own recipe, of a checkout in the folder that POLYTURN_VERL_CHECKOUTS names."""
-    if (folder := os.environ.get("POLYTURN_VERL_CHECKOUTS")) is None:
-        pytest.skip("POLYTURN_VERL_CHECKOUTS names no folder with checkouts of verl")
-    pytest.importorskip("datasets")
-    compat.install("verl")
-    monkeypatch.syspath_prepend(str(Path(folder) / "0.6.1"))
-    yield importlib.import_module("recipe.retool.retool")
-    for name in [n for n in sys.modules if n == "recipe" or n.startswith("recipe.")]:
-        del sys.modules[name]
-
-
-def test_dataset_of_verls_recipe_gives_tasks(retool: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "org" / "math"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist([*rows()] * 6), folder / "train.parquet")
-    name = f"{retool.__file__}:CustomRLHFDataset"
-    tasks = custom_tasks(cls=name, files=[str(folder)], split="train", config=CONFIG)
-    assert len(tasks) == 18 and tasks[1].extra["agent_name"] == "tool_agent"
-    assert tasks[1].prompt[0].text.endswith(retool.answer_format) and tasks[1].ground_truth == "1"
