@@ -21,6 +21,8 @@ from polyturn.store.parquet_store import ParquetStore, list_parts
 from polyturn.store.schema import Trained
 from polyturn.store.stored_run import open_store
 
+pytestmark = pytest.mark.timeout(300)  # each condition on a run starts a process
+
 
 def write(folder: Path, *, steps: int = 3, settings: StoreSettings | None = None, size: int = 2) -> None:
     with ParquetStore(folder, settings) as store:
