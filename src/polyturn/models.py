@@ -203,8 +203,10 @@ def _convert(model: PackagedModel, file: Path, folder: Path, dtype: Dtype) -> No
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float32, trust_remote_code=False
+        )
     except (ImportError, ValueError, TypeError, KeyError, RuntimeError) as problem:
         raise ConfigError(
             f"transformers cannot convert {file.name} of {model.name}: {one_line(problem)[:300]}; the tested versions are "

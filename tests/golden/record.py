@@ -183,7 +183,7 @@ def _call(folder: Path, command: str, *flags: str) -> None:
 def _as_a_process(folder: Path) -> Iterator[None]:
     """Stand in `folder`, without modules of an earlier scenario and without matplotlib, which takes longer than the step."""
     here, path, before = Path.cwd(), list(sys.path), dict(sys.modules)
-    hidden = [name for name in before if name.split(".")[0] == "matplotlib"]
+    hidden = [name for name in before if name.split(".")[0] in ("matplotlib", "plugins")]
     for name in hidden:
         del sys.modules[name]
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
@@ -194,7 +194,7 @@ def _as_a_process(folder: Path) -> Iterator[None]:
         os.chdir(here)
         sys.path[:] = path
         del sys.modules["matplotlib"]
-        for name in [name for name in sys.modules if name not in before and name.split(".")[0] == "plugins"]:
+        for name in [name for name in sys.modules if name.split(".")[0] == "plugins"]:
             del sys.modules[name]
         sys.modules.update({name: before[name] for name in hidden})
 

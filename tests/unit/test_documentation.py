@@ -51,7 +51,7 @@ RUN_ELSEWHERE = {
     ("docs/guides/serve.md", 0): "test_the_client_of_the_guide_asks_a_server",
     ("docs/guides/testing.md", 0): "test_tests_that_a_page_shows_pass",
     ("docs/guides/see.md", 0): "test_notebook_of_a_page_reads_a_run",
-    ("docs/segments.md", 0): "test_the_schedulers_of_the_documentation_run",
+    ("docs/segments.md", 0): "test_schedulers_of_the_segments_page_run",
 }
 """Blocks that need what a page cannot bring, and the tests that run them; here they are only compiled."""
 MODEL = "Qwen/Qwen3-0.6B"

@@ -46,7 +46,7 @@ _ASSIGNED = re.compile(
     re.IGNORECASE,
 )
 _YAML = re.compile(
-    r"\b((?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd|pwd|pw)['\"]?\s*:\s+)"
+    r"(?<![\w-])((?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd|pwd|pw)['\"]?\s*:\s+)"
     r"(?!\*\*\*|\$\{|null\b|true\b|false\b)[^\s'\",{}\[\]]{3,}(?=\s*(?:[,}\]\n]|\Z))",
     re.IGNORECASE,
 )

@@ -1,6 +1,7 @@
 """The comparison of answers in mathematics, in a process of its own (`rewards.processes`).
 
-It may be killed at any moment. Its memory is bounded, so that a huge number ends the comparison and not the machine.
+It has no time limit of its own, because the library would answer "not equal" at its limit. It is killed from outside, and
+the comparison counts as late. Its memory is bounded, so that a huge number ends the comparison and not the machine.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import resource
 
 MEMORY = 4 << 30
-SECONDS = 5
-"""After which the library gives up by itself; what it cannot interrupt is killed from outside."""
 
 
 class MathComparison:
@@ -28,9 +27,8 @@ class MathComparison:
         parse, verify = self._library.parse, self._library.verify
         try:
             read = [
-                parse(rf"\boxed{{{text}}}", extraction_config=self._latex, parsing_timeout=SECONDS)
-                for text in (truth, answer)
+                parse(rf"\boxed{{{text}}}", extraction_config=self._latex, parsing_timeout=None) for text in (truth, answer)
             ]
-            return bool(verify(*read, timeout_seconds=SECONDS))
+            return bool(verify(*read, timeout_seconds=None))
         except Exception:
             return False

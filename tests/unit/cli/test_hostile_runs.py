@@ -342,6 +342,7 @@ ODD_REQUESTS = (
 )
 
 
+@pytest.mark.clock  # a condition has two seconds
 def test_odd_request_is_answered_with_a_short_sentence(run: Path) -> None:
     client = client_of(run)
     for request in ODD_REQUESTS:
