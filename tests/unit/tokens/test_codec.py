@@ -17,7 +17,10 @@ SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the tokenizers and templates in ../shared/data")
 
 texts = st.lists(
-    st.one_of(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", ">", " ", "\n"]), st.text(max_size=5)), max_size=8
+    st.one_of(
+        st.sampled_from([*CONTROL, "<|im_", "end|>", "<", ">", " ", "\n"]), st.text("aZ0é日🙂\u0301\u200b\x00\t", max_size=5)
+    ),
+    max_size=8,
 )
 
 

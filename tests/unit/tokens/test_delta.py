@@ -36,6 +36,15 @@ def extended(*new: Message, last_id: int | None = END, codec: Codec = CODEC) -> 
     return codec.decode(DeltaEncoder(codec, tools=TOOLS).extend(new, last_id=last_id))
 
 
+def test_prompts_are_remembered_up_to_a_bound() -> None:
+    encoder, long = DeltaEncoder(CODEC), user("q " * 600)  # the codec itself remembers only short texts
+    first = encoder.start([long])
+    assert encoder.start([long]) is first
+    for index in range(100):
+        encoder.start([user(f"question {index}")])
+    assert encoder.start([long]) is not first
+
+
 def test_prompt_is_a_full_render_with_the_generation_prompt() -> None:
     ids = DeltaEncoder(CODEC, tools=TOOLS).start([user("1+1?")])
     assert CODEC.decode(ids) == CODEC.template.render([user("1+1?")], tools=TOOLS, add_generation_prompt=True)

@@ -201,6 +201,10 @@ def test_text_at_the_edges_of_an_expansion_merges() -> None:
     torch.testing.assert_close(media.inputs(message.media)["pixel_values"], whole["pixel_values"])
 
 
+def of_file(path: str) -> Media:
+    return Message(role="user", content=({"image": path},)).media[0]
+
+
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\nx<|im_end|>\n{% endfor %}"
 
 
@@ -217,8 +221,8 @@ PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\nx<|im_end|>\n{% endfor
             r"\['image'\]",
         ),
         (lambda: load_processor("/nowhere"), ConfigError, "/nowhere"),
-        (lambda: load_image(__file__), DataError, "not an image"),
-        (lambda: load_image("/nowhere/b.png"), DataError, r"b\.png"),
+        (lambda: MEDIA.expansion(of_file(__file__)), DataError, "not an image"),
+        (lambda: MEDIA.expansion(of_file("/nowhere/b.png")), DataError, r"b\.png"),
     ],
     ids=["no image token", "no processor", "no placeholder", "no folder", "no image", "no file"],
 )
