@@ -21,6 +21,8 @@ NEEDS = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "otel": "op
 
 Install = Callable[..., None]
 
+pytestmark = pytest.mark.timeout(280)  # the own parts import torch and its friends
+
 
 @pytest.mark.parametrize("group", OWN_POINTS)
 def test_own_parts_are_found_by_entry_point(group: str) -> None:
