@@ -109,12 +109,6 @@ async def test_gymnasium_environment_is_replayed(tmp_path: Path):
     assert whole.turns[0].observation[0].text
 
 
-async def test_question_with_several_tries_is_replayed(tmp_path: Path):
-    pytest.importorskip("reasoning_gym")
-    adapter = find_adapter("reasoning_gym:chain_sum", {"tries": 3})
-    await check_goes_on(tmp_path, adapter, ["<answer>no</answer>"] * 3)
-
-
 async def test_game_is_replayed_with_its_opponents_moves(tmp_path: Path):
     pytest.importorskip("textarena")
     adapter = find_adapter("textarena:TicTacToe-v0")

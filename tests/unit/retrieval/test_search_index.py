@@ -1,4 +1,4 @@
-"""An index finds what its texts hold, is read back as it was written, and says what is wrong with what it is given."""
+"""A search index finds passages by their words or vectors, is read back as it was written, and refuses damaged files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,10 +36,11 @@ def found(index: SearchIndex, query: str, topk: int = 3) -> list[str]:
     return [hit.passage.title for hit in index.search(query, topk=topk)]
 
 
-def test_the_passage_that_shares_most_words_comes_first(built: SearchIndex):
+def test_passage_that_shares_most_words_comes_first(built: SearchIndex):
     assert found(built, "What is the capital of Norway?")[0] == "Oslo"
     assert found(built, "FJORD") == ["Fjord"]
     assert found(built, "東京の首都") == ["東京"]
+    assert found(built, "zebra") == found(built, "") == found(built, "?!") == []
 
 
 def test_scores_are_those_of_bm25s(built: SearchIndex):
@@ -54,11 +56,7 @@ def test_scores_are_those_of_bm25s(built: SearchIndex):
             assert hit.score == pytest.approx(expected[int(hit.passage.id)], rel=1e-5)
 
 
-def test_a_query_without_a_known_word_finds_nothing(built: SearchIndex):
-    assert found(built, "zebra") == found(built, "") == found(built, "?!") == []
-
-
-def test_no_more_passages_than_asked_for_and_the_earlier_of_equals_first(tmp_path: Path):
+def test_topk_keeps_the_earlier_of_equals(tmp_path: Path):
     same = [Passage(id=str(number), contents="t\nthe same words") for number in range(50)]
     build_index(same, tmp_path / "same")
     index = SearchIndex.open(tmp_path / "same")
@@ -66,7 +64,7 @@ def test_no_more_passages_than_asked_for_and_the_earlier_of_equals_first(tmp_pat
     assert len(index.search("same", topk=1000)) == 50
 
 
-def test_an_index_is_the_same_whoever_builds_it_and_holds_no_pickle(tmp_path: Path):
+def test_index_is_reproducible_and_holds_no_pickle(tmp_path: Path):
     for name in "ab":
         build_index(PASSAGES, tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
@@ -76,7 +74,7 @@ def test_an_index_is_the_same_whoever_builds_it_and_holds_no_pickle(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_vectors_find_what_shares_no_word_and_hybrid_joins_both_rankings(tmp_path: Path):
+def test_dense_and_hybrid_search_rank_by_vectors(tmp_path: Path):
     vectors = np.array([[1, 0.1], [0.1, 1], [0.9, 0.2], [-1, -1]], np.float32)
     build_index(PASSAGES, tmp_path / "dense", vectors=vectors, embedder="toy")
     index = SearchIndex.open(tmp_path / "dense")
@@ -91,7 +89,7 @@ def test_vectors_find_what_shares_no_word_and_hybrid_joins_both_rankings(tmp_pat
     assert both[0].passage.title == max(expected, key=lambda title: expected[title])
 
 
-def test_passages_are_read_with_contents_or_with_title_and_text(tmp_path: Path):
+def test_passages_have_contents_or_title_and_text(tmp_path: Path):
     lines = [{"id": 4, "contents": "Oslo\nis"}, {"title": "Rome", "text": "was"}, {"id": "x", "text": "no title"}]
     text = "\n\n".join(json.dumps(line) for line in lines)
     (tmp_path / "p.jsonl").write_text(text)
@@ -101,7 +99,7 @@ def test_passages_are_read_with_contents_or_with_title_and_text(tmp_path: Path):
         assert [(p.id, p.contents) for p in read_passages(tmp_path / name)] == expected
 
 
-def test_texts_are_cut_at_paragraphs_and_carry_their_headings():
+def test_texts_are_cut_at_paragraphs_with_their_headings():
     text = "Intro words.\n\n# Oslo\n\nOne two.\n\nThree four five.\n\n# Rome\nSix.\n\n" + "word " * 25
     pieces = list(cut(text, name="a.md", max_words=10))
     assert [(p.title, len(p.text.split())) for p in pieces] == [
@@ -110,7 +108,7 @@ def test_texts_are_cut_at_paragraphs_and_carry_their_headings():
     assert len({p.id for p in pieces}) == len(pieces)
 
 
-def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path):
+def test_folder_of_texts_is_read_file_by_file(tmp_path: Path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "one.md").write_text("first")
@@ -128,7 +126,7 @@ def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path):
         ('{"contents": "x", "id": [1]}', "line 2: the id of a passage"),
     ],
 )
-def test_a_line_that_is_no_passage_is_named_and_nothing_is_left(tmp_path: Path, line: str, said: str):
+def test_line_that_is_no_passage_is_named(tmp_path: Path, line: str, said: str):
     (tmp_path / "p.jsonl").write_text('{"contents": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=said):
         build_index(read_passages(tmp_path / "p.jsonl"), tmp_path / "index")
@@ -138,58 +136,64 @@ def test_a_line_that_is_no_passage_is_named_and_nothing_is_left(tmp_path: Path, 
 @pytest.mark.parametrize(
     "damage", [lambda whole: whole[:-20], lambda whole: b"no gzip", lambda whole: whole[:40] + b"x" * 40]
 )
-def test_a_damaged_archive_is_said(tmp_path: Path, damage: Callable[[bytes], bytes]):
+def test_damaged_archive_is_a_data_error(tmp_path: Path, damage: Callable[[bytes], bytes]):
     whole = gzip.compress(b"".join(b'{"contents": "passage %d"}\n' % number for number in range(2000)))
     (tmp_path / "p.jsonl.gz").write_bytes(damage(whole))
     with pytest.raises(DataError, match=r"p.jsonl.gz cannot be read after line \d+"):
         list(read_passages(tmp_path / "p.jsonl.gz"))
 
 
-def test_what_cannot_be_indexed_is_said(tmp_path: Path):
-    with pytest.raises(DataError, match="there is no passage"):
-        build_index([], tmp_path / "none")
-    with pytest.raises(ConfigError, match="no passage holds a word"):
-        build_index([Passage(id="1", contents="?!")], tmp_path / "none")
-    with pytest.raises(ConfigError, match="exists already"):
-        build_index(PASSAGES, tmp_path)
-    with pytest.raises(DataError, match="there are 1 vectors for 4 passages"):
-        build_index(PASSAGES, tmp_path / "none", vectors=np.ones((1, 2), np.float32))
-    with pytest.raises(DataError, match="vector 2 is zero"):
-        build_index(PASSAGES, tmp_path / "none", vectors=np.array([[1.0], [1], [0], [1]], np.float32))
-    for source, said in ((tmp_path / "no.jsonl", "there is no"), (tmp_path, "holds no text")):
-        with pytest.raises(DataError, match=said):
+VECTORS = np.array([[1.0], [1], [0], [1]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("passages", "folder", "vectors", "error", "message"),
+    [
+        ([], "none", None, DataError, "there is no passage"),
+        ([Passage(id="1", contents="?!")], "none", None, ConfigError, "no passage holds a word"),
+        (PASSAGES, "", None, ConfigError, "exists already"),
+        (PASSAGES, "none", VECTORS[:1], DataError, "1 vectors for 4 passages"),
+        (PASSAGES, "none", VECTORS, DataError, "vector 2 is zero"),
+    ],
+)
+def test_passages_that_cannot_be_indexed_are_refused(
+    passages: list[Passage], folder: str, vectors: Any, error: type[Exception], message: str, tmp_path: Path
+):
+    with pytest.raises(error, match=message):
+        build_index(passages, tmp_path / folder, vectors=vectors)
+    for source in (tmp_path / "no.jsonl", tmp_path):
+        with pytest.raises(DataError):
             list(read_passages(source))
 
 
-def test_an_index_that_cannot_be_read_is_said(tmp_path: Path):
-    folder = tmp_path / "index"
-    with pytest.raises(ConfigError, match=r"there is nothing at .*polyturn data index"):
-        SearchIndex.open(folder)
-    folder.mkdir()
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("index.json", b'{"kind": "recipe"}', "does not describe a search index"),
+        ("index.json", b"version", "version 9"),
+        ("data.csc.index.npy", b"\x93NUMPY", "is damaged"),
+        ("vocab.index.json", b"[", "is damaged"),
+        ("params.index.json", b"[]", "is damaged"),
+        ("params.index.json", b'{"backend": "pickle", "x": 1}', "is damaged"),
+        ("passages.jsonl", b"{}\n", "is damaged"),
+        ("starts.npy", b"", "is damaged"),
+    ],
+)
+def test_damaged_index_is_a_config_error(file: str, content: bytes, message: str, tmp_path: Path):
+    build_index(PASSAGES, tmp_path / "index")
+    whole = (tmp_path / "index" / file).read_bytes()
+    if b"version" in content:
+        content = whole.replace(b'"version": 2', b'"version": 9')
+        assert content != whole
+    (tmp_path / "index" / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        SearchIndex.open(tmp_path / "index")
+    (tmp_path / "index" / file).write_bytes(whole)
+    assert len(SearchIndex.open(tmp_path / "index")) == 4
+
+
+def test_missing_index_is_a_config_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match="polyturn data index"):
+        SearchIndex.open(tmp_path / "index")
     with pytest.raises(ConfigError, match="there is no index at"):
-        SearchIndex.open(folder)
-    folder.rmdir()
-    build_index(PASSAGES, folder)
-    about = folder / "index.json"
-    whole = about.read_text()
-    about.write_text(whole.replace('"version": 2', '"version": 9'))
-    with pytest.raises(ConfigError, match=r"is of version 9 .*Build it again"):
-        SearchIndex.open(folder)
-    about.write_text('{"kind": "recipe"}')
-    with pytest.raises(ConfigError, match="does not describe a search index"):
-        SearchIndex.open(folder)
-    about.write_text(whole)
-    for name, left in (
-        ("data.csc.index.npy", b"\x93NUMPY"),
-        ("vocab.index.json", b"["),
-        ("params.index.json", b"[]"),
-        ("passages.jsonl", b"{}\n"),
-        ("starts.npy", b""),
-        ("params.index.json", b'{"backend": "pickle", "x": 1}'),
-    ):
-        held = (folder / name).read_bytes()
-        (folder / name).write_bytes(left)
-        with pytest.raises(ConfigError, match=r"is damaged .*build it again"):
-            SearchIndex.open(folder)
-        (folder / name).write_bytes(held)
-    assert len(SearchIndex.open(folder)) == 4
+        SearchIndex.open(tmp_path)

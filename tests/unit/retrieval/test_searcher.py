@@ -1,4 +1,4 @@
-"""A searcher asks its index from an event loop, with vectors from an endpoint or a function where the mode needs them."""
+"""A searcher searches its index from an event loop; an endpoint or a function makes the vectors of queries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def titles(searcher: Searcher, query: str) -> list[str]:
         await searcher.close()
 
 
-async def test_vectors_come_from_an_endpoint_for_passages_and_for_queries(tmp_path: Path):
+async def test_vectors_come_from_an_endpoint(tmp_path: Path):
     lines = "".join(f'{{"id": "{p.id}", "contents": "{p.id}\\nabout {p.id}"}}\n' for p in PASSAGES)
     (tmp_path / "p.jsonl").write_text(lines)
     async with serve(embeddings) as server:
@@ -80,7 +80,7 @@ async def test_vectors_come_from_a_function_of_a_file(tmp_path: Path):
         await titles(of("broken"), "x")
 
 
-async def test_a_large_index_is_searched_in_threads_with_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_large_index_is_searched_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     build_index(PASSAGES, tmp_path / "index")
     searcher = Searcher(SearchIndex.open(tmp_path / "index"))
     at_once = await searcher.search(["about dogs", "cars"], topk=2)
@@ -90,22 +90,16 @@ async def test_a_large_index_is_searched_in_threads_with_the_same_result(tmp_pat
 
 def test_modes_that_cannot_work_are_refused(tmp_path: Path):
     build_index(PASSAGES, tmp_path / "index")
-    index = SearchIndex.open(tmp_path / "index")
-    with pytest.raises(ConfigError, match="has no vectors, so hybrid cannot rank by them"):
-        Searcher(index, embedder=FunctionEmbedder(meaning, name="toy"))
-    with pytest.raises(ConfigError, match=r"the mode of a search is 'bm26'. Did you mean 'bm25'"):
-        Searcher.of_config({"index": "index", "mode": "bm26"}, base=tmp_path)
     build_index(PASSAGES, tmp_path / "dense", vectors=np.ones((3, 2), np.float32))
-    with pytest.raises(ConfigError, match="dense needs the vectors of queries"):
+    with pytest.raises(ConfigError, match="hybrid"):
+        Searcher(SearchIndex.open(tmp_path / "index"), embedder=FunctionEmbedder(meaning, name="toy"))
+    with pytest.raises(ConfigError, match=r"'bm26'.* Did you mean 'bm25'"):
+        Searcher.of_config({"index": "index", "mode": "bm26"}, base=tmp_path)
+    with pytest.raises(ConfigError, match="dense"):
         Searcher.of_config({"index": "dense", "mode": "dense"}, base=tmp_path)
-    with pytest.raises(ConfigError, match=r"there is no 'modle'. Did you mean 'model'"):
-        read_embedder({"url": "http://x", "model": "m", "modle": "m"})
-    with pytest.raises(ConfigError, match=r"write \{url"):
-        read_embedder({"url": "http://x"})
-
-
-def test_the_command_says_which_options_go_together(tmp_path: Path):
-    with pytest.raises(ConfigError, match="go together"):
-        index_command.run([tmp_path], out=tmp_path / "i", embed="http://127.0.0.1:1/v1/embeddings")
-    with pytest.raises(ConfigError, match="go together"):
-        index_command.run([tmp_path], out=tmp_path / "i", model="m")
+    for embed, message in (({"model": "m", "modle": "m"}, "'modle'.* Did you mean 'model'"), ({}, "model")):
+        with pytest.raises(ConfigError, match=message):
+            read_embedder({"url": "http://x", **embed})
+    for options in ({"embed": "http://127.0.0.1:1/v1/embeddings"}, {"model": "m"}):
+        with pytest.raises(ConfigError, match="go together"):
+            index_command.run([tmp_path], out=tmp_path / "i", **options)

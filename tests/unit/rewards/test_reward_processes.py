@@ -18,6 +18,8 @@ from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.router import RewardRouter
 
+pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
+
 SWALLOWS = r"""
 import contextlib
 from math_verify.metric import math_metric

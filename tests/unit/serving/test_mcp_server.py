@@ -1,4 +1,4 @@
-"""Our tools as an MCP server, asked by the SDK's client: each session is an episode."""
+"""Tools served over MCP to the SDK's client: each session is an episode."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ import pytest
 import uvicorn
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
+from mcp.server import MCPServer
+from typer.testing import CliRunner
 
 from polyturn import tool
 from polyturn.cli.main import app as command_line
 from polyturn.core.errors import ConfigError, ToolError
 from polyturn.serving.guard import guarded, http_config
-from polyturn.serving.mcp import ToolServer
+from polyturn.serving.mcp import ToolServer, _Shares
 from polyturn.serving.rules import ServerRules
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.mcp_client import list_tools
 from polyturn.tools.mcp_connection import McpServer
 from polyturn.tools.python_sandbox import PythonSandbox
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from polyturn.tools.schema import ToolResponse
+from support.isolated import need_isolation
+from support.tools_parts import until
 
-ISOLATION, WHY = find_isolation()
+pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
+
 DOT = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
 
@@ -71,21 +75,25 @@ async def draw(width: int, height: int = 1) -> ToolResponse:
 
 
 @asynccontextmanager
-async def served(box: ToolBox, *, token: str | None = None, idle_s: float = 60.0) -> AsyncIterator[tuple[str, ToolServer]]:
-    tools = ToolServer(box)
+async def listening(application: Any, token: str | None = None) -> AsyncIterator[str]:
+    """Serve an application; gives its address."""
     rules = ServerRules(token=token)
-    application = tools.http_app(idle_s=idle_s, max_sessions=8, max_body_bytes=1 << 20)
     guarded(application, rules)
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    bound.listen()  # who asks before it is served waits
+    bound = socket.create_server(("127.0.0.1", 0))  # a client that asks before it is served waits
     server = uvicorn.Server(http_config(application, rules, lifespan="on", timeout_graceful_shutdown=1))
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}/mcp", tools
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         server.should_exit = True
         await task
+
+
+@asynccontextmanager
+async def served(box: ToolBox, *, token: str | None = None, idle_s: float = 60.0) -> AsyncIterator[tuple[str, ToolServer]]:
+    tools = ToolServer(box)
+    async with listening(tools.http_app(idle_s=idle_s, max_sessions=8, max_body_bytes=1 << 20), token) as url:
+        yield f"{url}/mcp", tools
 
 
 async def texts(client: Client, name: str, **arguments: Any) -> tuple[str, bool]:
@@ -93,7 +101,7 @@ async def texts(client: Client, name: str, **arguments: Any) -> tuple[str, bool]
     return " ".join(block.text for block in result.content if block.type == "text"), result.is_error
 
 
-async def test_a_session_over_http_is_an_episode_from_create_to_release() -> None:
+async def test_session_over_http_is_an_episode() -> None:
     counter = Counter()
     async with served(ToolBox([counter, draw])) as (url, server):
         async with Client(url) as one, Client(url) as other:
@@ -113,95 +121,77 @@ async def test_a_session_over_http_is_an_episode_from_create_to_release() -> Non
                 async with asyncio.timeout(0.2):
                     await one.call_tool("draw", {"width": 9001})
             assert await texts(one, "count") == ("3", False)
-        for _ in range(100):
-            if not counter.live:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: not counter.live)
     assert counter.events == ["create", "create", "release", "release"] and server.num_live == 0
 
 
-async def test_a_server_of_the_older_transport_is_sent_the_token() -> None:
-    from mcp.server import MCPServer
-
+async def test_server_of_the_older_transport_is_sent_the_token() -> None:
     old = MCPServer("old")
     old.add_tool(lambda: "found", name="find", description="Find.")
-    application = old.sse_app()
-    rules = ServerRules(token="secret-token")
-    guarded(application, rules)
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    bound.listen()  # who asks before it is served waits
-    server = uvicorn.Server(http_config(application, rules, timeout_graceful_shutdown=1))
-    task = asyncio.create_task(server.serve(sockets=[bound]))
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}/sse"
-    try:
-        with pytest.raises(ConfigError, match=r"HTTP 401; give auth_token"):
+    async with listening(old.sse_app(), "secret-token") as origin:
+        url = f"{origin}/sse"
+        with pytest.raises(ConfigError, match="HTTP 401; give auth_token"):
             await asyncio.to_thread(list_tools, "old", {"url": url, "auth_token": "wrong-token"})
         settings = {"url": url, "auth_token": "secret-token"}
         assert [s["function"]["name"] for s in await asyncio.to_thread(list_tools, "old", settings)] == ["find"]
         asked = McpServer("old", settings, session="episode")
         asked.open("e")
-        assert (await asked.call("e", "find", {}, timeout_s=120)).content[0].text == "found"
+        assert (await asked.call("e", "find", {}, timeout_s=50)).content[0].text == "found"
         await asked.close("e")
-    finally:
-        server.should_exit = True
-        await task
 
 
-@pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
-async def test_the_python_sandbox_keeps_its_variables_within_a_session() -> None:
-    sandbox = PythonSandbox({"warm": 0})
+async def test_python_sandbox_keeps_variables_within_a_session() -> None:
+    need_isolation()
+    sandbox = PythonSandbox({"warm": 0, "timeout": 50})
     async with served(ToolBox([sandbox])) as (url, _), Client(url) as one, Client(url) as other:
         assert "printed nothing" in (await texts(one, "python", code="x = 6 * 7"))[0]
         assert (await texts(one, "python", code="x"))[0].strip() == "42"
         assert "NameError" in (await texts(other, "python", code="x"))[0]
 
 
-async def test_a_session_that_is_silent_is_ended() -> None:
+@pytest.mark.clock  # the session must not be silent for 0.3 s before its first call
+async def test_silent_session_is_ended() -> None:
     counter = Counter()
     async with served(ToolBox([counter]), idle_s=0.3) as (url, _):
         quiet = Client(streamable_http_client(url, terminate_on_close=False), mode="legacy")
         async with quiet:
             assert await texts(quiet, "count") == ("1", False)
-        for _ in range(200):
-            if not counter.live:
-                break
-            await asyncio.sleep(0.02)
-        assert not counter.live
+        await until(lambda: not counter.live)
 
 
-async def test_a_session_that_the_server_forgot_is_begun_again() -> None:
+async def test_session_that_the_server_forgot_is_begun_again() -> None:
     counter = Counter()
     async with served(ToolBox([counter])) as (url, tools):
         own, shared = McpServer("own", {"url": url}, session="episode"), McpServer("all", {"url": url})
         for server in (own, shared):
             server.open("e")
-            await server.call("e", "count", {}, timeout_s=120)
+            await server.call("e", "count", {}, timeout_s=50)
         for session in list(tools.server.session_manager._server_instances.values()):
             await session.terminate()
         with pytest.raises(ConnectionError, match="it ended since the last call, and what it remembered is lost"):
-            await own.call("e", "count", {}, timeout_s=120)
+            await own.call("e", "count", {}, timeout_s=50)
         for server in (own, shared):
-            assert (await server.call("e", "count", {}, timeout_s=120)).content[0].text == "1", "begun again"
+            assert (await server.call("e", "count", {}, timeout_s=50)).content[0].text == "1", "begun again"
             await server.close("e")
             await server.close_now()
 
 
-async def test_a_token_is_demanded_where_there_is_one() -> None:
+async def test_token_is_demanded_of_clients() -> None:
     import httpx2
 
     async with served(ToolBox([draw]), token="secret") as (url, _):
-        with pytest.raises(ConfigError, match=r"\(HTTP 401; give auth_token, or a better one\)"):
+        with pytest.raises(ConfigError, match="HTTP 401"):
             await asyncio.to_thread(list_tools, "ours", {"url": url})
         found = await asyncio.to_thread(list_tools, "ours", {"url": url, "auth_token": "secret"})
         assert found == [draw.schema]
-        async with httpx2.AsyncClient(headers={"Authorization": "Bearer secret"}) as http:
-            async with Client(streamable_http_client(url, http_client=http)) as client:
-                assert (await texts(client, "draw", width=2))[0] == "2 x 1"
-            assert (await http.post(url, headers={"Origin": "http://evil.example"})).status_code == 403
+        async with (
+            httpx2.AsyncClient(headers={"Authorization": "Bearer secret"}) as http,
+            Client(streamable_http_client(url, http_client=http)) as client,
+        ):
+            assert (await texts(client, "draw", width=2))[0] == "2 x 1"
 
 
-async def test_the_command_serves_a_tool_file_over_standard_input_and_output(tmp_path: Path) -> None:
+async def test_command_serves_a_tool_file_over_stdio(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import polyturn\n\n@polyturn.tool\ndef add(a: int, b: int) -> int:\n"
         '    """Add.\n\n    Args:\n        a: One.\n        b: Other.\n    """\n    print("noise")\n    return a + b\n'
@@ -214,11 +204,54 @@ async def test_the_command_serves_a_tool_file_over_standard_input_and_output(tmp
         assert await texts(client, "add", a=2, b=3) == ("5", False)
 
 
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    refused = CliRunner().invoke(command_line, ["serve", "--stdio"])
-    assert isinstance(refused.exception, ConfigError) and "--stdio goes with --mcp" in str(refused.exception)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--stdio"], "--stdio goes with --mcp"), (["--mcp", "none.yaml"], "has no tool to serve")],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "none.yaml").write_text("tools: []\n")
-    refused = CliRunner().invoke(command_line, ["serve", "--mcp", str(tmp_path / "none.yaml")])
-    assert isinstance(refused.exception, ConfigError) and "has no tool to serve" in str(refused.exception)
+    given = [str(tmp_path / a) if a.endswith(".yaml") else a for a in arguments]
+    refused = CliRunner().invoke(command_line, ["serve", *given])
+    assert isinstance(refused.exception, ConfigError)
+    assert message in str(refused.exception)
+
+
+class Sessions:
+    """Gives every request without a session a new one."""
+
+    num = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num += 1
+        name = f"s{self.num}".encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"mcp-session-id", name)]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def ask(app: Any, client: str, *, method: str = "POST", session: str | None = None) -> tuple[int, str]:
+    said: list[Any] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    headers = [] if session is None else [(b"mcp-session-id", session.encode())]
+    asyncio.run(app({"type": "http", "method": method, "client": (client, 1), "headers": headers}, receive, send))
+    return said[0]["status"], dict(said[0]["headers"]).get(b"mcp-session-id", b"").decode()
+
+
+def test_client_holds_no_more_than_its_share_of_the_sessions() -> None:
+    now = [0.0]
+    app = _Shares(Sessions(), idle_s=60.0, max_of_one=2, clock=lambda: now[0])
+    first = ask(app, "10.0.0.1")[1]
+    assert ask(app, "10.0.0.1")[0] == 200
+    assert ask(app, "10.0.0.1")[0] == 429
+    assert ask(app, "10.0.0.2")[0] == 200
+    assert ask(app, "10.0.0.1", session=first)[0] == 200, "a session that it has is answered"
+    assert ask(app, "10.0.0.1", method="DELETE", session=first)[0] == 200
+    assert ask(app, "10.0.0.1")[0] == 200
+    assert ask(app, "10.0.0.1")[0] == 429
+    now[0] = 61.0  # all of them were silent, and are over
+    assert ask(app, "10.0.0.1")[0] == 200

@@ -1,4 +1,4 @@
-"""Requests of an agent become turns of an episode: which history they continue, and what is left of it in the record."""
+"""Requests of an agent become turns of an episode: which history they continue, and how they are recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 
@@ -27,7 +26,7 @@ CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "apples"}}\n</tool_
 
 
 class Client:
-    """What an agent has: its address and its key; and the key for rewards, of whoever judges it."""
+    """An agent's address and key, and the key for rewards."""
 
     def __init__(self, base_url: str, api_key: str, reward_key: str = "") -> None:
         self.base_url = base_url
@@ -80,7 +79,7 @@ def message_of(answer: dict[str, Any], choice: int = 0) -> dict[str, Any]:
     return dict(answer["choices"][choice]["message"])
 
 
-async def test_a_history_that_grows_is_one_segment_of_what_was_sampled():
+async def test_growing_history_is_one_segment():
     async def agent(client: Client) -> float:
         history = [{"role": "system", "content": "Be brief."}, user("2+2?")]
         for question in ("3+3?", "4+4?", None):
@@ -96,26 +95,7 @@ async def test_a_history_that_grows_is_one_segment_of_what_was_sampled():
     assert [m.text for m in t.task.prompt] == ["Be brief.", "2+2?"]
 
 
-async def test_it_is_the_record_that_a_native_scheduler_leaves():
-    class Asks(MultiTurnScheduler):
-        async def step(self, episode: Any, turn: Any) -> Any:
-            return "And 3+3?" if turn.index == 0 else None
-
-    async def agent(client: Client) -> float:
-        history = [user("What is 2+2?")]
-        history.append(message_of(await client.chat(history)))
-        await client.chat([*history, user("And 3+3?")])
-        return 0.0
-
-    ours = await play(agent, ["<think>\nhm\n</think>\n\nfour", "six"])
-    native = await run_episode(scripted_context(["<think>\nhm\n</think>\n\nfour", "six"], scheduler=Asks()), task(), id="e")
-    (a,), (b,) = ours.segments, native.segments
-    for name in ("token_ids", "loss_weights", "logprobs", "turn_ids", "versions"):
-        assert np.array_equal(getattr(a, name), getattr(b, name)), name
-    assert [t.message for t in ours.turns] == [t.message for t in native.turns]
-
-
-async def test_tool_calls_have_ids_and_their_answers_go_on_in_the_segment():
+async def test_tool_answers_continue_the_segment():
     async def agent(client: Client) -> None:
         history: list[dict[str, Any]] = [user("How many apples?")]
         answer = await client.chat(history, tools=[LOOKUP])
@@ -135,17 +115,18 @@ async def test_tool_calls_have_ids_and_their_answers_go_on_in_the_segment():
     assert t.turns[0].observation[0].name == "lookup"
 
 
-async def test_without_tools_what_reads_as_a_call_is_text():
+async def test_call_without_tools_is_text():
     async def agent(client: Client) -> float:
         answer = await client.chat([user("a")])
-        assert "<tool_call>" in message_of(answer)["content"] and answer["choices"][0]["finish_reason"] == "stop"
+        assert "<tool_call>" in message_of(answer)["content"]
+        assert answer["choices"][0]["finish_reason"] == "stop"
         await client.chat([user("a"), message_of(answer), user("b")])
         return 0
 
     assert len((await play(agent, [CALL, "b"])).segments) == 1
 
 
-async def test_an_edit_a_branch_and_another_agent_are_segments_of_their_own():
+async def test_edit_branch_and_other_agent_are_own_segments():
     async def agent(client: Client) -> float:
         first = message_of(await client.chat([user("a")]))
         await client.chat([user("a"), first, user("b")])
@@ -163,34 +144,7 @@ async def test_an_edit_a_branch_and_another_agent_are_segments_of_their_own():
     assert np.array_equal(branch.token_ids[: branch.parent.length], t.segments[0].token_ids[: branch.parent.length])
 
 
-async def test_several_choices_are_branches_and_each_can_be_continued():
-    async def agent(client: Client) -> float:
-        answer = await client.chat([user("a")], n=3)
-        assert len({message_of(answer, i)["content"] for i in range(3)}) == 3
-        for index in range(3):
-            await client.chat([user("a"), message_of(answer, index), user("more")])
-        return 1.0
-
-    said = iter(["one", "two", "three", "four", "five", "six"])
-    t = await play(agent, lambda request: next(said))
-    assert len(t.segments) == 3 and len(t.turns) == 6
-    assert [s.loss_weights.sum() > len(turn_ids("one")) for s in t.segments] == [True] * 3, "both turns are in one segment"
-
-
-async def test_requests_at_the_same_time_are_legal():
-    async def agent(client: Client) -> float:
-        asked = [client.chat([user(f"question {i % 3}")]) for i in range(6)]
-        answers = await asyncio.gather(*asked)
-        more = [client.chat([user(f"question {i % 3}"), message_of(a), user("so?")]) for i, a in enumerate(answers)]
-        await asyncio.gather(*more)
-        return 1.0
-
-    t = await play(agent, lambda request: f"answer to {len(request.prompt_ids)}", limits=Limits(max_context=4000))
-    assert len(t.turns) == 12 and not t.is_failed
-    assert sum(float(s.loss_weights.sum()) for s in t.segments) == t.metrics["sampled_tokens"]
-
-
-async def test_a_limit_is_told_to_the_agent_and_ends_the_episode_as_a_truncation():
+async def test_full_context_ends_the_episode_as_a_truncation():
     async def agent(client: Client) -> float:
         history = [user("a")]
         while True:
@@ -205,7 +159,7 @@ async def test_a_limit_is_told_to_the_agent_and_ends_the_episode_as_a_truncation
     assert t.reward is not None and t.reward.total == 0.0, "nothing was earned before the end"
 
 
-async def test_a_long_request_is_refused_whichever_field_is_long():
+async def test_long_request_is_refused_whichever_field_is_long():
     long = "a " * 100_000
     call = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": "{}"}}
     ways: list[list[dict[str, Any]]] = [
@@ -228,7 +182,7 @@ async def test_a_long_request_is_refused_whichever_field_is_long():
     assert t.error is None and len(t.turns) == 1
 
 
-async def test_the_run_samples_unless_the_request_may():
+async def test_run_samples_unless_the_request_may():
     seen: list[GenerateRequest] = []
 
     def says(request: GenerateRequest) -> str:
@@ -245,7 +199,7 @@ async def test_the_run_samples_unless_the_request_may():
     assert {r.sampling.max_tokens for r in seen} == {7} and {r.sampling.seed for r in seen} == {5}
 
 
-async def test_a_stop_string_cuts_the_text_and_never_the_ids():
+async def test_stop_string_cuts_the_text_and_never_the_ids():
     async def agent(client: Client) -> float:
         answer = await client.chat([user("a")], stop=["apples"])
         assert message_of(answer)["content"] == "two " and answer["choices"][0]["finish_reason"] == "stop"
@@ -256,7 +210,7 @@ async def test_a_stop_string_cuts_the_text_and_never_the_ids():
     assert len(t.segments) == 1 and "apples" in CODEC.decode(t.segments[0].token_ids)
 
 
-async def test_a_last_assistant_message_goes_on_where_that_is_asked_for():
+async def test_last_assistant_message_is_continued_on_request():
     async def agent(client: Client) -> float:
         history = [user("a"), {"role": "assistant", "content": "The answer is"}]
         answer = await client.chat(history, continue_final_message=True)
@@ -269,7 +223,7 @@ async def test_a_last_assistant_message_goes_on_where_that_is_asked_for():
     assert t.segments[0].loss_weights.sum() == len(turn_ids(" four")) + len(turn_ids("b"))
 
 
-async def test_what_nobody_waits_for_any_more_is_not_trained():
+async def test_answer_to_a_cancelled_request_is_not_trained():
     async def agent(base_url: str, api_key: str) -> float:
         client, engine = Client(base_url, api_key), context.engine
         async with client.http:
@@ -287,40 +241,43 @@ async def test_what_nobody_waits_for_any_more_is_not_trained():
     assert sum(float(s.loss_weights.sum()) for s in t.segments) == len(turn_ids("x"))
 
 
-async def test_an_agent_that_raises_fails_its_trajectory_and_one_that_never_asks_does_too():
-    async def raises(client: Client) -> None:
-        await client.chat([user("a")])
-        raise ValueError("no such page")
-
-    async def silent(client: Client) -> float:
-        return 1.0
-
-    t = await play(raises, ["x"])
-    assert t.stop_reason is StopReason.ERROR and "no such page" in str(t.error)
-    t = await play(silent, ["x"])
-    assert t.stop_reason is StopReason.ERROR and "without a single request" in str(t.error)
+async def raises(client: Client) -> None:
+    await client.chat([user("a")])
+    raise ValueError("no such page")
 
 
-async def test_an_agent_without_a_reward_is_an_error_and_never_zero():
-    async def agent(client: Client) -> None:
-        await client.chat([user("a")])
-
-    t = await play(agent, ["x"])
-    assert t.reward is None and "nothing says what the episode" in str(t.error)
+async def silent(client: Client) -> float:
+    return 1.0
 
 
-async def test_an_engine_that_is_lost_fails_the_trajectory():
-    async def agent(client: Client) -> float:
-        status, answer = await client.post("/chat/completions", {"model": "m", "messages": [user("a")]})
-        assert status == 410 and "lost" in answer["error"]["message"]
-        await asyncio.sleep(5)
-        return 1.0
-
-    t = await play(agent, [OSError("lost")])
-    assert t.stop_reason is StopReason.ERROR and "lost" in str(t.error)
+async def without_a_reward(client: Client) -> None:
+    await client.chat([user("a")])
 
 
-async def test_the_deadline_of_the_run_ends_an_agent_that_hangs():
+async def asks_a_lost_engine(client: Client) -> float:
+    status, answer = await client.post("/chat/completions", {"model": "m", "messages": [user("a")]})
+    assert status == 410
+    assert "lost" in answer["error"]["message"]
+    await asyncio.sleep(5)  # the episode ends meanwhile
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "says", "message"),
+    [
+        (raises, ["x"], "no such page"),
+        (silent, ["x"], "without a single request"),
+        (without_a_reward, ["x"], "nothing says what the episode"),
+        (asks_a_lost_engine, [OSError("lost")], "lost"),
+    ],
+)
+async def test_failing_agent_fails_its_trajectory(agent: Any, says: Any, message: str):
+    t = await play(agent, says)
+    assert (t.reward, t.is_failed) == (None, True)
+    assert message in str(t.error)
+
+
+async def test_deadline_of_the_run_ends_a_hanging_agent():
     episodes: list[Any] = []
 
     class Holds(BlackBox):
@@ -340,7 +297,7 @@ async def test_the_deadline_of_the_run_ends_an_agent_that_hangs():
     assert t.stop_reason is StopReason.TIMEOUT and len(t.turns) == 1
 
 
-async def test_an_address_that_cannot_be_listened_on_ends_the_run_with_a_sentence():
+async def test_address_that_cannot_be_listened_on_is_refused():
     async def agent(client: Client) -> float:
         return 1.0
 
@@ -348,7 +305,7 @@ async def test_an_address_that_cannot_be_listened_on_ends_the_run_with_a_sentenc
         await play(agent, ["x"], host="203.0.113.7")
 
 
-async def test_agents_elsewhere_are_told_the_name_under_which_they_reach_the_endpoint():
+async def test_reach_as_names_the_endpoint_to_agents():
     async def agent(client: Client) -> float:
         assert client.base_url.startswith("http://localhost:")
         await client.chat([user("a")])
@@ -357,16 +314,19 @@ async def test_agents_elsewhere_are_told_the_name_under_which_they_reach_the_end
     assert not (await play(agent, ["x"], host="0.0.0.0", reach_as="localhost")).is_failed
 
 
-def test_an_agent_that_cannot_be_called_is_refused_at_once():
-    def odd(base_url: str, browser: Any) -> None: ...
+def odd(base_url: str, browser: Any) -> None: ...
 
-    with pytest.raises(ConfigError, match="has a parameter 'browser', which nothing fills"):
-        BlackBox(agent=odd)
-    with pytest.raises(ConfigError, match="needs an agent"):
-        BlackBox()
-    with pytest.raises(ConfigError, match="say in reach_as under which name"):
-        BlackBox(command=["x"], host="0.0.0.0")
-    with pytest.raises(ConfigError, match="has an agent and a command"):
-        BlackBox(agent=odd, command=["x"])
-    with pytest.raises(ConfigError, match="sampling is 'both'"):
-        BlackBox(agent=odd, kwargs={"browser": 1}, sampling="both")
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"agent": odd}, "'browser'"),
+        ({}, "needs an agent"),
+        ({"command": ["x"], "host": "0.0.0.0"}, "reach_as"),
+        ({"agent": odd, "command": ["x"]}, "has an agent and a command"),
+        ({"agent": odd, "kwargs": {"browser": 1}, "sampling": "both"}, "sampling is 'both'"),
+    ],
+)
+def test_agent_that_cannot_be_called_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        BlackBox(**options)

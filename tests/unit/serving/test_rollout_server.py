@@ -1,9 +1,8 @@
-"""The rollout server: a real process on a real port gives what the same scheduler gives in process."""
+"""The rollout server: a process on a port gives what the same scheduler gives in this process."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +21,16 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.infra.process import free_port
 from polyturn.serving import RolloutClient, RolloutService
-from polyturn.serving.address import bind, check_exposure
+from polyturn.serving.address import bind
 from polyturn.serving.app import create_app
-from polyturn.serving.rules import ServerRules
 from polyturn.serving.weight_receiver import TrainerGroup, flatten
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training import hf
 from support.forked import served
 from support.models import tiny_model
 from support.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
+
+pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
 
 PLUGIN = """
 import asyncio
@@ -55,6 +55,7 @@ class Again(MultiTurnScheduler):
         return Reply.of([{"role": "user", "content": "Again!"}])
 """
 CONFIG = {"temperature": 1.0, "seed": 7}
+HTTP = httpx.Client(timeout=50)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def requests(num: int, **columns: object) -> list[dict[str, object]]:
     ]
 
 
-async def test_a_process_and_the_same_scheduler_here_give_the_same(server: str, flags: list[str]):
+async def test_server_gives_what_the_scheduler_gives_here(server: str, flags: list[str]):
     client = RolloutClient(server)
     theirs = await client.infer_async(requests(6), CONFIG)
     loaded = load_config(RunConfig, None, flags)
@@ -94,7 +95,7 @@ async def test_a_process_and_the_same_scheduler_here_give_the_same(server: str, 
     assert all(o["rollout_infos"] == {"seen": 1, "num_turns": 3} for o in ours)
 
 
-def test_a_failing_episode_is_a_reply_and_the_batch_lives(server: str):
+def test_failing_episode_is_a_reply_of_its_batch(server: str):
     batch = [*requests(2), *[{**r, "uuid": "bad"} for r in requests(1, mode="break")], {"message": []}]
     replies = RolloutClient(server).infer(batch, {**CONFIG, "max_tokens": 4, "seed": 3})
     assert [r.error is None for r in replies[:2]] == [True, True]
@@ -104,45 +105,46 @@ def test_a_failing_episode_is_a_reply_and_the_batch_lives(server: str):
     assert not any(map(any, replies[2].outputs[0]["response_loss_mask"])), "nothing of it is trained"
 
 
-def test_the_client_of_the_guide_asks_a_server(server: str, flags: list[str]):
+def test_client_of_the_guide_asks_a_server(server: str, flags: list[str]):
     page = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text(encoding="utf-8")
     block = page.partition("```python\n")[2].partition("```")[0]
     parts = build.build_parts(build.ConfigSource(config=load_config(RunConfig, None, flags).config, base=Path()))
     names: dict[str, Any] = {"model": parts.model}
     exec(block.replace("http://127.0.0.1:8000", server), names)
     assert [reply.error for reply in names["replies"]] == [None]
-    assert httpx.post(f"{server}/probe/").json()["version"] == 1
+    assert HTTP.post(f"{server}/probe/").json()["version"] == 1
 
 
-def test_the_endpoints_of_a_trainer(server: str):
-    assert httpx.get(f"{server}/health/").json() == {"status": "ok"}
-    assert httpx.get(f"{server}/get_world_size/").json() == {"world_size": 1}
-    assert httpx.post(f"{server}/get_engine_type/").json()["enable_multi_turn"] is True
-    assert "model.embed_tokens.weight" in httpx.get(f"{server}/get_model_state_keys/").json()["keys"]
-    assert httpx.post(f"{server}/reset_prefix_cache/").status_code == 200
+def test_endpoints_of_a_trainer_answer(server: str):
+    assert HTTP.get(f"{server}/health/").json() == {"status": "ok"}
+    assert HTTP.get(f"{server}/get_world_size/").json() == {"world_size": 1}
+    assert HTTP.post(f"{server}/get_engine_type/").json()["enable_multi_turn"] is True
+    assert "model.embed_tokens.weight" in HTTP.get(f"{server}/get_model_state_keys/").json()["keys"]
+    assert HTTP.post(f"{server}/reset_prefix_cache/").status_code == 200
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_weights_arrive_through_a_process_group(server: str, flags: list[str], is_flat: bool):
     parts = build.build_parts(build.ConfigSource(config=load_config(RunConfig, None, flags).config, base=Path()))
     true = {name: value.detach().clone() for name, value in parts.model.named_parameters()}
     weights = {name: value + 0.1 * torch.randn_like(value) for name, value in true.items()}
-    before = httpx.post(f"{server}/probe/").json()
+    before = HTTP.post(f"{server}/probe/").json()
     port = free_port()
-    httpx.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
+    HTTP.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
     group = TrainerGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=30)
     if is_flat:
         data, told = flatten(weights)
-        httpx.post(f"{server}/update_flattened_params/", json={"metadatas": told}).raise_for_status()
+        HTTP.post(f"{server}/update_flattened_params/", json={"metadatas": told}).raise_for_status()
         group.broadcast(data)
     else:
         for name, value in weights.items():
             told = {"name": name, "dtype": str(value.dtype), "shape": list(value.shape)}
-            httpx.post(f"{server}/update_named_param/", json=told).raise_for_status()
+            HTTP.post(f"{server}/update_named_param/", json=told).raise_for_status()
             group.broadcast(value.detach().contiguous())
-    done = httpx.post(f"{server}/process_weights_after_loading/", timeout=30).json()
+    done = HTTP.post(f"{server}/process_weights_after_loading/").json()
     assert done["num_tensors"] == len(weights)
-    after = httpx.post(f"{server}/probe/").json()
+    after = HTTP.post(f"{server}/probe/").json()
     assert after["version"] == before["version"] + 1
     with torch.no_grad():
         for name, parameter in parts.model.named_parameters():
@@ -153,12 +155,13 @@ def test_weights_arrive_through_a_process_group(server: str, flags: list[str], i
     RolloutClient(server).push_weights(true, version=0)  # the server is everyone's
 
 
-def test_a_parameter_that_the_model_lacks_is_refused_before_anything_is_sent(server: str):
+@pytest.mark.cluster
+def test_unknown_parameter_is_refused_before_it_is_sent(server: str):
     port = free_port()
-    httpx.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
+    HTTP.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
     TrainerGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=30)
     wrong = {"name": "model.embed_token.weight", "dtype": "float32", "shape": [1]}
-    reply = httpx.post(f"{server}/update_named_param/", json=wrong)
+    reply = HTTP.post(f"{server}/update_named_param/", json=wrong)
     assert reply.status_code == 422
     assert "Did you mean 'model.embed_tokens.weight'" in reply.json()["detail"]
 
@@ -173,8 +176,8 @@ def test_a_parameter_that_the_model_lacks_is_refused_before_anything_is_sent(ser
         (b'{"infer_requests": [], "timeout_s": -1}', "positive"),
     ],
 )
-def test_a_wrong_request_is_a_sentence(server: str, body: bytes, says: str):
-    reply = httpx.post(f"{server}/infer/", content=body)
+def test_wrong_request_is_refused_by_name(server: str, body: bytes, says: str):
+    reply = HTTP.post(f"{server}/infer/", content=body)
     assert reply.status_code == 422 and says in reply.json()["detail"]
 
 
@@ -182,15 +185,18 @@ def test_pushed_weights_are_served(server: str):
     client = RolloutClient(server)
     tokenizer = tiny_tokenizer()
     first, second = (tiny_model(tokenizer, seed=seed).state_dict() for seed in (0, 1))
-    (push,) = client.push_weights(second, version=1)
-    assert push.has_changed and push.after["version"] == 1
-    (back,) = client.push_weights(first, version=2)
+    try:
+        (push,) = client.push_weights(second, version=1)
+        assert push.has_changed
+        assert push.after["version"] == 1
+    finally:
+        (back,) = client.push_weights(first, version=2)  # the other tests use the server, too
     assert back.after["logprobs"] == pytest.approx(push.before["logprobs"], abs=1e-6)
     with pytest.raises(EngineError, match="shape"):
         client.push_weights({"model.embed_tokens.weight": torch.zeros(2, 2)}, version=3)
 
 
-def test_sigterm_lets_episodes_go_after_their_grace(flags: list[str], tmp_path: Path):
+def test_sigterm_ends_episodes_after_their_grace(flags: list[str], tmp_path: Path):
     replies: list[object] = []
     arguments = ("serve", "--port", 0, "--grace", 1, *flags, "rollout.sampling.temperature=0")
     hanging = requests(2, mode="hang", begun=str(tmp_path))
@@ -202,9 +208,9 @@ def test_sigterm_lets_episodes_go_after_their_grace(flags: list[str], tmp_path: 
     assert [r.error for r in replies] == ["the server was stopped before the episode was over"] * 2  # type: ignore[attr-defined]
 
 
-async def test_thirty_random_schedulers_leave_the_same_through_http():
+async def test_random_schedulers_leave_the_same_through_http():
     model = tiny_model(tiny_tokenizer())
-    for seed in range(30):
+    for seed in range(20):
         plan, request = random_plan(seed), requests(1)
         ours = await RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan))).infer(request, CONFIG)
         service = RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan)))
@@ -219,37 +225,17 @@ async def test_thirty_random_schedulers_leave_the_same_through_http():
         assert theirs == ours
 
 
-async def test_a_token_is_demanded_and_bodies_have_a_limit():
-    plan = random_plan(0)
-    service = RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan)))
-    app = create_app(service, model=torch.nn.Linear(1, 1), rules=ServerRules(token="secret", max_body_bytes=100))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-        assert (await http.get("/health/")).status_code == 401
-        http.headers["Authorization"] = "Bearer secret"
-        assert (await http.get("/health/")).status_code == 200
-        assert (await http.post("/infer/", content=b"x" * 200)).status_code == 413
-
-
-def test_beyond_this_machine_a_token_is_needed():
-    check_exposure("127.0.0.1", None)
-    with pytest.raises(ConfigError, match="POLYTURN_TOKEN"):
-        check_exposure("0.0.0.0", None)
-
-
-def test_a_port_in_use_is_passed_over():
+def test_port_in_use_is_passed_over_and_a_wrong_one_refused():
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with bind("127.0.0.1", port) as other:
-            assert isinstance(other, socket.socket) and other.getsockname()[1] != port
+            assert other.getsockname()[1] != port
+    for port in (-1, 65536):
+        with pytest.raises(ConfigError, match=f"the port is {port}"):
+            bind("127.0.0.1", port)
 
 
-@pytest.mark.parametrize("port", [-1, 65536, 99999])
-def test_a_number_that_is_no_port_is_refused(port: int):
-    with pytest.raises(ConfigError, match=f"the port is {port};"):
-        bind("127.0.0.1", port)
-
-
-def test_swift_arguments(tmp_path, monkeypatch):
+def test_swift_arguments_configure_the_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").touch()
     written = "--model M --multi_turn_scheduler again --max_turns 3 --external_plugins my.py --use_async_engine true"
@@ -257,13 +243,8 @@ def test_swift_arguments(tmp_path, monkeypatch):
     assert (loaded.config.rollout.scheduler, loaded.config.rollout.limits.max_turns) == ("again", 3)
     assert [Path(plugin).name for plugin in loaded.config.plugins] == ["my.py"]
     assert (options.host, options.port, options.find_token()) == ("127.0.0.1", 9, "secret")
+    gym = "--model M --use_gym_env true --gym_env lake --max_turns 3 --vllm_enforce_eager true"
+    rollout = read_swift(gym.split())[0].config.rollout
+    assert (rollout.scheduler, rollout.scheduler_kwargs["gym_env"]) == ("gym_scheduler", "lake")
     with pytest.raises(ConfigError, match="max_turns"):
         read_swift(["--model", "M", "--max_turn", "3"])
-
-
-def test_an_environment_of_swift_rollout_brings_its_scheduler():
-    loaded, _ = read_swift(
-        ["--model", "M", "--use_gym_env", "true", "--gym_env", "lake", "--max_turns", "3", "--vllm_enforce_eager", "true"]
-    )
-    assert loaded.config.rollout.scheduler == "gym_scheduler"
-    assert loaded.config.rollout.scheduler_kwargs["gym_env"] == "lake"

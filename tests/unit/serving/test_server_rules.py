@@ -1,4 +1,4 @@
-"""The rules that all servers share, without a socket: who may ask, how often, and what a body may be."""
+"""The rules that all servers share, without a socket: which clients may ask, how often, and with which bodies."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_names_of_this_machine_are_answered(host: str):
 @pytest.mark.parametrize(
     "host", ["", "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "10.0.0.1", "0.0.0.0", "[::2]"]
 )
-def test_a_loopback_server_answers_to_no_other_name(host: str):
+def test_loopback_server_answers_to_no_other_name(host: str):
     assert status(RequestPolicy(ServerRules()), {"host": host}) == 421
     assert status(RequestPolicy(ServerRules(is_loopback=False, token="t")), {"host": host, "x-api-key": "t"}) is None
 
 
-def test_a_name_that_was_allowed_is_answered():
+def test_allowed_name_is_answered():
     gate = RequestPolicy(ServerRules(allowed_hosts=frozenset({"box.internal"})))
     assert status(gate, {"host": "box.internal:443"}) is None
     assert status(gate, {"origin": "https://box.internal"}) is None
@@ -48,11 +48,11 @@ def test_a_name_that_was_allowed_is_answered():
     [{"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://[bad"}, {"sec-fetch-site": "cross-site"},
      {"origin": "http://127.0.0.1:8000"}],
 )  # fmt: skip
-def test_no_page_may_ask_a_server_that_has_none(headers: dict[str, str]):
+def test_pages_may_not_ask_a_server_without_pages(headers: dict[str, str]):
     assert status(RequestPolicy(ServerRules()), headers) == 403
 
 
-def test_only_its_own_pages_may_ask_a_server_that_has_some():
+def test_only_its_own_pages_may_ask_a_server():
     gate = RequestPolicy(ServerRules(for_browsers=True))
     assert status(gate, {"origin": "http://127.0.0.1:8000"}) is None
     assert status(gate, {"sec-fetch-site": "same-origin"}, method="GET") is None
@@ -63,7 +63,7 @@ def test_only_its_own_pages_may_ask_a_server_that_has_some():
     assert status(gate, visit) == 403, "a form of another page may not be sent"
 
 
-def test_the_token_comes_in_a_header_and_from_pages_in_a_cookie():
+def test_token_comes_in_a_header_or_a_cookie():
     gate = RequestPolicy(ServerRules(token="sesame", cookie="c", for_browsers=True, open_paths=frozenset({"/health"})))
     right = ({"authorization": "Bearer sesame"}, {"authorization": "bearer  sesame"}, {"x-api-key": "sesame"},
              {"cookie": "a=b; c=sesame"})  # fmt: skip
@@ -75,7 +75,7 @@ def test_the_token_comes_in_a_header_and_from_pages_in_a_cookie():
     assert list(given_tokens({"cookie": "c=x"})) == []
 
 
-def test_a_body_is_refused_by_its_head():
+def test_body_is_refused_by_its_head():
     gate = RequestPolicy(ServerRules(max_body_bytes=10, body_limits={"/big": 100}))
     assert status(gate, {"content-length": "11"}) == 413
     assert status(gate, {"content-length": "11"}, path="/big") is None
@@ -83,9 +83,11 @@ def test_a_body_is_refused_by_its_head():
     assert status(gate, {"content-length": "9" * 400}) == 400
     assert status(gate, {"content-encoding": "gzip"}) == 415
     assert status(gate, {"content-encoding": "identity"}) is None
+    assert status(gate, {"content-length": "5", "transfer-encoding": "chunked"}) == 400, "a body has one length"
+    assert status(gate, {"transfer-encoding": "chunked"}) is None
 
 
-def test_a_client_that_asks_too_often_waits_and_others_do_not():
+def test_client_that_asks_too_often_waits():
     now = [0.0]
     gate = RequestPolicy(ServerRules(rate=ClientRateLimit.parse("2/s:3"), token="t"), clock=lambda: now[0])
     mine = {**HERE, "x-api-key": "t"}
@@ -104,7 +106,7 @@ def test_a_client_that_asks_too_often_waits_and_others_do_not():
     assert gate.take("fe80::1:1") == 0 and [gate.take(f"fe80::1:{i}") > 0 for i in range(3)] == [False, False, True]
 
 
-def test_rates_are_written_as_people_say_them():
+def test_rates_are_parsed():
     assert ClientRateLimit.parse("20") == ClientRateLimit.parse("20/s") == ClientRateLimit(per_s=20, burst=40)
     assert ClientRateLimit.parse("600/min:50") == ClientRateLimit(per_s=10, burst=50)
     assert ClientRateLimit.parse("1/min").burst == 1
@@ -113,7 +115,7 @@ def test_rates_are_written_as_people_say_them():
             ClientRateLimit.parse(text)
 
 
-def test_what_is_being_answered_has_a_bound():
+def test_requests_at_once_are_bounded():
     gate = RequestPolicy(ServerRules(max_requests=1))
     with gate.place() as first:
         assert first is None
@@ -123,13 +125,16 @@ def test_what_is_being_answered_has_a_bound():
 
 
 @pytest.mark.parametrize("token", ["", "  ", "a b\n", "schlüssel", "a\x00b"])
-def test_a_token_that_no_header_carries_is_refused(token: str):
+def test_token_that_no_header_carries_is_refused(token: str):
     with pytest.raises(ConfigError, match="the token"):
         RequestPolicy(ServerRules(token=token))
 
 
-def test_a_token_that_others_could_guess_is_refused_where_they_can_try():
-    check_exposure("127.0.0.1", "short")
+def test_open_address_needs_a_token_that_nobody_guesses():
+    for token in (None, "short", "x" * 16):
+        check_exposure("127.0.0.1", token)
+    with pytest.raises(ConfigError, match="POLYTURN_TOKEN"):
+        check_exposure("0.0.0.0", None)
     with pytest.raises(ConfigError, match="openssl rand"):
         check_exposure("0.0.0.0", "short")
     check_exposure("0.0.0.0", "x" * 16)
@@ -145,14 +150,14 @@ HOSTILE = (b"", b"{", b"\xff", b"NaN", b'{"a": Infinity}', b"1e999", b'"\\ud800"
 
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("body", HOSTILE)
-def test_a_body_that_is_more_than_json_is_refused(body: bytes, is_plain: bool, monkeypatch: pytest.MonkeyPatch):
+def test_body_beyond_json_is_refused(body: bytes, is_plain: bool, monkeypatch: pytest.MonkeyPatch):
     if is_plain:
         monkeypatch.setattr(wire, "orjson", None)
     with pytest.raises(wire.BodyError, match="the body is"):
         wire.loads(body)
 
 
-def test_both_readers_read_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_both_json_readers_read_the_same(monkeypatch: pytest.MonkeyPatch):
     body = json.dumps({"a": [1, 2.5, None, True, "é😀", 1 << 70, -(1 << 63)], "deep": [[[[]]]]}).encode()
     quick = wire.loads(body)
     monkeypatch.setattr(wire, "orjson", None)
@@ -162,7 +167,7 @@ def test_both_readers_read_the_same(monkeypatch: pytest.MonkeyPatch):
         wire.loads_object(b"[]")
 
 
-async def test_a_long_body_is_read_in_a_thread(monkeypatch):
+async def test_long_body_is_read_in_a_thread(monkeypatch):
     read, threads = wire.loads, []
 
     def watched(body, **bounds):

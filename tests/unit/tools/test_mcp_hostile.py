@@ -23,6 +23,8 @@ from polyturn.tools.mcp_content import text_of
 from support.cases import each
 from support.tools_parts import Held, is_alive, until
 
+pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
+
 SERVER = Path(__file__).with_name("mcp_sdk_server.py")
 RAW = {"command": sys.executable, "args": ["-S", str(Path(__file__).with_name("mcp_raw_server.py"))]}
 COMMAND = {"command": sys.executable, "args": [str(SERVER)]}

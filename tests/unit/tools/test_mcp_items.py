@@ -19,6 +19,8 @@ from polyturn.tools.mcp_content import blocks_of, images_of, text_of
 from polyturn.tools.registry import initialize_tools_from_config
 from polyturn.tools.schema import OpenAIFunctionToolSchema
 
+pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
+
 HERE = Path(__file__).parent
 RAW = {"command": sys.executable, "args": ["-S", str(HERE / "mcp_raw_server.py")]}
 

@@ -25,6 +25,8 @@ from polyturn.tools.mcp_connection import McpLimits, McpServer
 from polyturn.tools.registry import initialize_tools_from_config
 from support.tools_parts import Held, until
 
+pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
+
 SERVER = Path(__file__).with_name("mcp_sdk_server.py")
 RAW = {"command": sys.executable, "args": ["-S", str(Path(__file__).with_name("mcp_raw_server.py"))]}
 FAILURES = {None, "connection", "timeout", "tool_error", "circuit_open"}

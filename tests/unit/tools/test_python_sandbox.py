@@ -29,6 +29,8 @@ from polyturn.tools.python_sandbox.seccomp import filter_program
 from polyturn.tools.registry import initialize_tools_from_config
 from support.isolated import need_isolation, start_sandbox
 
+pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
+
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 50.0
 """What code that ends may take."""
@@ -61,7 +63,6 @@ def sandbox() -> Iterator[Interpreter]:
 # ---- isolation ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
 def test_quick_attempts_to_escape_are_contained() -> None:
     need_isolation()
     limits = SandboxLimits(
@@ -79,7 +80,6 @@ def test_quick_attempts_to_escape_are_contained() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_every_attempt_to_escape_is_contained() -> None:
     need_isolation()
     with ESCAPES.place() as outside:
@@ -88,7 +88,6 @@ def test_every_attempt_to_escape_is_contained() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 def test_attempts_in_an_ordinary_users_sandbox_are_contained() -> None:
     need_isolation()

@@ -1,12 +1,13 @@
-"""The tools of an episode: failures become observations, answers keep their order, each create has one release (I9)."""
+"""The tools of an episode: failures become observations, answers keep their order, each create has one release.
+
+That creates and releases pair up whatever goes wrong (I9) is tested in tests/property/test_rollout_invariants.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -353,54 +354,3 @@ async def test_create_that_ends_after_its_episode_is_released(kind: type[Obeys])
     while box.num_abandoned or box.late:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert dict(tool.released) == {"e": 1}
-
-
-DO = st.sampled_from(["ok", "ok", "raise", "hang", "stubborn", "cancel", "exit", "refuse"])
-
-
-@given(
-    creates=st.lists(DO, min_size=2, max_size=2),
-    turns=st.lists(st.lists(st.tuples(st.sampled_from(["a", "s", "no"]), DO), max_size=3), max_size=3),
-    releases=st.lists(DO, min_size=2, max_size=2),
-    cancel_after=st.sampled_from([None, 0.0, 0.001, 0.005, 0.02]),
-    is_patient=st.booleans(),
-)
-def test_every_create_has_exactly_one_release(
-    creates: list[str], turns: list[list[tuple[str, str]]], releases: list[str], cancel_after: float | None, is_patient: bool
-) -> None:
-    """I9 under failures, timeouts and cancellations, for async and plain tools; it holds whichever of them come first."""
-    first, second = Obeys("a"), PlainObeys("s")
-    box = ToolBox([first, second], ToolOptions(timeout_s=LATE_S))
-    row = task_with(
-        a={"create_kwargs": {"do": creates[0]}, "release_kwargs": {"do": releases[0]}},
-        s={"create_kwargs": {"do": creates[1]}, "release_kwargs": {"do": releases[1]}},
-    )
-
-    async def episode() -> None:
-        async with box.session("e") as session:
-            await session.start(row)
-            for turn in turns:
-                found = await session.call([call(name, f"c{i}", do=do) for i, (name, do) in enumerate(turn)])
-                assert [r.call_id for r in found] == [f"c{i}" for i in range(len(turn))]
-            await session.finish()
-
-    async def run() -> None:
-        running = asyncio.create_task(episode())
-        if cancel_after is not None:
-            await asyncio.sleep(cancel_after)
-            running.cancel()
-            if not is_patient:
-                await asyncio.sleep(0)
-                running.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ToolStartError, RewardError):  # on a busy machine all may be late
-            await running
-        second.gate.set()
-        quiet = 0
-        while quiet < 3:  # abandoned calls end, and what they created is released
-            await asyncio.sleep(0.002)
-            quiet = 0 if box.num_abandoned or box.late else quiet + 1
-
-    asyncio.run(run())
-    for tool in (first, second):
-        assert tool.created <= tool.released <= tool.begun <= Counter({"e": 1})
-    assert box.live_ids == set()

@@ -79,21 +79,6 @@ async def test_create_gets_the_row_kwargs_as_it_takes_them(kind: type[Base], sai
     assert made.truth == {}
 
 
-@pytest.mark.parametrize(
-    ("returned", "text"),
-    [
-        ("text", "text"),
-        (ToolResponse(text="text"), "text"),
-        (("text", 0.5, {"hits": 1}), "text"),
-        ((ToolResponse(text="text"), None, None), "text"),
-        ({"text": "text"}, '{"text": "text"}'),
-    ],
-)
-async def test_execute_may_return_any_form(returned: Any, text: str) -> None:
-    result, _ = await use(Answers(returned, name="t"))
-    assert (result.content, result.error) == (text, None)
-
-
 async def test_one_image_outside_a_list_is_a_list_of_one() -> None:
     result, _ = await use(Answers(({"image": Image.new("RGB", (2, 2)), "text": "here"}, 0.0, {}), name="t"))
     assert len(result.content) == 2
