@@ -471,7 +471,7 @@ def prepared(case, model):
     return model
 
 
-def moved(case, many, base, samples, share):
+def moved(many, base, samples, share):
     """Return how far scores are from those of one process with the same weights, when every group of them was moved, and
     whether all are as they were once it was moved back. Ranks that hold the same must move it alike."""
     backend, found = many.backend, {}
@@ -480,7 +480,7 @@ def moved(case, many, base, samples, share):
         backend.shift_weights(group, 0.1)
     there = [whole_of(backend)]
     dist.broadcast_object_list(there, src=0)
-    other = make(case, copy.deepcopy(base), reference=False)
+    other = ModelPolicy(policy_backend(copy.deepcopy(base), optim=OPTIM))
     other.backend.take({name: tensor.to(base.device) for name, tensor in there[0].items()})
     a, b = other.score(samples), many.score([samples[i] for i in share])
     found["moved/scores"] = largest([(a[i], b[k]) for k, i in enumerate(share)])
@@ -551,7 +551,7 @@ def compare(case, backend, device):
     if dist.get_rank() == 0:
         found["begins"] = difference(first, whole)
     if backend == "megatron" and not case.is_critic:
-        found |= moved(case, many, base, samples_of(case, 5, 4), list(range(row, 4, rows)))
+        found |= moved(many, base, samples_of(case, 5, 4), list(range(row, 4, rows)))
     norm = "critic/grad_norm" if case.is_critic else "loss/grad_norm"
     for step, size in enumerate((5, 4)):
         samples = samples_of(case, 3 + step, size, is_routed=case.kind in EXPERTS and step == 1)
