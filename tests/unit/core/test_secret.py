@@ -79,14 +79,24 @@ def test_configuration_is_masked_wherever_a_secret_lies() -> None:
     config = {
         "tools": [{"config": {"url": "http://me:pw@host/x?token=abc&topk=3", "token": "s3cr3t", "topk": 3}}],
         "headers": {"Authorization": "Bearer s3cr3t", "X-Api-Key": ["a", "b"], "Accept": "text/html", "x": "Bearer letters"},
-        "engine": {"api_key": "${oc.env:KEY}", "max_tokens": 5, "password": None, "credentials": {"user": "u"}},
+        "engine": {
+            "api_key": "${oc.env:KEY}",
+            "max_tokens": 5,
+            "password": None,
+            "credentials": {"user": "u", "pin": 123456},
+        },
         "prompt": "The Bearer of the ring asks basic questions",
         "command": ["serve", "--api-key", "s3cr3t", "--token-file", "file", "--port", "80"],
     }
     assert masked(config) == {
         "tools": [{"config": {"url": "http://***@host/x?token=***&topk=3", "token": SHOWN, "topk": 3}}],
         "headers": {"Authorization": SHOWN, "X-Api-Key": [SHOWN, SHOWN], "Accept": "text/html", "x": "Bearer ***"},
-        "engine": {"api_key": "${oc.env:KEY}", "max_tokens": 5, "password": None, "credentials": {"user": SHOWN}},
+        "engine": {
+            "api_key": "${oc.env:KEY}",
+            "max_tokens": 5,
+            "password": None,
+            "credentials": {"user": SHOWN, "pin": SHOWN},
+        },
         "prompt": "The Bearer of the ring asks basic questions",
         "command": ["serve", "--api-key", "***", "--token-file", "file", "--port", "80"],
     }
