@@ -183,7 +183,7 @@ def judge(backend, name, results):
     case = CASES[backend][name]
     close = 1e-9 if case.kind == "exact" else 1e-5
     # Scores are float32; AdamW divides a gradient by its own size, so that rounding of the smallest ones shows in a step.
-    bounds = {"scores": 1e-5, "state": max(close, 1e-4 * (close > 1e-9)), "loaded": 0.0, "back": 0.0, "taken": 0.0}
+    bounds = {"scores": 1e-5, "state": max(close, 5e-4 * (close > 1e-9)), "loaded": 0.0, "back": 0.0, "taken": 0.0}
     bounds["weights"] = bounds["state"]
     bounds["begins"] = close if case.lora is not None and backend == "fsdp" else 0.0
     if case.is_bfloat16:
