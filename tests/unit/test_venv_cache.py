@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import select
 import signal
@@ -88,3 +89,18 @@ def test_incomplete_environment_has_no_interpreter(tmp_path: Path, monkeypatch: 
     assert build["interpreter"]("trl") is None, "nothing says that it is complete"
     (folder / ".complete").touch()
     assert build["interpreter"]("trl") == folder / "bin" / "python"
+
+
+def test_build_removes_unused_environments_of_the_same_name(tmp_path: Path):
+    long_ago = 1.0
+    for name, used in (("env-old", long_ago), ("env-new", None), ("other-old", long_ago)):
+        (tmp_path / name).mkdir()
+        stamp = tmp_path / name / ".complete"
+        stamp.touch()
+        if used is not None:
+            os.utime(stamp, (used, used))
+    builder = start(tmp_path / "env-1")
+    assert next_line(builder) == "filling False"
+    builder.communicate("\n")
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert folders == {"env-new", "other-old", "env-1"}
