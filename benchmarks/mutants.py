@@ -41,7 +41,7 @@ PACKAGES = ("core", "tokens", "rollout", "batching", "algorithms", "training")
 EVERYWHERE = ("tests/property", "tests/golden")
 """Tests that execute any of the packages."""
 ARGUED = Path(__file__).with_name("mutants_argued.json")
-QUIET = ("-q", "-pno:cacheprovider", "-mnot slow and not learns", "-pno:xdist")
+QUIET = ("-q", "-pno:cacheprovider", "-pno:xdist")
 MAX_SECONDS = 1800.0
 """A mutant under which a circle of tests does not end in so long is noticed, too."""
 PROCESSES = multiprocessing.get_context("forkserver")
