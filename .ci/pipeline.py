@@ -44,9 +44,14 @@ MIN_PASSED = 5000
 """Fewer passed tests of the first tier mean that a folder was not collected."""
 MAX_RETRIES = 12
 """More failures than this are no accident, and are not run again."""
-TESTS_S = 20 * 60
+TESTS_S = 30 * 60
+"""Far above the eight minutes that two free cores take: the limit is there to end a hang, also on a slow machine."""
 MARKS_S = 35 * 60
 """For all marks together."""
+RUN_S = 80 * 60
+"""The marks end at this time after the start of the run."""
+RETRIES_S = 10 * 60
+"""For all second tries of a stage together; a test that gets none has failed."""
 MARK_S = {"engines": 15 * 60}
 DEFAULT_MARK_S = 10 * 60
 MARKS = ("engines", "kill", "cluster", "browser", "clock", "learns", "chance")
@@ -150,9 +155,10 @@ class Run:
         if len(failed) > MAX_RETRIES:
             outcome.failed = failed
             return outcome
+        end = time.monotonic() + RETRIES_S
         for test in failed:
             alone = Outcome(stage=f"{stage}-again")
-            status, _ = self._pytest(alone, [test, "-m", "", "-n", "0"], timeout_s=600)
+            status, _ = self._pytest(alone, [test, "-m", "", "-n", "0"], timeout_s=max(1.0, end - time.monotonic()))
             (outcome.flaky if status == 0 and alone.passed else outcome.failed).append(test)
         outcome.passed += len(outcome.flaky)
         return outcome
@@ -332,7 +338,7 @@ def second_tier(run: Run, builds: dict[str, subprocess.Popen[bytes]]) -> list[Ou
         if run.run(["make", "browser"], timeout_s=300) != 0:
             run.skipped_targets.append("make browser failed, see above")
     outcomes = []
-    end = time.monotonic() + MARKS_S
+    end = min(time.monotonic() + MARKS_S, run.start + RUN_S)
     for mark in MARKS:
         limit_s = min(MARK_S.get(mark, DEFAULT_MARK_S), end - time.monotonic())
         if limit_s < 60:
