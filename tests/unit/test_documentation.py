@@ -48,7 +48,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 RUN_ELSEWHERE = {
-    ("docs/guides/serve.md", 0): "test_the_client_of_the_guide_asks_a_server",
+    ("docs/guides/serve.md", 0): "test_client_of_the_guide_asks_a_server",
     ("docs/guides/testing.md", 0): "test_tests_that_a_page_shows_pass",
     ("docs/guides/see.md", 0): "test_notebook_of_a_page_reads_a_run",
     ("docs/segments.md", 0): "test_schedulers_of_the_segments_page_run",

@@ -32,6 +32,15 @@ def of_matrix(folder, ranks, *how):
     return results_of_ranks("support.rank_matrix:measure", ranks, folder / f"{ranks}.json", "fsdp", *how)
 
 
+QUICK = ("shards", "tensor")
+"""The cases of the first tier; one start of two processes computes them all."""
+
+
+@pytest.fixture(scope="module")
+def quick_results(tmp_path_factory):
+    return of_matrix(tmp_path_factory.mktemp("ranks"), 2, *QUICK)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     return of_matrix(tmp_path_factory.mktemp("ranks"), 2, "short")
@@ -49,8 +58,14 @@ def more(tmp_path_factory):
     return results_of_ranks("support.fsdp_ranks:measure", 2, tmp_path_factory.mktemp("ranks") / "found.json")
 
 
-@pytest.mark.parametrize("name", names_of("fsdp", is_short=True))
-def test_ranks_train_as_one_process(results, name):
+@pytest.mark.parametrize("name", QUICK)
+def test_ranks_train_as_one_process(quick_results, name):
+    judge("fsdp", name, quick_results[name])
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", [name for name in names_of("fsdp", is_short=True) if name not in QUICK])
+def test_ranks_train_as_one_process_in_common_cases(results, name):
     judge("fsdp", name, results[name])
 
 
@@ -68,31 +83,37 @@ def test_two_gpus_train_on_128k_tokens(tmp_path):
     assert np.isfinite(found["long"])
 
 
+@pytest.mark.cluster
 def test_each_rank_writes_its_part_of_a_checkpoint(results):
     shares = [found["written"] for found in results["shards"]]
     assert shares == pytest.approx([0.5, 0.5], abs=0.1)
 
 
+@pytest.mark.cluster
 def test_no_loss_depends_on_ranks_or_layout(more):
     assert len(more["losses"]) >= 12
     assert max(more["losses"].values()) < EXACT, more["losses"]
 
 
+@pytest.mark.cluster
 def test_leader_normalises_over_all_ranks(more):
     found = {name: value for name, value in more["leader"].items() if name not in ("canary", "noise")}
     assert len(found) == 13
     assert max(found.values()) < EXACT, found
 
 
+@pytest.mark.cluster
 def test_engine_is_proved_against_weights_in_shards(more):
     """The canary changes each rank's shards, and what arrives comes as a stream."""
     assert max(more["leader"]["canary"], more["leader"]["noise"]) < 1e-4
 
 
+@pytest.mark.cluster
 def test_ranks_with_the_same_samples_drop_the_same_inputs(more):
     assert max(more["dropout"].values()) < EXACT, more["dropout"]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("name", ["shards", "tensor", "critic"])
 def test_step_that_is_not_finite_on_one_rank_is_skipped_on_all(more, name):
     """Once more in a row ends the run, on all."""
@@ -102,11 +123,13 @@ def test_step_that_is_not_finite_on_one_rank_is_skipped_on_all(more, name):
     assert all("skipped in a row before it: 1" in message for message in found["ended"])
 
 
+@pytest.mark.cluster
 def test_policy_and_critic_are_written_at_the_same_time(more):
     """Also where ranks come to the two in another order."""
     assert more["faults"]["together"] == 0.0
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("name", "words"),
     [("picture_policy", "gone.png"), ("picture_critic", "gone.png"), ("other_critic", "critic is of another model")],
@@ -117,6 +140,7 @@ def test_error_of_one_rank_is_raised_on_all(more, name, words):
     assert all(words in message for message in messages)
 
 
+@pytest.mark.cluster
 def test_rank_reads_and_holds_its_share_of_the_files(more):
     found = more["in_parts"]
     assert found["read"] == found["held"]
@@ -125,6 +149,7 @@ def test_rank_reads_and_holds_its_share_of_the_files(more):
     assert all("model.layers.1.mlp.up_proj.weight" in message for message in found["lacks"])
 
 
+@pytest.mark.cluster
 def test_warm_start_hands_its_weights_to_policy_and_critic(more):
     names = ("againFalse", "againTrue", "unowned", "values", "backbone")
     assert max(more["in_parts"][name] for name in names) < 1e-5, more["in_parts"]
