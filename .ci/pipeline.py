@@ -52,8 +52,10 @@ RUN_S = 80 * 60
 """The marks end at this time after the start of the run."""
 RETRIES_S = 10 * 60
 """For all second tries of a stage together; a test that gets none has failed."""
-MARK_S = {"engines": 15 * 60}
+MARK_S = {"engines": 20 * 60}
 DEFAULT_MARK_S = 10 * 60
+INTERRUPT_S = 60
+"""The time that an interrupted command has for its report."""
 MARKS = ("engines", "kill", "cluster", "browser", "clock", "learns", "chance")
 BLOCKING = {"engines", "kill"}
 BACKGROUND = {"engines": 900, "environments": 600}
@@ -114,6 +116,9 @@ class Run:
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # pytest then writes what it has found so far
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPT_S)
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
