@@ -19,6 +19,7 @@ import base64
 import contextlib
 import fnmatch
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -38,6 +39,8 @@ from golden_model import write_model
 from golden_server import ScriptedServer
 
 HERE = Path(__file__).resolve().parent
+PATH = tuple(sys.path)
+"""Before any test ran. One may have left a folder with another plugins.py."""
 SCENARIO_FOLDER = HERE / "scenarios"
 FIXTURES = HERE / "fixtures"
 RENAMES = HERE / "renames.yaml"
@@ -181,13 +184,16 @@ def _call(folder: Path, command: str, *flags: str) -> None:
 
 @contextlib.contextmanager
 def _as_a_process(folder: Path) -> Iterator[None]:
-    """Stand in `folder`, without modules of an earlier scenario and without matplotlib, which takes longer than the step."""
+    """Stand in `folder`, without modules and folders of earlier tests, and without matplotlib, which takes longer than the
+    step."""
     here, path, before = Path.cwd(), list(sys.path), dict(sys.modules)
     hidden = [name for name in before if name.split(".")[0] in ("matplotlib", "plugins")]
     for name in hidden:
         del sys.modules[name]
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
     os.chdir(folder)
+    sys.path[:] = PATH
+    importlib.invalidate_caches()
     try:
         yield
     finally:
