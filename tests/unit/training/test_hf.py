@@ -1,5 +1,6 @@
 """Models in and out of the Hugging Face format."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,25 @@ def test_seed_decides_weights_and_leaves_the_random_state():
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.get_input_embeddings().weight, other.get_input_embeddings().weight)
+
+
+class MakesFolder:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_pickled_code_in_place_of_weights_is_refused(tmp_path):
+    folder = tmp_path / "model"
+    build_model(CONFIG, seed=0).config.save_pretrained(folder)
+    torch.save({"w": MakesFolder(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="no model can be loaded"):
+        load_model(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_export_is_loaded_by_transformers(tmp_path):
