@@ -42,7 +42,7 @@ def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence
         )
     else:
         assert source.generator is not None  # the config model requires one of the two
-        tasks = generate_tasks(source.generator, base=base, **source.kwargs)
+        tasks = generate_tasks(source.generator, split=split, base=base, **source.kwargs)
     tasks = tasks if source.limit is None else tasks[: source.limit]
     tasks = tasks if source.system is None else WithSystem(tasks, source.system)
     return tasks if source.interaction is None else WithInteraction(tasks, source.interaction)

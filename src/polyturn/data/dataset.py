@@ -223,11 +223,12 @@ class TaskDataset(TaskSequence):
         return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)
 
 
-def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
+def generate_tasks(path: str, *, split: str, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
     """Call the task generator that `path` names, and return its tasks.
 
     Args:
-        path: `package.module:function` or `file.py:function`: a callable that returns a sequence of tasks.
+        path: `package.module:function` or `file.py:function`: a callable that returns a sequence of tasks, or of rows.
+        split: "train" or the name of an evaluation; starts the ids of rows that have none.
         base: The folder that a relative file path starts from.
         kwargs: The generator's own arguments.
 
@@ -244,11 +245,15 @@ def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Seq
         raise ConfigError(f"the task generator {path!r} does not accept {kwargs!r}: {one_line(problem)}") from problem
     tasks = make(**kwargs)
     if not isinstance(tasks, Sequence) or isinstance(tasks, str):
-        raise DataError(f"the task generator {path!r} returned a {type(tasks).__name__}; it must return a sequence of Task")
+        raise DataError(
+            f"the task generator {path!r} returned a {type(tasks).__name__}; it must return a sequence of rows or Task"
+        )
     if not tasks:
         raise DataError(f"the task generator {path!r} returned no task for {kwargs!r}")
+    if isinstance(tasks[0], Mapping):
+        return TaskDataset.of(tasks, split=split, name=path)
     if not isinstance(tasks[0], Task):
-        raise DataError(f"the task generator {path!r} returned a sequence of {type(tasks[0]).__name__}, not of Task")
+        raise DataError(f"the task generator {path!r} returned a sequence of {type(tasks[0]).__name__}, not of rows or Task")
     return tasks
 
 

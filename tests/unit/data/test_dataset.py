@@ -185,6 +185,9 @@ from polyturn.core.task import Task
 def good(*, n, seed=0):
     return [Task(id=str(i), prompt=(Message(role="user", content=str(seed)),)) for i in range(n)]
 
+def rows(*, n):
+    return [{"prompt": f"{i} + 1?", "ground_truth": str(i + 1)} for i in range(n)]
+
 def not_tasks(*, n):
     return list(range(n))
 
@@ -197,8 +200,17 @@ a_value = 3
 
 def test_generator_of_a_file_makes_tasks(tmp_path: Path) -> None:
     (tmp_path / "gen.py").write_text(GENERATORS)
-    tasks = generate_tasks("gen.py:good", base=tmp_path, n=2, seed=5)
+    tasks = generate_tasks("gen.py:good", split="train", base=tmp_path, n=2, seed=5)
     assert list(tasks) == [Task(id=str(i), prompt=(Message(role="user", content="5"),)) for i in range(2)]
+
+
+def test_generator_may_return_rows(tmp_path: Path) -> None:
+    (tmp_path / "gen.py").write_text(GENERATORS)
+    tasks = generate_tasks("gen.py:rows", split="eval", base=tmp_path, n=2)
+    assert [(task.id, task.prompt[0].text, task.ground_truth) for task in tasks] == [
+        ("eval-0", "0 + 1?", "1"),
+        ("eval-1", "1 + 1?", "2"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +229,7 @@ def test_unusable_generator_is_refused(
 ) -> None:
     (tmp_path / "gen.py").write_text(GENERATORS)
     with pytest.raises(error, match=says):
-        generate_tasks(f"gen.py:{name}", base=tmp_path, **kwargs)
+        generate_tasks(f"gen.py:{name}", split="train", base=tmp_path, **kwargs)
 
 
 def test_system_message_comes_before_prompts_that_have_none() -> None:
