@@ -16,6 +16,7 @@ from polyturn import build
 from polyturn.api.folders import open_place
 from polyturn.api.training import RunOptions, TrainedRun, run_training
 from polyturn.cli.console import Output, command, program
+from polyturn.cli.dialogues import dialogues
 from polyturn.evaluation.report import EvalReport
 
 ROWS = {
@@ -79,6 +80,8 @@ def _tell(run: TrainedRun, out: Output) -> None:
     state = run.state
     if state.reports.get("before") and state.reports.get("after"):
         out.table(report_table(state.reports["before"], state.reports["after"]))
+        for table in dialogues(run.folder, f"eval/{next(iter(state.reports['after']))}"):
+            out.table(table)
     rest = max(0.0, run.wall_s - run.generating_s - run.training_s)
     out.fact("steps", state.step)
     out.fact(

@@ -1,0 +1,80 @@
+"""The same evaluation tasks before and after training, side by side: what the first policy said, and what the last one says.
+
+task eval-3           before: reward 0             after: reward 1
+user                  What is 21 + 18? ...         What is 21 + 18? ...
+assistant             To solve this, we need       21 + 18 = 39
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.compute as pc
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from polyturn.api.show import said
+from polyturn.core.printable import printable
+from polyturn.core.trajectory import Trajectory
+from polyturn.store.stored_run import StoredRun
+
+MAX_CHARS = 240
+"""Characters of a message that a column shows."""
+
+
+def dialogues(folder: Path, split: str, *, limit: int = 2) -> list[Table]:
+    """Tables of tasks that the last evaluation solves and the first one failed, with both dialogues.
+
+    Tasks that the last policy solves after feedback come before those that it solves in the first turn, one of each where
+    there are both. Without a task that improved, the first tasks of the evaluation are shown as they are.
+
+    Args:
+        folder: The run's folder.
+        split: The evaluation, for instance `eval/greedy`.
+        limit: How many tasks at most.
+    """
+    run = StoredRun(folder).select(split=split)
+    if not len(run):
+        return []
+    first, last = (pick(run.table(["step"])["step"]).as_py() for pick in (pc.min, pc.max))
+    if first == last:
+        return []
+    columns = ["id", "task_id", "reward", "num_turns"]
+    before = {row["task_id"]: row for row in run.select(step=first).table(columns).to_pylist()}
+    after = {row["task_id"]: row for row in run.select(step=last).table(columns).to_pylist()}
+    common = [task for task in after if task in before]
+    improved = [task for task in common if (after[task]["reward"] or 0) > (before[task]["reward"] or 0)]
+    repaired = [task for task in improved if after[task]["num_turns"] > 1]
+    at_once = [task for task in improved if after[task]["num_turns"] == 1]
+    chosen = [*repaired[:1], *at_once, *repaired[1:]] or common
+    return [
+        _side_by_side(
+            run.trajectory(before[task]["id"], first, split), run.trajectory(after[task]["id"], last, split), task=task
+        )
+        for task in chosen[:limit]
+    ]
+
+
+def _side_by_side(before: Trajectory, after: Trajectory, *, task: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"task {printable(task)}", title_justify="left")
+    table.add_column("")
+    for name, one in (("before", before), ("after", after)):
+        table.add_column(f"{name}: reward {one.reward.total:g}" if one.reward else f"{name}: no reward", ratio=1)
+    shared = 0
+    for old, new in zip(before.messages, after.messages, strict=False):
+        if (old.role, said(old)) != (new.role, said(new)):
+            break
+        shared += 1
+    for number in range(max(len(before.messages), len(after.messages))):
+        roles = [one.messages[number].role for one in (before, after) if number < len(one.messages)]
+        cells = [_cell(one, number) for one in (before, after)]
+        table.add_row("/".join(dict.fromkeys(roles)), cells[0], cells[1] if number >= shared else Text("the same", "dim"))
+    return table
+
+
+def _cell(trajectory: Trajectory, number: int) -> Text:
+    if number >= len(trajectory.messages):
+        return Text("")
+    text = printable(said(trajectory.messages[number]))
+    return Text(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ... ({len(text)} characters)")
