@@ -69,6 +69,8 @@ def _side_by_side(before: Trajectory, after: Trajectory, *, task: str) -> Table:
     for number in range(max(len(before.messages), len(after.messages))):
         roles = [one.messages[number].role for one in (before, after) if number < len(one.messages)]
         cells = [_cell(one, number) for one in (before, after)]
+        if not any(cell.plain for cell in cells):
+            continue  # the answer of an interaction that ended the episode without a word
         table.add_row("/".join(dict.fromkeys(roles)), cells[0], cells[1] if number >= shared else Text("the same", "dim"))
     return table
 
