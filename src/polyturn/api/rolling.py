@@ -87,4 +87,5 @@ def roll_out(
 
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         groups = run_loop(run_all(observer), deadline_s=config.deadline_s)
+        observer.end_rollout(groups)
     return RolledOut(folder, groups)

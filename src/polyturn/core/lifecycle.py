@@ -52,6 +52,11 @@ class StopReason(Enum):
         return self in _TRUNCATIONS
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a limit on tokens, context or time ended it; an episode that used up its turns was answered to the end."""
+        return self in _TRUNCATIONS and self is not StopReason.MAX_TURNS
+
+    @property
     def is_failure(self) -> bool:
         """Whether the trajectory is left out of the loss and of its group's statistics."""
         return self in (StopReason.ERROR, StopReason.ABORTED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 
 SERVER_TOKENS = "server_completion_tokens"
@@ -33,7 +34,10 @@ class EvalReport:
     mean_reward: float
     failed: float
     """Trajectories that ended with an error."""
-    truncated: float
+    cut: float
+    """Trajectories that a limit on tokens, context or time cut short."""
+    out_of_turns: float
+    """Trajectories that used up their turns."""
     mean_sampled_tokens: float
 
     def to_metrics(self, prefix: str) -> dict[str, float]:
@@ -68,7 +72,8 @@ def report(trajectories: Sequence[Trajectory], *, success_at: float = 1.0) -> Ev
         num_repairable=len(repaired),
         mean_reward=_mean([t.reward.total for t in trajectories if t.reward is not None]),
         failed=_share([t.is_failed for t in trajectories]),
-        truncated=_share([t.stop_reason.is_truncation for t in trajectories]),
+        cut=_share([t.stop_reason.is_cut for t in trajectories]),
+        out_of_turns=_share([t.stop_reason is StopReason.MAX_TURNS for t in trajectories]),
         mean_sampled_tokens=_mean([t.metrics.get(SERVER_TOKENS, t.num_sampled_tokens) for t in trajectories]),
     )
 

@@ -26,6 +26,8 @@ class AlarmThresholds:
     early_steps: int = 5
     patience: int = 3
     """An alarm is raised after this many steps in a row past its threshold."""
+    silent_steps: int = 10
+    """So many steps in a row in which all rewards of each group are equal are an alarm."""
     entropy_share: float = 0.2
     """Entropy below this share of the early one."""
     shortest_share: float = 0.3
@@ -85,6 +87,10 @@ class Alarms:
         self._disagreement: str | None = None
         self._num_idle = 0
         """Steps in a row in which nothing was trained."""
+        self._num_silent = 0
+        """Steps in a row in which all rewards of each group were equal."""
+        self._is_silence_known = False
+        """Whether an alarm has reported these."""
 
     def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
         """Take in the metrics of a step and return the alarms that it raises; each once, until its number has recovered.
@@ -99,6 +105,7 @@ class Alarms:
                 what = f"{self._thresholds.patience} steps in a row " + rule.what.format(early=f"{early:.3g}")
                 raised.append(Alarm(rule.name, f"step {step}: {rule.metric} is {value:.3g}, for {what}; {rule.look}"))
         raised += self._nothing_trained(step, metrics)
+        raised += self._no_signal(step, metrics)
         if "policy/rollout_difference" in metrics:
             found = diagnose(metrics, self._thresholds)
             if found is not None and found.name != self._disagreement:
@@ -121,9 +128,24 @@ class Alarms:
         reward = metrics.get("reward/mean")
         mean = "" if reward is None else f", the mean reward is {reward:.3g}"
         what = f"{flat} groups have equal rewards, {failed} trajectories failed{mean}"
-        look = "read some trajectories and what their rewards are made of, and give tasks that the policy solves sometimes"
-        told = f"step {step}: {self._num_idle} steps in a row trained nothing; in this one {what}; {look}"
+        self._is_silence_known = flat > 0
+        told = f"step {step}: {self._num_idle} steps in a row trained nothing; in this one {what}; {_for_a_signal(metrics)}"
         return [Alarm("nothing_trained", told)]
+
+    def _no_signal(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
+        """Warn, once, of rewards that never differ within a group, unless an alarm about them has said so."""
+        spread = metrics.get("reward/std")
+        if spread is None or not math.isfinite(spread):
+            return []
+        if spread > 0:
+            self._num_silent, self._is_silence_known = 0, False
+            return []
+        self._num_silent += 1
+        if self._num_silent < self._thresholds.silent_steps or self._is_silence_known:
+            return []
+        self._is_silence_known = True
+        what = f"{self._num_silent} steps in a row all rewards of a group were equal: no answer is better than another"
+        return [Alarm("no_signal", f"step {step}: {what}; {_for_a_signal(metrics)}")]
 
     def _is_news(self, rule: _Rule, value: float) -> bool:
         watch = self._watches[rule.name]
@@ -138,6 +160,20 @@ class Alarms:
             return False
         watch.is_raised = True
         return True
+
+
+def _for_a_signal(metrics: Mapping[str, float | None]) -> str:
+    """Return what to change so that rewards differ within a group."""
+    success = metrics.get("rollout/success")
+    read = "read some trajectories and what their rewards are made of"
+    if success == 0:
+        return (
+            f"{read}. The policy never succeeds: give easier tasks, a warm start (warm_start.conversations), a reward that "
+            "counts part of the way, or a larger train.group_size"
+        )
+    if success == 1:
+        return f"{read}. The policy always succeeds: give harder tasks, or a reward that tells good answers apart"
+    return f"{read}. Give tasks that the policy solves sometimes, a finer reward, or a larger train.group_size"
 
 
 def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | None = None) -> Alarm | None:
@@ -217,7 +253,7 @@ def _rules(t: AlarmThresholds) -> tuple[_Rule, ...]:
             length,
             lambda value, early: early > 0 and value > t.longest_factor * early,
             f"above {t.longest_factor:g} times its early median {{early}}: the model rambles or repeats itself",
-            "look at rollout/truncated and read some trajectories of this step",
+            "look at rollout/cut and read some trajectories of this step",
         ),
         _Rule(
             "turns_collapse",

@@ -17,7 +17,8 @@ MEANINGS: dict[str, str] = {
     "rollout/turns": "Mean turns of a trajectory.",
     "rollout/success": "Share of the scored trajectories whose outcome reached 1.",
     "rollout/failed": "Share of trajectories that failed; they are in no loss.",
-    "rollout/truncated": "Share of trajectories that a limit cut off.",
+    "rollout/cut": "Share of trajectories that a limit on tokens, context or time cut short.",
+    "rollout/out_of_turns": "Share of trajectories that used up their turns (`max_turns`, `max_user_turns`).",
     "rollout/stop_<reason>": "Trajectories that stopped for this reason.",
     "rollout/segments": "Mean segments of a trajectory; above 1 where histories are edited or branch.",
     "rollout/segmented": "Share of trajectories of more than one segment.",
@@ -201,7 +202,8 @@ MEANINGS: dict[str, str] = {
     "eval/<set>/mean_sampled_tokens": "Mean sampled tokens.",
     "eval/<set>/valid_tool_calls": "Share of all tool calls that ran without an error.",
     "eval/<set>/failed": "Share that failed.",
-    "eval/<set>/truncated": "Share that a limit cut off.",
+    "eval/<set>/cut": "Share that a limit on tokens, context or time cut short.",
+    "eval/<set>/out_of_turns": "Share that used up its turns.",
     "eval/<set>/<source>/<variable>/<metric>": "With several samples a task: `mean@n`, `std@n`, `best@k`, `worst@k` and "
     "`maj@k` of the reward, or of a number that its function returned, by data source.",
 }

@@ -27,15 +27,16 @@ from polyturn.evaluation.report import EvalReport
 from polyturn.store.options import StoreSettings
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
-from polyturn.tracking.alarms import Alarms
+from polyturn.tracking.alarms import Alarm, Alarms
 from polyturn.tracking.base import RunInfo
-from polyturn.tracking.console import ConsoleTracker, Progress, duration
+from polyturn.tracking.console import ConsoleTracker, Progress, duration, stops
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
 from polyturn.tracking.manager import Trackers, TrackerSpec
 from polyturn.tracking.plugin_alarms import PluginAlarms
 from polyturn.tracking.system import SystemSampler
+from polyturn.training.end_alarms import EndAlarms
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class RunObserver:
         self._trackers = Trackers(self._also.trackers, about)
         self._alarms = Alarms()
         self._plugin_alarms = PluginAlarms()
+        self._end_alarms = EndAlarms()
         self._progress: Progress | None = None
         self._system = SystemSampler() if total_steps > 0 else None
 
@@ -151,6 +153,11 @@ class RunObserver:
         self._advance("rollout", total)
         self._store.add(group, step=0, split="rollout")
 
+    def end_rollout(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """All groups of a rollout without training are done."""
+        self._end_phase()
+        self._warn(0, self._end_alarms.feed(groups, during="rollout"))
+
     def on_step(
         self,
         step: int,
@@ -170,10 +177,9 @@ class RunObserver:
         if self._live is not None:
             left = self._console.eta(step, metrics.get("time/step_s", 0.0))
             self._live.step(step, metrics, eta="" if left is None else duration(left))
-        for alarm in (*self._alarms.feed(step, metrics), *self._plugin_alarms.feed(step, groups)):
-            logger.warning("%s", alarm.message)
-            with (self._folder / "alarms.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "alarm": alarm.name, "message": alarm.message}) + "\n")
+        self._warn(step, self._alarms.feed(step, metrics))
+        self._warn(step, self._plugin_alarms.feed(step, groups))
+        self._warn(step, self._end_alarms.feed(groups, during=f"step {step}"))
         self._also.on_step(step, metrics)
 
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
@@ -190,10 +196,18 @@ class RunObserver:
         repairs = f"  repaired {report.repaired:.3f} (of {report.num_repairable})" if report.num_repairable else ""
         ended = [trajectory.is_failed for group in groups for trajectory in group.trajectories]
         failed = f"  FAILED {sum(ended)} of {len(ended)}" if any(ended) else ""
+        stopped = "".join(f"  {words}" for words in stops(cut=report.cut, out_of_turns=report.out_of_turns))
         logger.info(
-            "eval %-10s success %.3f  first turn %.3f  turns %.2f%s%s%s",
-            name, report.success, report.first_turn_success, report.mean_turns, calls, repairs, failed,
+            "eval %-10s success %.3f  first turn %.3f  turns %.2f%s%s%s%s",
+            name, report.success, report.first_turn_success, report.mean_turns, stopped, calls, repairs, failed,
         )  # fmt: skip
+        self._warn(step, self._end_alarms.feed(groups, during=f"eval {name}"))
+
+    def _warn(self, step: int, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            logger.warning("%s", alarm.message)
+            with (self._folder / "alarms.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "alarm": alarm.name, "message": alarm.message}) + "\n")
 
     def _track(self, step: int, split: str, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
         if self._metrics is None:  # made with the first line, so that a run which takes none leaves no empty file

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polyturn.core.errors import ToolUnavailableError
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
 from polyturn.core.reward import as_score
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
@@ -39,7 +40,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
         one: Metrics = {
             "rollout/turns": Mean(len(trajectory.turns)),
             "rollout/failed": Mean(float(trajectory.is_failed)),
-            "rollout/truncated": Mean(float(trajectory.stop_reason.is_truncation)),
+            "rollout/cut": Mean(float(trajectory.stop_reason.is_cut)),
+            "rollout/out_of_turns": Mean(float(trajectory.stop_reason is StopReason.MAX_TURNS)),
             f"rollout/stop_{trajectory.stop_reason.value}": Sum(1),
             "tokens/sampled": Sum(trajectory.num_sampled_tokens),
             "tokens/prefilled": Sum(trajectory.metrics.get("prefilled_tokens", 0)),

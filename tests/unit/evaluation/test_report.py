@@ -42,7 +42,7 @@ async def test_success_and_repair():
     assert (found.num_trajectories, found.success, found.first_turn_success) == (3, 2 / 3, 1 / 3)
     assert found.mean_turns == 2.0
     assert (found.num_repairable, found.repaired) == (2, 0.5)
-    assert found.truncated == 1 / 3 and found.failed == 0 and found.mean_reward == 2 / 3
+    assert (found.cut, found.out_of_turns) == (0, 1 / 3) and found.failed == 0 and found.mean_reward == 2 / 3
 
 
 async def test_tool_calls_without_errors_are_valid():

@@ -43,6 +43,25 @@ def test_ordinary_change_raises_nothing(metric: str, early: float, late: float) 
     assert names(Alarms(), metric, [early] * 5 + [late] * 10) == []
 
 
+def test_equal_rewards_for_ten_steps_raise_one_alarm() -> None:
+    silent: list[float | None] = [0.0] * 15
+    assert names(Alarms(), "reward/std", silent) == [(9, "no_signal")]
+    assert names(Alarms(), "reward/std", [*silent[:9], 0.2, *silent[:9]]) == []
+
+
+def test_equal_rewards_are_reported_once_where_nothing_trained() -> None:
+    idle = {"reward/std": 0.0, "loss/grad_norm": 0.0, "buffer/groups_zero_variance": 4.0}
+    alarms = Alarms()
+    assert [a.name for step in range(20) for a in alarms.feed(step, idle)] == ["nothing_trained"]
+
+
+@pytest.mark.parametrize(("success", "word"), [(0.0, "warm_start"), (1.0, "harder"), (0.4, "train.group_size")])
+def test_alarm_without_a_signal_says_what_to_change(success: float, word: str) -> None:
+    alarms = Alarms(AlarmThresholds(silent_steps=1))
+    (alarm,) = alarms.feed(1, {"reward/std": 0.0, "rollout/success": success})
+    assert word in alarm.message
+
+
 def test_alarm_comes_again_after_a_recovery_only() -> None:
     values: list[float | None] = [1.0] * 5 + [0.1] * 5 + [1.0] + [0.1] * 3
     assert [step for step, _ in names(Alarms(), "policy/entropy", values)] == [7, 13]

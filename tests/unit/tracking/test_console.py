@@ -40,6 +40,12 @@ def test_line_of_a_step_has_figures_and_time_left(caplog: pytest.LogCaptureFixtu
     ]
 
 
+def test_line_of_a_step_shows_what_stopped_episodes() -> None:
+    line = ConsoleTracker().line(1, {"rollout/cut": 0.8125, "rollout/out_of_turns": 0.0625, "rollout/turns": 1.0})
+    assert line == "step 1  turns 1.00  cut 81 %  out of turns 6 %"
+    assert ConsoleTracker().line(1, {"rollout/cut": 0.0, "rollout/out_of_turns": 0.0}) == "step 1"
+
+
 def test_missing_figures_are_left_out() -> None:
     assert ConsoleTracker().line(0, {"eval/greedy/success": 0.3}) == "step 0  eval/greedy/success 0.300"
 

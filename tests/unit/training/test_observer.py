@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import report
+from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
@@ -96,6 +99,46 @@ async def test_alarm_is_logged_and_written(tmp_path: Path, caplog: pytest.LogCap
     alarms = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
     assert alarms and alarms[0]["step"] >= 20 and "entropy" in alarms[0]["message"]
     assert alarms[0]["message"] in caplog.text
+
+
+CUT = "The answer to this is a long story that does not end"
+
+
+def alarms_in(folder: Path) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in (folder / "alarms.jsonl").read_text().splitlines()]
+    return [(line["alarm"], line["message"]) for line in lines]
+
+
+async def ended(says: Sequence[str], **limits: int) -> list[TrajectoryGroup]:
+    context = scripted_context(says, interactions={"gsm8k": Gsm8kInteraction({})}, limits=Limits(**limits), latency_s=0.0)
+    return await RolloutPool(context).run([GroupSpec(id="g0", task=task(interaction="gsm8k"), size=4)])
+
+
+async def test_cut_episodes_raise_one_alarm_with_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    found = await ended([CUT], max_tokens_per_turn=4)
+    with RunObserver(tmp_path, total_steps=2) as observer:
+        observer.on_eval(0, "greedy", report([t for g in found for t in g.trajectories]), found)
+        for step in (1, 2):
+            observer.on_step(step, {"rollout/cut": 1.0}, found)
+    ((name, message),) = alarms_in(tmp_path)
+    assert name == "cut_episodes" and "rollout.limits.max_tokens_per_turn" in message and "4 of 4" in message
+    assert "cut 100 %" in next(line for line in caplog.messages if line.startswith("eval greedy"))
+
+
+async def test_rollout_alone_raises_the_alarm_too(tmp_path: Path):
+    with RunObserver(tmp_path, total_steps=0) as observer:
+        observer.end_rollout(await ended([CUT], max_tokens_per_turn=4))
+    assert [name for name, _ in alarms_in(tmp_path)] == ["cut_episodes"]
+
+
+async def test_used_up_turns_raise_an_alarm_unless_episodes_succeed(tmp_path: Path):
+    with RunObserver(tmp_path, total_steps=1) as observer:
+        observer.on_step(1, {}, await ended(["#### 4"], max_turns=1))
+        assert not (tmp_path / "alarms.jsonl").exists()
+        observer.on_step(1, {}, await ended(["#### 5", "#### 6"], max_turns=2))
+    ((name, message),) = alarms_in(tmp_path)
+    assert name == "out_of_turns" and "rollout.limits.max_turns" in message
 
 
 def test_supervised_steps_have_their_own_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -1,0 +1,64 @@
+"""Alarms about limits: most episodes of a step, an evaluation or a rollout ended at one.
+
+    step 1: 13 of 16 episodes were cut by rollout.limits.max_tokens_per_turn; a cut turn is not answered: …
+
+Separate from the alarms over metrics because an evaluation and a rollout without training raise them too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.evaluation.report import is_success
+from polyturn.tracking.alarms import Alarm
+
+MOST_CUT = 0.5
+"""The share of episodes that one limit may cut without an alarm."""
+MOST_OUT_OF_TURNS = 0.9
+"""The share that may use up their turns, where fewer than half of them succeed."""
+_CUT = "a cut turn is not answered: no tool runs and no interaction speaks"
+_WHAT_TO_DO: Mapping[StopReason, str] = {
+    StopReason.LENGTH: f"were cut by rollout.limits.max_tokens_per_turn; {_CUT}. Raise rollout.limits.max_tokens_per_turn, "
+    "or ask for shorter answers in the prompt",
+    StopReason.MAX_TOKENS: f"ended at rollout.limits.max_tokens; {_CUT}. Raise rollout.limits.max_tokens, or lower "
+    "rollout.limits.max_tokens_per_turn",
+    StopReason.CONTEXT_FULL: f"filled the context; {_CUT}. Raise rollout.limits.max_context as far as the model allows, "
+    "shorten prompts and tool results, or set rollout.limits.context_policy: compact",
+    StopReason.TIMEOUT: "ended at rollout.limits.timeout_s; raise it, or look at which tool or interaction is slow "
+    "(time/tool/… and time/interaction/…)",
+    StopReason.MAX_TURNS: "used up rollout.limits.max_turns (or max_user_turns), and fewer than half of them succeeded; "
+    "raise it if they need more turns, or read some of them if they go round in circles",
+}
+
+
+class EndAlarms:
+    """Watches the stop reasons of a run's episodes; each limit is reported once."""
+
+    def __init__(self) -> None:
+        self._raised: set[StopReason] = set()
+
+    def feed(self, groups: Sequence[TrajectoryGroup], *, during: str) -> list[Alarm]:
+        """Take in finished episodes and return the alarms that they raise.
+
+        Args:
+            groups: The episodes.
+            during: What they were run for: "step 3", "eval greedy", "rollout".
+        """
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        found = []
+        for reason, num in Counter(trajectory.stop_reason for trajectory in trajectories).items():
+            if reason not in _WHAT_TO_DO or reason in self._raised:
+                continue
+            if reason.is_cut:
+                is_most = num >= MOST_CUT * len(trajectories)
+            else:
+                num_won = sum(is_success(one) for one in trajectories if one.stop_reason is reason)
+                is_most = num >= MOST_OUT_OF_TURNS * len(trajectories) and num_won < num / 2
+            if is_most:
+                self._raised.add(reason)
+                message = f"{during}: {num} of {len(trajectories)} episodes {_WHAT_TO_DO[reason]}"
+                found.append(Alarm("cut_episodes" if reason.is_cut else "out_of_turns", message))
+        return found
