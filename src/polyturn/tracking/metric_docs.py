@@ -38,7 +38,7 @@ MEANINGS: dict[str, str] = {
     "reward/std": "Mean standard deviation (unbiased) of the total rewards of a group.",
     "reward/greedy": "Mean reward of the greedy rollouts that `remax` compares with.",
     "reward/judge_tokens": "Tokens that judges cost, as their endpoints count.",
-    "reward/<component>": "Mean of one part of the reward, whatever its weight.",
+    "reward/<component>": "Mean of one part of the reward, whatever its weight, or of a number that its function returned.",
     # tokens
     "tokens/sampled": "Tokens that the policy sampled.",
     "tokens/prefilled": "Tokens that the engine read: prompts and observations, without what its cache held.",

@@ -21,6 +21,8 @@ from polyturn.tools.results import call_metrics
 
 _ANSWERED = (None, *(kind for kind in ToolFailure if kind.reached_tool))
 """`ToolResult.error` of calls that reached their tool."""
+_TAKEN = ("mean", "std", "greedy", "judge_tokens")
+"""Metrics of rewards that a number of a reward function cannot replace."""
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
@@ -69,8 +71,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
         if trajectory.reward is not None:
             one["reward/mean"] = Mean(trajectory.reward.total)
             one["rollout/success"] = Mean(float(is_success(trajectory)))
-            for name, value in trajectory.reward.components.items():
-                one[f"reward/{name}"] = Mean(value)
+            for name, value in trajectory.reward.numbers.items():
+                is_taken = name in _TAKEN and name not in trajectory.reward.components
+                one[f"reward/own_{name}" if is_taken else f"reward/{name}"] = Mean(value)
         parts += [call_metrics(result) for result in calls]
         versions = [s.policy_version for seg in trajectory.segments for s in seg.spans if s.policy_version is not None]
         if versions:

@@ -54,6 +54,18 @@ async def test_spread_of_rewards_is_that_within_groups() -> None:
     assert reduce(rollout_metrics(groups, version=0))["reward/std"] == pytest.approx((0.0 + 0.5**0.5) / 2)
 
 
+async def test_numbers_of_a_reward_function_are_metrics() -> None:
+    def score(trajectory: Trajectory) -> dict[str, Any]:
+        return {"score": 1.0, "short": float(trajectory.id == "g0/0"), "std": 7.0, "why": "it is right"}
+
+    context = scripted_context(["a"], rewards={"*": score})
+    members = tuple([await run_episode(context, task(), id=f"g0/{i}") for i in range(2)])
+    metrics = reduce(rollout_metrics([TrajectoryGroup(id="g0", task=task(), trajectories=members)], version=0))
+    assert metrics["reward/short"] == 0.5
+    assert (metrics["reward/std"], metrics["reward/own_std"]) == (0.0, 7.0)
+    assert "reward/why" not in metrics
+
+
 class Restless(MultiTurnScheduler):
     """Goes on in a message that it cut, masks a turn, and branches."""
 
