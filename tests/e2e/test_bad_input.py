@@ -111,7 +111,7 @@ def test_loss_that_is_not_finite_leaves_a_checkpoint(tmp_path: Path):
         plugins.write(
             "\n\nCALLS = []\n\n\ndef broken(logprobs_T, old_logprobs_T, advantages_T):\n"
             "    from polyturn.algorithms.losses import TokenLoss\n\n    CALLS.append(1)\n"
-            "    return TokenLoss(logprobs_T * (float('nan') if len(CALLS) > 2 else -1.0), {})\n"
+            "    return TokenLoss(logprobs_T * (float('nan') if len(CALLS) > 3 else -1.0), {})\n"
         )
     skips = "train.optim.max_skipped=1"
     called = call("train", config, "train.steps=6", skips, "algorithm.loss=plugins.py:broken")

@@ -202,6 +202,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     if config.cluster.address is not None:
         build.check_cluster(config)
     if config.cluster.address is not None and options.dry_run is None:
+        build.try_credit(place)
         parts = build.cluster_parts(place)
     else:
         place = replace(place, reads_parts=not (place.is_plan or build.holds_weights(place, num_ranks=this.size)))

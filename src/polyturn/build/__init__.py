@@ -41,6 +41,7 @@ from polyturn.build.training import (
     stored_exporter,
     warm_start_samples,
 )
+from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource, model_folder
 
 __all__ = [
@@ -50,7 +51,8 @@ __all__ = [
     "build_train_tasks", "build_trainer", "check_backend", "check_before_weights", "check_cluster", "check_endpoint_run",
     "check_first_tasks", "check_plugins", "check_ranks", "check_run", "check_training", "check_warm_start", "check_workers",
     "cluster_parts", "exporter", "fitting", "follow_leader", "for_endpoint",
-    "holds_weights", "lead", "model_folder", "pool_of", "sends_adapter", "settle", "stored_exporter", "untrained",
+    "holds_weights", "lead", "model_folder", "pool_of", "sends_adapter", "settle", "stored_exporter", "try_credit",
+    "untrained",
     "warm_start_samples",
     "with_workers",
 ]  # fmt: skip

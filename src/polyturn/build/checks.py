@@ -13,6 +13,7 @@ from polyturn.build.credit import check_algorithm, check_credit
 from polyturn.build.parts import Parts, Plugins
 from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.build.training import build_trackers
+from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource
 from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
 from polyturn.core.registry import import_attr
@@ -88,6 +89,7 @@ def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins,
     with Progress("load PyTorch"):
         check_backend(place)
         check_algorithm(place)
+        try_credit(place)
 
 
 def check_first_tasks(place: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins, tools: ToolBox) -> None:

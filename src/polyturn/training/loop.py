@@ -199,7 +199,11 @@ class Trainer:
             await self._engine.sleep()
         update = partial(self.update.run, [*groups, *replayed], step=state.step)
         # A cancellation waits for the end of the update: between two optimizer steps there is no state to go on from.
-        done = Finished(update(), None) if self._thread is None else await finish(self._thread.submit(update))
+        try:
+            done = Finished(update(), None) if self._thread is None else await finish(self._thread.submit(update))
+        except Exception:
+            self._observer.on_failed_step(state.step + 1, groups)
+            raise
         (metrics, trained), cancelled = done
         # From here on the step counts as taken: whatever fails below, a checkpoint of this state repeats none of it.
         state.step += 1

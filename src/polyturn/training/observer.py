@@ -182,6 +182,13 @@ class RunObserver:
         self._warn(step, self._end_alarms.feed(groups, during=f"step {step}"))
         self._also.on_step(step, metrics)
 
+    def on_failed_step(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """The update of a step raised: its trajectories are written, for what they show; the step has no metrics."""
+        self._end_phase()
+        self._record(groups, step=step, split="train")
+        num = sum(len(group.trajectories) for group in groups)
+        logger.warning("step %d could not be trained; its %d trajectories are in %s", step, num, self._folder)
+
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
         """An evaluation set is done: its numbers and its trajectories are written."""
         self._end_phase()

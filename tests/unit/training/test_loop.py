@@ -98,6 +98,9 @@ class NotingObserver:
         self.metrics[step] = dict(metrics)
         self.groups[step] = list(groups)
 
+    def on_failed_step(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        self._events.append(("failed", step, [group.id for group in groups]))
+
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
         self._events.append(("eval", step, name, report.num_trajectories))
 
@@ -341,6 +344,14 @@ def test_error_ends_the_run_and_leaves_a_checkpoint(tmp_path: Path, fault: dict[
     latest = rig.checkpoints.latest()
     assert latest is not None
     assert rig.checkpoints.load(latest)["loop"]["step"] == rig.trainer.state.step >= 1
+
+
+def test_trajectories_of_a_failed_update_are_recorded(tmp_path: Path):
+    rig = Rig(tmp_path, fail_at=1)
+    with pytest.raises(TrainingError):
+        rig.run()
+    ((_, step, groups),) = rig.of("failed")
+    assert step == 2 and len(groups) == len(rig.observer.groups[1])
 
 
 def test_error_of_the_last_save_does_not_hide_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture):

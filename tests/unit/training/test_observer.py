@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from polyturn.cli.main import main
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import report
 from polyturn.interactions.gsm8k import Gsm8kInteraction
@@ -139,6 +140,18 @@ async def test_used_up_turns_raise_an_alarm_unless_episodes_succeed(tmp_path: Pa
         observer.on_step(1, {}, await ended(["#### 5", "#### 6"], max_turns=2))
     ((name, message),) = alarms_in(tmp_path)
     assert name == "out_of_turns" and "rollout.limits.max_turns" in message
+
+
+async def test_failed_step_leaves_its_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with RunObserver(tmp_path, total_steps=3) as observer:
+        observer.on_failed_step(1, await groups())
+    assert {t.id for t in open_store(tmp_path).trajectories(split="train")} == {"g0/0", "g0/1", "g1/0", "g1/1"}
+    with pytest.raises(SystemExit):
+        main(["show", str(tmp_path), "g0/0"])
+    assert "#### 4" in capsys.readouterr().out
+    with RunObserver(tmp_path, total_steps=3) as observer:
+        observer.resume(0)
+    assert not len(open_store(tmp_path)), "a resumed run takes the step again"
 
 
 def test_supervised_steps_have_their_own_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):

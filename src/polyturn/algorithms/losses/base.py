@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +29,11 @@ USUAL_CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
 
 
 class TokenLoss(NamedTuple):
-    """The result of a policy loss, one entry per token."""
+    """The result of a policy loss: what each token contributes, and figures of each token that become metrics."""
 
     loss_T: Tensor
-    stats: dict[str, Tensor]
-    """Detached [T] figures to be averaged over tokens: clip_fraction, ratio, approx_kl."""
+    stats: Mapping[str, Tensor] = MappingProxyType({})
+    """Name -> [T] detached. The mean over all tokens of a step is the metric `policy/<name>`: clip_fraction, ratio."""
 
 
 PolicyLoss = Callable[..., TokenLoss]
@@ -162,6 +163,12 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
             found = loss(logprobs_T, old_logprobs_T, advantages_T, **told, **bound)
         if not isinstance(found, TokenLoss) or np.shape(found.loss_T) != logprobs_T.shape:
             raise TrainingError(f"the policy loss returned {shown(found)}; return TokenLoss(loss_T, stats), a loss a token")
+        for name, stat in found.stats.items():
+            if not isinstance(stat, Tensor) or stat.shape != logprobs_T.shape:
+                raise TrainingError(
+                    f"the policy loss returned the figure {name!r} as {shown(stat)}; return a tensor with a number for each "
+                    "token, as long as logprobs_T"
+                )
         return found
 
     return call
