@@ -352,7 +352,7 @@ class _Reader:
             ConfigError: no key has that name, or several have.
         """
         values: dict[str, Any] = {}
-        paths = {name: path_of(name) for name in given}
+        paths = {name: path_of(name, value) for name, value in given.items()}
         for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # the name of a part before its options
             tree = self.plain(given[name])
             for part in reversed(path):

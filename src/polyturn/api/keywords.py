@@ -1,6 +1,6 @@
 """Keywords that name a key of the configuration: its last name, its whole name, or what another trainer calls it.
 
-    path_of("lr")  ->  ["train", "optim", "lr"]          path_of("learning_rate")  ->  ConfigError: … it is lr: lr=1e-6
+    path_of("lr")  ->  ["train", "optim", "lr"]          path_of("learning_rate", 1e-5)  ->  ConfigError: … write lr=1e-05
 
 Separate from `given`, which knows what may stand for a key's value.
 """
@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from polyturn.config.models import RunConfig
 from polyturn.config.retired import RETIRED
 from polyturn.config.schema import schema_table
+from polyturn.config.unknown import CLOSE, nearest_keys
+from polyturn.config.well_known import WELL_KNOWN, call_for
 from polyturn.core.errors import ConfigError, did_you_mean
 
 FIRST = ("", "train")
@@ -22,46 +25,6 @@ INNER = ("train.optim", "train.distributed", "rollout.limits", "rollout.sampling
 """Sections within sections whose keys go by their last name; those of others are written whole."""
 PARTS = ("algorithm.advantage", "algorithm.loss")
 """Of these, the arguments whose names no other key has."""
-ELSEWHERE: Mapping[str, str] = {
-    "reward_funcs": "reward=right, a function of one trajectory",
-    "dataset": "tasks=dataset",
-    "train_dataset": "tasks=dataset",
-    "eval_dataset": "eval_tasks=dataset",
-    "processing_class": "tokenizer=tokenizer",
-    "args": "its settings as keywords: steps=100, lr=1e-6, group_size=8",
-    "peft_config": "**{'model.lora.rank': 16}",
-    "callbacks": "for step in polyturn.steps(…): …",
-    "optimizers": "lr=1e-6, weight_decay=0.0, schedule='cosine'",
-    "environment": "env=Game",
-    "environments": "env=Game",
-    "environment_factory": "env='trl:game.py:Game'",
-    "rollout_func": "scheduler=MyScheduler, a subclass of polyturn.MultiTurnScheduler",
-    "num_generations": "group_size=8",
-    "max_completion_length": "max_tokens_per_turn=512",
-    "max_new_tokens": "max_tokens_per_turn=512",
-    "max_prompt_length": "max_prompt_tokens=512",
-    "learning_rate": "lr=1e-6",
-    "max_steps": "steps=100",
-    "num_train_epochs": "epochs=1",
-    "output_dir": "out='runs'",
-    "run_name": "name='mine'",
-    "beta": "**{'algorithm.kl.coef': 0.001}",
-    "epsilon": "clip_low=0.2, clip_high=0.2",
-    "epsilon_high": "clip_high=0.28",
-    "loss_type": "loss='ppo_clip'",
-    "scale_rewards": "norm_by_std=True",
-    "num_iterations": "minibatches=2",
-    "per_device_train_batch_size": "groups_per_step=16, group_size=8",
-    "gradient_accumulation_steps": "groups_per_step=16: a step has that many groups, in as many pieces as memory asks",
-    "use_vllm": "engine='vllm'",
-    "bf16": "dtype='bfloat16'",
-    "logging_steps": "nothing: every step is recorded, in run.metrics",
-    "save_steps": "checkpoint_every=20",
-    "report_to": "tracking=['wandb']",
-    "resume_from_checkpoint": "resume=True",
-    "lr_scheduler_type": "schedule='cosine'",
-}
-"""Other trainers' names of a keyword -> ours."""
 
 
 @functools.cache
@@ -87,21 +50,25 @@ OWN = (
 """Keywords of the functions themselves, for the nearest one to a misspelt keyword."""
 
 
-def path_of(name: str) -> list[str]:
+def path_of(name: str, value: Any = None) -> list[str]:
+    """Return the key that a keyword names; `value` is repeated in what is suggested for one that names none.
+
+    Raises:
+        ConfigError: no key has that name, or several may be meant.
+    """
     if "." in name:
         return name.split(".")
-    keys = _keys().get(name, ())
-    if not keys and name in ELSEWHERE:
-        raise ConfigError(f"there is no keyword {name!r}; write {ELSEWHERE[name]}")
+    keys, theirs = _keys().get(name, ()), WELL_KNOWN.get(name)
+    if theirs is not None and len(theirs.keys) > 1:
+        candidates = call_for(name, value, keyword_of=_keyword_of)
+        raise ConfigError(f"the keyword {name!r} may be any of {', '.join(theirs.keys)}; write one of them: {candidates}")
+    if not keys and theirs is not None:
+        raise ConfigError(f"there is no keyword {name!r}; write {call_for(name, value, keyword_of=_keyword_of)}")
     if not keys and (retired := [then.says for key, then in RETIRED.items() if key.rpartition(".")[2] == name]):
-        raise ConfigError(f"there is no keyword {name!r} any more; {retired[0]}")
+        raise ConfigError(f"there is no keyword {name!r}; {retired[0]}")
     if not keys:
-        known = [*OWN, *_keys()]
-        near = did_you_mean(name, known) if get_close_matches(name, known) else ""
-        for theirs in [] if near else get_close_matches(name, ELSEWHERE, n=1):
-            near = f" If you mean {theirs!r}, write {ELSEWHERE[theirs]}."
         raise ConfigError(
-            f"there is no keyword {name!r}.{near} A keyword is one of "
+            f"there is no keyword {name!r}.{_near(name, value)} A keyword is one of "
             f"{', '.join(OWN)}, a section of the configuration, or the last part of a key of it, such as steps or max_turns"
         )
     if name in keys:
@@ -113,3 +80,24 @@ def path_of(name: str) -> list[str]:
             raise ConfigError(f"the keyword {name!r} may be any of {', '.join(keys)}; write the whole key: {whole}")
         return chosen[0].split(".")
     return keys[0].split(".")
+
+
+def _keyword_of(key: str) -> str | None:
+    """Return the last name of a key, where that is a keyword for it."""
+    last = key.rpartition(".")[2]
+    is_ambiguous = last in WELL_KNOWN and len(WELL_KNOWN[last].keys) > 1
+    return last if not is_ambiguous and last in _keys() and path_of(last) == key.split(".") else None
+
+
+def _near(name: str, value: Any) -> str:
+    """Suggest a keyword, another trainer's name, or a whole key, whichever is nearest to a misspelt keyword."""
+    known = [*OWN, *(one for one in _keys() if one not in WELL_KNOWN)]
+    whole = nearest_keys(name, (row.key for row in schema_table(RunConfig) if not {"<", "["} & set(row.key)))
+    for cutoff in (CLOSE, 0.6):
+        if get_close_matches(name, known, cutoff=cutoff):
+            return did_you_mean(name, known)
+        for theirs in get_close_matches(name, WELL_KNOWN, n=1, cutoff=cutoff):
+            return f" If you mean {theirs!r}, write {call_for(theirs, value, keyword_of=_keyword_of)}."
+        if whole:
+            return f" Did you mean {' or '.join(f'**{{{key!r}: …}}' for key in whole[:2])}?"
+    return ""

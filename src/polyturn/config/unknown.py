@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from polyturn.config.references import value_at
@@ -33,8 +34,12 @@ from polyturn.config.schema import (
     unwrap,
 )
 from polyturn.config.sources import merge, nested
+from polyturn.config.well_known import suggestion
 from polyturn.core.entry_points import offered
 from polyturn.core.errors import did_you_mean
+
+CLOSE = 0.8
+"""How near a name is (of difflib) that is rather meant than another trainer's, or one of another section."""
 
 
 class Unknown(NamedTuple):
@@ -84,7 +89,7 @@ def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: C
                 if retired is not None or not takes_more(of):
                     hint = _of_another_kind(annotation, of, str(key), value, path)
                     hint = hint or (f" It is no key any more; {retired.says}." if retired is not None else "")
-                    yield Unknown((*path, key), inner, hint or _nearest(str(key), known, path, everywhere), retired)
+                    yield Unknown((*path, key), inner, hint or _nearest(str(key), inner, known, path, everywhere), retired)
             else:
                 below = f"{row}{'<name>' if known is None else key}."
                 yield from _unknown(child(of, key), inner, (*path, key), below, everywhere)
@@ -109,16 +114,30 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
     return f" It is for {where} {' or '.join(kinds)}, and that is {now!r}; set {by}, or leave {key} out (null)."
 
 
-def _nearest(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: Callable[[], list[str]]) -> str:
-    """Suggest this key of another section, or a near one of the same."""
-    # First elsewhere: a key that is spelt right was rather put into the wrong section than misspelt.
+def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, everywhere: Callable[[], list[str]]) -> str:
+    """Suggest what stands for another trainer's key, this key of another section, or a near one."""
     near = f"{dotted(path)}." if path else ""
-    elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key]
-    elsewhere.sort(key=lambda k: (not k.startswith(near), "<" in k, "[" in k))  # below the same section first
-    if elsewhere:
-        return f" Did you mean {' or '.join(repr(k) for k in elsewhere[:2])}?"
+    if close := get_close_matches(key, known, n=2, cutoff=CLOSE):
+        return f" Did you mean {' or '.join(repr(near + name) for name in close)}?"
+    if (ours := suggestion(key, value)) and "train.groups_per_step" in everywhere():
+        return f" It is another trainer's name; write {ours}."
+    # Next elsewhere: a key that is spelt right was rather put into the wrong section than misspelt.
+    elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key] or nearest_keys(key, everywhere())
+    below = [k for k in elsewhere if k.startswith(near)]  # in the same section
+    found = sorted(below or elsewhere, key=lambda k: (not k.startswith("train."), "<" in k, "[" in k))
+    if found:
+        return f" Did you mean {' or '.join(repr(k) for k in found[:2])}?"
     hint = did_you_mean(key, known)
     return re.sub(r"'([^']+)'", rf"'{near}\1'", hint) if hint.startswith(" Did") else hint
+
+
+def nearest_keys(name: str, keys: Iterable[str]) -> list[str]:
+    """Return the whole keys whose last names are nearest to a misspelt one; none where no name is close."""
+    by_name: dict[str, list[str]] = {}
+    for key in keys:
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    close = get_close_matches(name, by_name, n=2, cutoff=CLOSE)
+    return [key for one in close for key in by_name[one]]
 
 
 def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) -> Any:

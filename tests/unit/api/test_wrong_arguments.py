@@ -15,11 +15,12 @@ import pytest
 import polyturn
 from polyturn.api.event_loop import run_beside
 from polyturn.api.given import GivenArguments, read
-from polyturn.api.keywords import ELSEWHERE, OWN, path_of
+from polyturn.api.keywords import OWN, path_of
 from polyturn.api.ranks import this_rank
 from polyturn.api.stepping import TrainingStep
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
+from polyturn.config.well_known import WELL_KNOWN
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
@@ -231,13 +232,34 @@ def test_wrong_question_to_a_run_is_one_sentence(call: Any, words: str, tmp_path
         call(run)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", WELL_KNOWN)
 def test_keyword_of_another_trainer_leads_to_ours(name: str) -> None:
     """Each `key=` of the answer is an argument or a key of the configuration."""
-    keys = re.findall(r"(?<![\w{])(\w+)=", ELSEWHERE[name])
-    assert [key for key in keys if key not in OWN and path_of(key) is None] == []
-    with pytest.raises(polyturn.ConfigError, match="; write "):
-        path_of(name)
+    with pytest.raises(polyturn.ConfigError, match="; write ") as caught:
+        path_of(name, 3)
+    answer = str(caught.value).partition("; write ")[2]
+    keys = re.findall(r"(?<![\w{'.])(\w+)=", answer)
+    assert [key for key in keys if key not in (*OWN, "on_step") and path_of(key) is None] == []
+    whole = {row.key for row in schema_table(RunConfig)}
+    assert set(re.findall(r"\*\*\{'([\w.]+)'", answer)) <= whole
+    assert set(WELL_KNOWN[name].keys) <= whole
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("learning_rate", 3e-5, "write lr=3e-05"),
+        ("beta", 0.1, r"write \*\*\{'algorithm.kl.coef': 0.1\}"),
+        ("max_steps", 3, "write steps=3"),
+        ("num_generation", 4, "'num_generations', write group_size=4"),
+        ("batch_size", 8, r"groups_per_step=8 or group_size=8 or .*'warm_start.batch_size': 8"),
+        ("eval_every", 5, r"'evaluation.every': 5"),
+        ("replicass", 5, r"'engine.launch.replicas'"),
+    ],
+)
+def test_answer_to_a_keyword_has_the_users_value(name: str, value: Any, answer: str) -> None:
+    with pytest.raises(polyturn.ConfigError, match=answer):
+        path_of(name, value)
 
 
 def test_traceback_ends_at_the_call_of_the_library() -> None:
