@@ -77,6 +77,12 @@ class Seen:
 
     steps: list[tuple[dict[str, float], list[TrajectoryGroup]]] = field(default_factory=list)
 
+    def begin_phase(self, phase: str, total: int) -> None:
+        return
+
+    def on_episode(self, *, total: int) -> None:
+        return
+
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         assert phase == "rollout"
 

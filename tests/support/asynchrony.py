@@ -102,6 +102,12 @@ class _Observer:
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
 
+    def begin_phase(self, phase: str, total: int) -> None:
+        return
+
+    def on_episode(self, *, total: int) -> None:
+        return
+
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         return
 

@@ -116,6 +116,7 @@ async def _all(
     out = {}
     try:
         for which in sets:
+            observer.begin_phase(f"eval/{which.name}", len(which.tasks))
             result = await evaluate(
                 pool,
                 which,

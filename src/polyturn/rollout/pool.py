@@ -55,6 +55,8 @@ class LiveGroup:
     """The episodes of a group while it runs, so that a caller can abort it."""
 
     episodes: list[Episode] = field(default_factory=list)
+    on_end: Callable[[Trajectory], None] | None = None
+    """Is told each trajectory of this process as it ends, before the group is whole."""
     abort_elsewhere: Callable[[], Awaitable[list[int]]] | None = None
     """Of a group whose episodes run in another process: aborts them there, and returns their lengths."""
     is_cut: bool = False
@@ -128,7 +130,7 @@ class RolloutPool:
 
         async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:
             async with self._slots:
-                return await run_episode(
+                trajectory = await run_episode(
                     context,
                     spec.task,
                     id=f"{spec.id}/{name}",
@@ -136,6 +138,9 @@ class RolloutPool:
                     sampling=sampling,
                     on_start=None if live is None else live.episodes.append,
                 )
+            if live is not None and live.on_end is not None and name != "greedy":
+                live.on_end(trajectory)
+            return trajectory
 
         with first_error():
             async with asyncio.TaskGroup() as tasks:

@@ -131,11 +131,14 @@ class Progress:
         seconds = self._clock() - self._start
         pace = self.done / seconds if seconds > 0 else 0.0
         if self.total is None:
-            counted = f"{self.done}, {pace:.1f}/s, " if self.done else ""
+            counted = f"{self.done}, {pace_of(pace)}, " if self.done and pace > 0 else ""
             return f"{self.title}: {counted}{duration(seconds)}"
+        if not self.done:
+            return f"{self.title}: 0 of {self.total}, {duration(seconds)} so far"
         share = self.done / self.total if self.total else 1.0
-        left = f", eta {duration((self.total - self.done) / pace)}" if pace > 0 else ""
-        return f"{self.title}: {self.done} of {self.total} ({share:.0%}), {pace:.1f}/s{left}".replace("%", " %")
+        left = f", eta {duration((self.total - self.done) / pace)}" if pace > 0 and self.done < self.total else ""
+        counted = f"{self.title}: {self.done} of {self.total} ({share:.0%})".replace("%", " %")
+        return f"{counted}{', ' if pace > 0 else ''}{pace_of(pace)}{left}"
 
     def _show(self) -> None:
         while not self._is_over.wait(self._every_s):
@@ -160,6 +163,13 @@ def stops(*, cut: float, out_of_turns: float) -> list[str]:
     """Return the shares of episodes that a limit stopped, in words: ["cut 81 %", "out of turns 6 %"]; none below 0.5 %."""
     shares = {"cut": cut, "out of turns": out_of_turns}
     return [f"{words} {100 * share:.0f} %" for words, share in shares.items() if share >= 0.005]
+
+
+def pace_of(per_second: float) -> str:
+    """Return a pace in words that say something: "8.0/s", "1.5/min"; "" where there is none yet."""
+    if per_second <= 0:
+        return ""
+    return f"{per_second:.1f}/s" if per_second >= 0.1 else f"{60 * per_second:.1f}/min"
 
 
 def duration(seconds: float) -> str:

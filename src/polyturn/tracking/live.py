@@ -23,6 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from polyturn.tracking.console import pace_of
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 24
 """Steps that a small curve shows."""
@@ -73,6 +75,12 @@ class LiveStatus:
                     del past[:-HISTORY]
         self._live.start()
 
+    def begin(self, phase: str, total: int) -> None:
+        """Show that a phase has begun, of which nothing is done."""
+        with self._lock:
+            self._phase, self._done, self._of, self._began = phase, 0, total, self._clock()
+        self._live.start()
+
     def advance(self, phase: str, total: int) -> None:
         """Show that one more thing of a phase, for instance an episode of the rollout, is done."""
         with self._lock:
@@ -105,7 +113,7 @@ class LiveStatus:
                 lines.append(Text("  ".join(self._numbers()), no_wrap=True, overflow="ellipsis"))
             if self._phase:
                 seconds = self._clock() - self._began
-                pace = f", {self._done / seconds:.1f}/s" if seconds > 0 else ""
+                pace = f", {pace_of(self._done / seconds)}" if self._done and seconds > 0 else ""
                 lines.append(Text(f"{self._phase} {self._done} of {self._of}{pace}", style="dim", no_wrap=True))
             return Group(*lines)
 

@@ -153,7 +153,13 @@ class Trainer:
             carries=train.carries_over,
             pending=self._pending,
         )
-        sampler = self._sampler()
+        sampler, num_episodes = self._sampler(), train.groups_per_step * train.group_size
+        limits = self._pool.context.limits
+        logger.info(
+            "a step has %d episodes, %d groups of %d, of at most %s turns and %s tokens a turn",
+            num_episodes, train.groups_per_step, train.group_size,
+            limits.max_turns or "any number of", limits.max_tokens_per_turn or "any number of",
+        )  # fmt: skip
         producer = Producer(
             buffer,
             pool=self._pool,
@@ -162,13 +168,14 @@ class Trainer:
             drops=drops,
             settings=self.settings,
             update=self.update,
-            on_group=partial(self._observer.on_group, phase="rollout", total=train.groups_per_step),
+            on_episode=partial(self._observer.on_episode, total=num_episodes),
         )
         num_groups = (train.steps - state.step) * buffer.tickets_per_step
         producing = tasks.create_task(producer.run(tasks, num_groups=num_groups), name="producer")
         try:
             while state.step < train.steps:
                 began = time.perf_counter(), self._engine.busy_s()
+                self._observer.begin_phase("rollout", num_episodes)
                 taken = await buffer.take()
                 self._training = taken.tickets
                 if self._pool.failures.max_share < 1:  # else a run goes on whatever fails
@@ -300,6 +307,7 @@ class Trainer:
         out = {}
         for which in sets:
             total = len(which.tasks[:limit])
+            self._observer.begin_phase(f"eval/{which.name}", total)
             tell = partial(self._observer.on_group, phase=f"eval/{which.name}", total=total)
             result = await evaluate(
                 self._pool,

@@ -40,6 +40,8 @@ from polyturn.training.end_alarms import EndAlarms
 
 logger = logging.getLogger(__name__)
 
+_LONG_S = 60.0
+"""A step whose episodes take longer is announced."""
 _OFTEN_S = 300.0
 """Without a terminal, seconds in which a run says how far it is at least every two seconds; afterwards it does every ten."""
 
@@ -96,6 +98,10 @@ class RunObserver:
         self._plugin_alarms = PluginAlarms()
         self._end_alarms = EndAlarms()
         self._progress: Progress | None = None
+        self._has_begun = False
+        """Whether the first rollout of training has."""
+        self._first_step: tuple[float, int] | None = None
+        """When the first rollout of training began, and how many of its episodes are done; None before and afterwards."""
         self._system = SystemSampler() if total_steps > 0 else None
 
     def __enter__(self) -> Self:
@@ -143,6 +149,39 @@ class RunObserver:
         """Supervised training is done."""
         self._end_phase()
         logger.info("warm start: %s", self._sft_last)
+
+    def begin_phase(self, phase: str, total: int) -> None:
+        """The first of `total` groups or episodes of a phase have begun."""
+        if phase == "rollout" and not self._has_begun:
+            self._has_begun, self._first_step = True, (time.monotonic(), 0)
+        if self._live is not None:
+            self._live.begin(phase, total)
+        else:
+            self._begin_progress(phase, total)
+
+    def on_episode(self, *, total: int) -> None:
+        """An episode of the `total` of a training step is done."""
+        self._advance("rollout", total)
+        self._tell_pace(total)
+
+    def _tell_pace(self, total: int) -> None:
+        """Say once, from the first episodes of a run, how long those of a step take, where that is long."""
+        if self._first_step is None:
+            return
+        began, done = self._first_step
+        self._first_step = began, done + 1
+        if done + 1 < max(2, total // 16):
+            return
+        self._first_step = None
+        seconds = (time.monotonic() - began) / (done + 1) * total
+        if seconds >= _LONG_S:
+            logger.info(
+                "at the pace of the first %d episodes, the %d of a step take about %s, and training comes on top; fewer: "
+                "train.groups_per_step, train.group_size, rollout.limits.max_tokens_per_turn",
+                done + 1,
+                total,
+                duration(seconds),
+            )
 
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         """A group is done; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
@@ -240,11 +279,15 @@ class RunObserver:
             self._live.advance(phase, total)
             return
         if self._progress is None or self._progress.title != phase:
-            self._end_phase()
-            is_young = time.monotonic() - self._began < _OFTEN_S
-            self._progress = Progress(phase, total, console=self._bars, every_s=1.5 if is_young else 10.0)
-            self._progress.__enter__()
+            self._begin_progress(phase, total)
+        assert self._progress is not None
         self._progress.advance()
+
+    def _begin_progress(self, phase: str, total: int) -> None:
+        self._end_phase()
+        is_young = time.monotonic() - self._began < _OFTEN_S
+        self._progress = Progress(phase, total, console=self._bars, every_s=1.5 if is_young else 10.0)
+        self._progress.__enter__()
 
     def _end_phase(self) -> None:
         if self._live is not None:

@@ -18,7 +18,7 @@ from polyturn.buffer.group_buffer import GroupBuffer, Slot
 from polyturn.core.errors import EngineError, one_line
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.trajectory import Trajectory
 from polyturn.data.sampler import TaskSampler, Visit
 from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
 from polyturn.training.state import LoopSettings
@@ -50,7 +50,7 @@ class Producer:
         drops: DropStats,
         settings: LoopSettings,
         update: Update,
-        on_group: Callable[[TrajectoryGroup], None],
+        on_episode: Callable[[], None],
     ) -> None:
         """Take what it needs.
 
@@ -62,7 +62,7 @@ class Producer:
             drops: Is told what is not trained on.
             settings: The loop's: the size of a group, the seed, how often a group without signal is replaced.
             update: Says what a group must have, and whether it has something to learn from.
-            on_group: Is told every finished group that a step may train on.
+            on_episode: Is called for every finished episode of groups that a step may train on.
         """
         self._buffer = buffer
         self._pool = pool
@@ -71,7 +71,7 @@ class Producer:
         self._drops = drops
         self._settings = settings
         self._update = update
-        self._on_group = on_group
+        self._on_episode = on_episode
         self._started: dict[int, _Started] = {}
         self._cutting: set[asyncio.Task[None]] = set()
 
@@ -104,6 +104,15 @@ class Producer:
         # By epoch, so that a task that is visited again is sampled anew.
         index, seed = visit.task, derive_seed(self._settings.seed, visit.epoch)
         max_attempts = self._settings.train.dynamic_sampling
+        num_told = 0
+
+        def tell(trajectory: Trajectory) -> None:
+            nonlocal num_told
+            num_told += 1
+            self._on_episode()
+
+        if not max_attempts:  # else a whole group may have nothing to learn from, and its episodes count for no step
+            live.on_end = tell
         try:
             for attempt in range(max_attempts + 1):
                 live.episodes.clear()
@@ -121,7 +130,8 @@ class Producer:
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)
-            self._on_group(group)
+            for _ in range(len(group.trajectories) - num_told):  # also of a group that ran in another process
+                self._on_episode()
             await self._buffer.put(ticket, group)
         finally:
             if not live.is_cut:  # `cut` has taken out those that are

@@ -79,6 +79,22 @@ def test_progress_without_a_count_shows_its_time() -> None:
     assert Progress("loading", console=terminal(False), clock=Clock()).line() == "loading: 0s"
 
 
+@pytest.mark.parametrize(
+    ("done", "seconds", "line"),
+    [
+        (0, 12.0, "rollout: 0 of 8, 12s so far"),
+        (1, 120.0, "rollout: 1 of 8 (12 %), 0.5/min, eta 14m00s"),
+        (8, 2.0, "rollout: 8 of 8 (100 %), 4.0/s"),
+    ],
+)
+def test_progress_shows_only_numbers_that_mean_something(done: int, seconds: float, line: str) -> None:
+    clock = Clock()
+    bar = Progress("rollout", 8, console=terminal(False), clock=clock)
+    clock.now = seconds
+    bar.advance(done)
+    assert bar.line() == line
+
+
 def test_progress_without_a_total_has_no_share() -> None:
     clock = Clock()
     with Progress("reading", console=terminal(False), clock=clock) as bar:

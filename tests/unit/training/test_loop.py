@@ -88,6 +88,12 @@ class NotingObserver:
         self.metrics: dict[int, dict[str, float]] = {}
         self.groups: dict[int, list[TrajectoryGroup]] = {}
 
+    def begin_phase(self, phase: str, total: int) -> None:
+        return
+
+    def on_episode(self, *, total: int) -> None:
+        self._events.append(("episode", total))
+
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         self._events.append(("group", group.id, phase, total))
 
@@ -344,6 +350,12 @@ def test_error_ends_the_run_and_leaves_a_checkpoint(tmp_path: Path, fault: dict[
     latest = rig.checkpoints.latest()
     assert latest is not None
     assert rig.checkpoints.load(latest)["loop"]["step"] == rig.trainer.state.step >= 1
+
+
+@pytest.mark.parametrize("dynamic_sampling", [0, 1])
+def test_every_episode_of_a_step_is_counted(tmp_path: Path, dynamic_sampling: int):
+    rig = Rig(tmp_path, steps=2, groups_per_step=2, group_size=4, dynamic_sampling=dynamic_sampling).run()
+    assert rig.of("episode") == [("episode", 8)] * 16
 
 
 def test_trajectories_of_a_failed_update_are_recorded(tmp_path: Path):

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,6 +141,22 @@ async def test_used_up_turns_raise_an_alarm_unless_episodes_succeed(tmp_path: Pa
         observer.on_step(1, {}, await ended(["#### 5", "#### 6"], max_turns=2))
     ((name, message),) = alarms_in(tmp_path)
     assert name == "out_of_turns" and "rollout.limits.max_turns" in message
+
+
+def test_long_first_step_is_announced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    monkeypatch.setattr("polyturn.training.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with RunObserver(tmp_path, total_steps=2) as observer:
+        for _ in range(2):
+            observer.begin_phase("rollout", 32)
+            for _ in range(32):
+                now[0] += 10.0
+                observer.on_episode(total=32)
+    (line,) = [line for line in caplog.messages if "pace" in line]
+    assert "32" in line and "5m20s" in line and "train.groups_per_step" in line
 
 
 async def test_failed_step_leaves_its_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
