@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,17 @@ def test_every_rank_of_torchrun_returns_the_run(tmp_path: Path, how: str) -> Non
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("returned [1]") == 2
+
+
+def test_callback_hears_every_step_and_its_error_ends_the_run(tmp_path: Path) -> None:
+    heard: list[tuple[int, float]] = []
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        heard.append((step, metrics["reward/mean"]))
+        if step == 2:
+            raise ValueError("enough")
+
+    with pytest.raises(polyturn.PolyturnError, match=r"on_step.* step 2.*ValueError: enough"):
+        polyturn.train(**given(tmp_path, steps=3, name="told", on_step=on_step))
+    assert [step for step, _ in heard] == [1, 2]
+    assert list(polyturn.Run(tmp_path / "told").metrics["reward/mean"]) == [mean for _, mean in heard]

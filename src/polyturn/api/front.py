@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OnStep = Callable[[int, Mapping[str, float]], object]
 P = ParamSpec("P")
 R = TypeVar("R")
 _OF_TRAINING = ("train", "algorithm", "warm_start")
@@ -67,6 +70,7 @@ def train(
     eval_tasks: Any = None,
     config: Any = None,
     resume: bool | Literal["auto"] = False,
+    on_step: OnStep | None = None,
     **overrides: Any,
 ) -> Run:
     """Train a model, and return the run: its metrics, its trajectories, its model.
@@ -88,6 +92,7 @@ def train(
         eval_tasks: Tasks to evaluate on before and after, given as `tasks` are.
         config: A YAML file, or the same as a dict; everything above and below goes before it.
         resume: Go on from the newest checkpoint of the run of this name; "auto": where there is one.
+        on_step: Called as `on_step(step, metrics)` once each step is taken and recorded; what it raises ends the run.
         overrides: Further keys of the configuration: a whole section (`train={"steps": 100}`), the last part of a key
             (`steps=100`, `lr=1e-5`, `max_turns=4`, `temperature=0.8`, `name="mine"`), or a whole key
             (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may stand where YAML has an import path,
@@ -103,7 +108,8 @@ def train(
     from polyturn.api.given import GivenArguments
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
-    return _train(GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config), resume=resume)
+    given = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
+    return _train(given, resume=resume, on_step=on_step)
 
 
 @_in_a_sentence
@@ -234,21 +240,43 @@ def _again(name: str) -> str:
     return f"polyturn.train(…, name={name!r}, resume=True)"
 
 
-def _train(given: GivenArguments, *, resume: bool | Literal["auto"]) -> Run:
+def _train(given: GivenArguments, *, resume: bool | Literal["auto"], on_step: OnStep | None) -> Run:
+    called = _called_each_step(on_step)
     with _begun(given) as (source, resolved):
         from polyturn.api.event_loop import run_beside
         from polyturn.api.training import RunOptions, run_training
 
-        finished = run_beside(
-            lambda signals: run_training(source, resolved, RunOptions(again=_again, resume=resume, signals=signals))
-        )
-        run = _run_of(finished, given, source)
+        options = RunOptions(again=_again, resume=resume, on_step=called)
+        finished = run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
+        run = _run_of(finished, given, source, on_step=on_step)
         if not isinstance(finished, Path):  # which a rank gets that follows another
             logger.info("look at it: run.show(), or in a shell: polyturn view %s", run.folder)
     return run
 
 
-def _run_of(finished: Any, given: Any, source: Any) -> Run:
+def _called_each_step(on_step: OnStep | None) -> OnStep:
+    """Return `on_step` with what it raises as one sentence.
+
+    Raises:
+        ConfigError: it cannot be called with a step and its metrics, or nothing would await it.
+    """
+    from polyturn.core.errors import TrainingError, told_in_a_sentence
+    from polyturn.core.plugin_class import CallShape, check_function
+
+    if on_step is None:
+        return lambda step, metrics: None
+    if inspect.iscoroutinefunction(on_step):
+        raise ConfigError("on_step is async, and nothing awaits it here; write it as `def on_step(step, metrics)`")
+    check_function(on_step, CallShape(num=2, write="def on_step(step, metrics)"), where="on_step")
+
+    def call(step: int, metrics: Mapping[str, float]) -> None:
+        with told_in_a_sentence(f"on_step, called behind step {step},", TrainingError):
+            on_step(step, dict(metrics))
+
+    return call
+
+
+def _run_of(finished: Any, given: Any, source: Any, *, on_step: OnStep | None = None) -> Run:
     """Return the run that training left, as seen from this process."""
     from polyturn.api.folders import name_of
     from polyturn.api.run import Run
@@ -260,7 +288,7 @@ def _run_of(finished: Any, given: Any, source: Any) -> Run:
 
     @_in_a_sentence
     def again(changes: Mapping[str, Any]) -> Run:
-        return _train(given.changed(changes, name=name_of(folder, source.config.out)), resume=True)
+        return _train(given.changed(changes, name=name_of(folder, source.config.out)), resume=True, on_step=on_step)
 
     return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again, resources=source)
 

@@ -29,6 +29,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import LiveObject, hold
 from polyturn.core.reward import shown
 from polyturn.core.signature import required
+from polyturn.data.conversations import Conversation
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -38,6 +39,9 @@ from polyturn.tools.function import FunctionTool
 
 FILES = (".jsonl", ".ndjson", ".parquet")
 _YAML = (".yaml", ".yml")
+_OF_TASKS = {("data", "train"): "train", ("evaluation", "data"): "eval"}
+"""Keys that take tasks, and the split that they are."""
+_CONVERSATIONS = ("warm_start", "conversations")
 _EMPTY: Mapping[str, Any] = {"streaming": False, "columns": {}, "kwargs": {}}
 
 
@@ -69,6 +73,8 @@ class GivenArguments:
         Raises:
             ConfigError: a keyword belongs to another function.
         """
+        if "on_step" in keywords:
+            raise ConfigError("'on_step' is for polyturn.train; with polyturn.steps, write what it does into the loop")
         if strange := [name for name in keywords if name in own or name == "resume"]:
             raise ConfigError(f"{strange[0]!r} is for polyturn.train and polyturn.steps; leave it out here")
         if isinstance(own["model"], str | Path) and own["config"] is None and Path(own["model"]).suffix in _YAML:
@@ -108,7 +114,7 @@ def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
     values: dict[str, Any] = {}
     path: Path | None = None
     if isinstance(given.config, Mapping):
-        merge(values, reader.plain(given.config))
+        merge(values, reader.plain(reader.with_rows((), given.config)))
     elif isinstance(given.config, str | Path):
         path = Path(given.config)
         if path.suffix not in (*_YAML, ".json") and not path.exists():
@@ -162,6 +168,22 @@ class _Reader:
             return value
         refuse_coroutine(value, "a value")
         return self.label(value)
+
+    def with_rows(self, path: tuple[str, ...], value: Any) -> Any:
+        """Return the value of a key with rows in it, where a file could stand, as the section or the label for them."""
+        if path in _OF_TASKS and value is not None:
+            return value if isinstance(value, Mapping) else self._tasks(value, ".".join(path), split=_OF_TASKS[path])
+        if path == _CONVERSATIONS and not isinstance(value, str | Path) and hasattr(value, "__iter__"):
+            what, rows = ".".join(path), rows_of(value, ".".join(path))
+            if not len(rows):
+                raise DataError(f"{what} has no row; give at least one: {what}=[{{'messages': […]}}]")
+            if not isinstance(rows[0], Conversation):
+                Conversation.from_row(rows[0], where=f"{what}[0]")
+            return self.label(functools.partial(list, rows), name=f"{_kind(value)} of {len(rows)}")
+        is_above = any(one[: len(path)] == path for one in (*_OF_TASKS, _CONVERSATIONS))
+        if isinstance(value, Mapping) and is_above:
+            return {key: self.with_rows((*path, str(key)), inner) for key, inner in value.items()}
+        return value
 
     def model(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """Return the section `model`: of a name, a folder, a run, a section, or a model of transformers."""
@@ -354,7 +376,7 @@ class _Reader:
         values: dict[str, Any] = {}
         paths = {name: path_of(name, value) for name, value in given.items()}
         for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # the name of a part before its options
-            tree = self.plain(given[name])
+            tree = self.plain(self.with_rows(tuple(path), given[name]))
             for part in reversed(path):
                 tree = {part: tree}
             merge(values, tree)

@@ -178,6 +178,9 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     place, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
     config = place.config
     folder = Path(config.out) / config.name
+    if config.train.steps == 0 and config.train.epochs is None:
+        instead = "" if config.warm_start.steps else "; polyturn eval, or polyturn.evaluate, evaluates a model alone"
+        logger.warning("train.steps is 0, so no training step is taken%s", instead)
     check_writable(folder if resume else folder.parent, instead=ANOTHER_FOLDER)
     build.check_plugins(place)
     build.check_workers(config)

@@ -25,9 +25,9 @@ class BaseInteraction:
     """Whether what it keeps of an episode comes from `start_interaction` alone, so that a conversation goes on after a
     restart; one with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-        self.name: str = config.get("name", "interaction_agent")
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
+        self.config = {} if config is None else config
+        self.name: str = self.config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin one episode; return the id that is used from then on.

@@ -18,12 +18,14 @@ from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import OWN, path_of
 from polyturn.api.ranks import this_rank
 from polyturn.api.stepping import TrainingStep
+from polyturn.build import build_eval_sets, build_train_tasks
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.config.well_known import WELL_KNOWN
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
+from polyturn.data.conversations import generate_conversations
 from polyturn.rewards.router import RewardRouter
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
@@ -171,6 +173,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "function for a scheduler": ({"scheduler": undescribed}, ["scheduler", "scheduler=MyScheduler"]),
     "object for an environment": ({"env": Game()}, ["object of Game"]),
     "class that is no environment": ({"env": Game}, ["`guess`", "`reset`"]),
+    "async callback": ({"on_step": load}, ["on_step is async", "def on_step(step, metrics)"]),
+    "callback without arguments": ({"on_step": lambda: None}, ["on_step", "def on_step(step, metrics)"]),
+    "text for a callback": ({"on_step": "print"}, ["on_step is 'print'"]),
+    "no conversation": ({"warm_start": {"conversations": []}}, ["warm_start.conversations has no row"]),
+    "row that is no conversation": (
+        {"warm_start": {"conversations": [{"prompt": 3}]}},
+        ["warm_start.conversations[0]", "messages"],
+    ),
+    "row without a prompt in evaluation": ({"evaluation": {"data": [{"question": "?"}]}}, ["evaluation.data", "'question'"]),
     # keywords
     "misspelt keyword": ({"step": 3}, ["'step'", "'steps'"]),
     "keyword like no other": ({"zzz": 3}, ["'zzz'", "model, tokenizer, tasks"]),
@@ -295,10 +306,31 @@ def test_reward_with_other_arguments_is_refused() -> None:
 def test_generator_is_read_once_and_kept() -> None:
     source, _ = read(GivenArguments(model="tiny", tasks=rows()))
     assert source.config.data.train is not None
-    from polyturn.build import build_train_tasks
+    assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
+    assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
 
-    assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
-    assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
+
+@pytest.mark.parametrize("key", ["conversations", "warm_start.conversations", "warm_start"])
+def test_rows_may_stand_for_conversations(key: str) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 2
+    given = {"conversations": rows} if key == "warm_start" else rows
+    source, _ = read(GivenArguments(model="tiny", tasks=ROWS, overrides={key: given, "warm_start.steps": 1}))
+    path = source.config.warm_start.conversations
+    assert path is not None
+    assert [len(one.messages) for one in generate_conversations(path)] == [2, 2]
+
+
+def test_rows_may_stand_for_a_section_of_tasks() -> None:
+    given = {"evaluation.data": ROWS, "data": {"train": ROWS}}
+    source, _ = read(GivenArguments(model="tiny", overrides=given))
+    assert [task.ground_truth for task in build_train_tasks(source)] == ["2"]
+    assert [task.ground_truth for one in build_eval_sets(source) for task in one.tasks] == ["2"]
+
+
+def test_interaction_needs_no_config() -> None:
+    assert Customer().config == {}
+    source, _ = read(GivenArguments(model="tiny", tasks=ROWS, interaction=Customer()))
+    assert source.config.rollout.interactions
 
 
 def test_number_of_numpy_is_the_number() -> None:
