@@ -8,42 +8,166 @@ base model, which the run's config names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import httpx
 from safetensors import SafetensorError, safe_open
 
 from polyturn import build
 from polyturn.api.folders import open_place
-from polyturn.cli.console import Output
+from polyturn.cli.console import Output, command
+from polyturn.config.load import base_of
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
+from polyturn.infra.yaml_file import read_yaml
 from polyturn.tokens.codec import load_codec
+from polyturn.training.checkpoint import MODEL, Checkpoints
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def run(source: Path, *, out: Path, config: Path | None = None) -> None:
+def run(
+    source: Path, *, out: Path, config: Path | None = None, dtype: str | None = None, push_to: str | None = None
+) -> None:
     """Write the model of `source` to the new folder `out`.
 
     Args:
         source: A run's folder (its latest checkpoint), a checkpoint, or a model's folder.
         out: Where it goes.
         config: The run's config, where `source` holds an adapter and its own config.yaml is not beside it.
+        dtype: Of its weights; None is that of the model that was trained from, where it is found on this machine.
+        push_to: A repository of the Hugging Face hub that the folder is uploaded to.
 
     Raises:
         CheckpointError: there is no model in `source`, or its weights are missing or damaged.
-        ConfigError: `out` is there already, or the base model of an adapter is not known.
+        ConfigError: `out` is there already, the base model of an adapter is not known, or the hub does not take it.
     """
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out} is there already; name a new folder, or remove it")
     model = build.model_folder(source)
     assert model is not None
+    hub = None if push_to is None else _sign_in(push_to)
     if (model / "config.json").is_file():
         _require_weights(model)
         _copy(model, out)
     else:
         _merge(model, out, config=config or _config_of(source))
-    Output().fact("model", out)
+    kept = dtype or _dtype_of_origin(source)
+    if kept is not None:
+        _cast(out, kept)
+    said = Output()
+    said.fact("model", f"{out} ({_dtype_of(out) or 'of several dtypes'})")
+    said.fact("from", model.parent if model.name == MODEL else model)
+    best = Checkpoints(source / "checkpoints").best()
+    if best is not None and best / MODEL != model:
+        said.fact("best", f"another checkpoint did better in evaluation: {command('export', best, '-o', f'{out}-best')}")
+    if hub is not None and push_to is not None:
+        said.fact("on the hub", _push(hub, out, push_to))
+
+
+def _sign_in(name: str) -> HfApi:
+    """Return the hub's client, once it knows who the user is, so that nothing is written before.
+
+    Raises:
+        ConfigError: there is no token, it is not valid, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi()
+    with _hub_errors(name):
+        hub.whoami()
+    return hub
+
+
+def _push(hub: HfApi, folder: Path, name: str) -> str:
+    with _hub_errors(name):
+        repo = hub.create_repo(name, exist_ok=True)
+        hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message="Upload model trained with polyturn")
+    return str(repo)
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    where = f"--push-to-hub {name}"
+    try:
+        yield
+    except LocalTokenNotFoundError as problem:
+        raise ConfigError(f"{where}: no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN") from problem
+    except HFValidationError as problem:
+        raise ConfigError(f"{where}: this names no repository; write USER/MODEL ({one_line(problem)})") from problem
+    except HfHubHTTPError as problem:
+        raise ConfigError(f"{where}: the hub refused it ({one_line(problem)}); check the name and the token") from problem
+    except (OfflineModeIsEnabled, OSError, httpx.HTTPError) as problem:
+        raise ConfigError(f"{where}: the hub cannot be reached ({one_line(problem)})") from problem
+
+
+def _dtype_of_origin(source: Path) -> str | None:
+    """Return the dtype of the model that the run of `source` started from; None where that is not found here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path, base = _config_of(source), base_of(_config_of(source))
+        origin = read_yaml(path).get("model", {}).get("path")
+    except ConfigError:  # a folder that belongs to no run
+        return None
+    if not isinstance(origin, str):
+        return None
+    folder = base / origin
+    if folder.is_dir():
+        return _dtype_of(folder)
+    try:
+        cached = try_to_load_from_cache(origin, "config.json")
+    except HFValidationError:  # a model that a program gave
+        return None
+    return _dtype_of(Path(cached).parent) if isinstance(cached, str) else None
+
+
+def _dtype_of(model: Path) -> str | None:
+    """Return the dtype that a model's config names; None where it names none."""
+    config = model / "config.json"
+    if not config.is_file():
+        return None
+    about = json.loads(config.read_text(encoding="utf-8"))
+    dtype = about.get("dtype") or about.get("torch_dtype")
+    return dtype if isinstance(dtype, str) and dtype in DTYPES else None
+
+
+def _cast(model: Path, dtype: str) -> None:
+    """Write the weights of a folder anew where they are of another floating dtype, file by file."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    wanted, num_bytes, is_changed = getattr(torch, dtype), 0, False
+    for file in sorted(model.glob("*.safetensors")):
+        tensors = load_file(file)
+        cast = {name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()}
+        num_bytes += sum(t.numel() * t.element_size() for t in cast.values())
+        if any(cast[name].dtype != t.dtype for name, t in tensors.items()):
+            is_changed = True
+            draft = file.with_suffix(".draft")  # the tensors that were read are a map of the file
+            save_file(cast, draft, metadata={"format": "pt"})
+            draft.replace(file)
+    if not is_changed:
+        return
+    index = model / "model.safetensors.index.json"
+    if index.is_file():
+        about = json.loads(index.read_text(encoding="utf-8"))
+        about["metadata"] = {**about.get("metadata", {}), "total_size": num_bytes}
+        index.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    config = model / "config.json"
+    about = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**about, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
 def _require_weights(model: Path) -> None:

@@ -113,11 +113,18 @@ def export(
     config: Annotated[
         Path | None, typer.Option(help="The run's config, for an adapter that lies apart from its run.")
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights; by default that of the model that was trained from."),
+    ] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option("--push-to-hub", metavar="USER/MODEL", help="Upload it to the Hugging Face hub as well.")
+    ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder. Weights, tokenizer and chat template; an adapter is merged."""
     from polyturn.cli import export as command
 
-    command.run(source, out=out, config=config)
+    command.run(source, out=out, config=config, dtype=dtype, push_to=push_to_hub)
 
 
 def run_as(
