@@ -46,8 +46,8 @@ from polyturn.core import errors
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.pool import EnginePool
+from polyturn.infra.loop import LoopMonitor
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
@@ -102,6 +102,7 @@ class Outcome:
         self.ended += 1
         self.stops[trajectory.stop_reason.value] += 1
         self.longest_s = max(self.longest_s, trajectory.metrics["duration_s"])
+        self.num_blocked += int(trajectory.metrics.get("loop_blocked", 0))
         for result in (r for turn in trajectory.turns for r in turn.tool_results):
             self.calls += 1
             if result.error is None:
@@ -189,7 +190,6 @@ async def run(world: World, folder: Path) -> Outcome:
     for server in servers:
         await server.start()
     pool = EnginePool(servers, patience_s=60.0)
-    watchdog = LoopWatchdog(limit_s=1.0)
     context = RolloutContext(
         engine=pool,
         codec=tiny_codec(),
@@ -199,7 +199,7 @@ async def run(world: World, folder: Path) -> Outcome:
         rewarder=RewardRouter({}),
         scheduler=MultiTurnScheduler(),
         limits=Limits(max_turns=8, timeout_s=EPISODE_S),
-        watchdog=watchdog,
+        monitor=LoopMonitor(limit_s=1.0),
         sanity_every=50,
     )
     task = Task(id="t", prompt=(Message(role="user", content="What is 2+2?"),), data_source="openai/gsm8k", ground_truth="4")
@@ -218,7 +218,6 @@ async def run(world: World, folder: Path) -> Outcome:
     box.close()
     outcome.lost_engine_s = sum(server.lost_s for server in servers)
     outcome.live_instances = len(box.live_ids) + sum(len(tool.live) for tool in ours)
-    outcome.num_blocked = sum(watchdog.num_blocked.values())
     return outcome
 
 

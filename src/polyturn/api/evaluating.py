@@ -19,13 +19,13 @@ from polyturn.api.console import stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
-from polyturn.core.run_loop import run_loop
 from polyturn.core.seeds import derive_seed
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.chat_completions import Endpoint
 from polyturn.evaluation.evaluate import EvalSet, evaluate
 from polyturn.evaluation.report import EvalReport
 from polyturn.evaluation.statistics import Statistics, statistics
+from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.observer import RunObserver
@@ -64,7 +64,7 @@ def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, che
     keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        found = run_loop(_all(build.pool_of(parts), place.config.seed, sets, observer), deadline_s=place.config.deadline_s)
+        found = run_loop(_all(build.pool_of(parts), place.config.seed, sets, observer))
     return _reported(folder, found)
 
 
@@ -80,7 +80,7 @@ def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], en
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         pool = RolloutPool(context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
         running = _all(pool, place.config.seed, sets, observer, finish=engine.finish)
-        found = run_loop(running, deadline_s=place.config.deadline_s)
+        found = run_loop(running)
     return _reported(folder, found)
 
 

@@ -15,9 +15,9 @@ from polyturn.api.console import stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
-from polyturn.core.run_loop import run_loop
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import GroupSpec
 from polyturn.training.observer import RunObserver
@@ -87,6 +87,6 @@ def roll_out(
             await pool.close()
 
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        groups = run_loop(run_all(observer), deadline_s=config.deadline_s)
+        groups = run_loop(run_all(observer))
         observer.end_rollout(groups)
     return RolledOut(folder, groups)

@@ -31,9 +31,9 @@ from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.config.unknown import as_of_now
 from polyturn.core.errors import CheckpointError, ConfigError, EngineLostError, PolyturnError, RankLostError
-from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.infra.folder_lock import hold_folder
+from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.observer import RunObserver
@@ -292,7 +292,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
                     config.train.steps,
                 )
         with _frozen():
-            state = run_loop(_until_done(trainer, parts, signals, again=line), deadline_s=config.deadline_s)
+            state = run_loop(_until_done(trainer, parts, signals, again=line))
     best = trainer.checkpoints.best() if state.best > 0 else None
     return TrainedRun(
         folder=folder,

@@ -5,7 +5,6 @@ Each process is specified by what builds it, and the leader's parts stand around
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import math
@@ -21,10 +20,10 @@ from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
-from polyturn.core.standstill import Standstill
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.served import require_one_version
+from polyturn.infra.loop import LoopMonitor
 from polyturn.rollout.pool import RolloutPool
 
 if TYPE_CHECKING:
@@ -244,10 +243,12 @@ def _actor_pool(place: ConfigSource, pool: Member, capabilities: EngineCapabilit
 def _worker(place: ConfigSource, journal: WorkerJournal, engine: Engine) -> RolloutPool:
     """Build a rollout worker, in its process."""
     parts = build_parts(place, engine=engine, has_weights=False)
-    Standstill(asyncio.get_running_loop(), deadline_s=place.config.deadline_s, of_worker=True)
+    # The event loop of an actor runs beside the main thread, and the process is there for nothing else.
+    config = place.config
+    monitor = LoopMonitor(limit_s=config.rollout.watchdog_s, deadline_s=config.deadline_s, owns_process=True)
     # Whether too many failed is for the leader to say, who sees all of them; what is gated is gated there.
-    context = dataclasses.replace(parts.context, engine=engine, journal=journal)
-    return RolloutPool(context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)
+    context = dataclasses.replace(parts.context, engine=engine, journal=journal, monitor=monitor)
+    return RolloutPool(context, max_concurrent=config.rollout.max_concurrent, max_failed_share=1.0)
 
 
 def _rank(place: ConfigSource) -> RankWorker:

@@ -29,9 +29,9 @@ from polyturn.core.protocols import Engine
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
 from polyturn.core.stand_in import stand_ins
-from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.options import EmbeddedOptions
 from polyturn.engines.update_gate import UpdateGate
+from polyturn.infra.loop import LoopMonitor
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.options import DEFAULT_WEIGHTS
@@ -192,7 +192,7 @@ def build_context(place: ConfigSource, plugins: Plugins, policies: FurtherPolici
         interaction_timeout_s=rollout.interaction_timeout_s,
         scheduler_timeout_s=rollout.scheduler_timeout_s,
         require_interaction_name=place.config.compat.require_interaction_name,
-        watchdog=None if rollout.watchdog_s is None else LoopWatchdog(limit_s=rollout.watchdog_s),
+        monitor=LoopMonitor(limit_s=rollout.watchdog_s, deadline_s=place.config.deadline_s),
         sanity_every=rollout.sanity_every,
         **parts,
     )

@@ -15,10 +15,10 @@ from polyturn.cli.plan import layout_of, load_of
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.model import SELF
-from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.core.task import Task
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
+from polyturn.infra.loop import run_loop
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.training.memory import ModelSize, rank_bytes, server_bytes, shared_bytes

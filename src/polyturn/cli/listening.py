@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.cli.console import Output
 from polyturn.cli.serve import ServeOptions, read_token, server_rules
 from polyturn.core.errors import ConfigError
-from polyturn.core.run_loop import run_loop
+from polyturn.infra.loop import run_loop
 
 if TYPE_CHECKING:
     from polyturn.serving.rules import ServerRules

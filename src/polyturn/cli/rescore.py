@@ -12,8 +12,8 @@ from rich.table import Table
 
 from polyturn.cli.console import Output
 from polyturn.core.errors import ConfigError, DataError, RolloutError
-from polyturn.core.run_loop import run_loop
 from polyturn.evaluation.rescore import rescore
+from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_file_writable
 from polyturn.rewards.router import EPISODE_ROUTES, RewardRouter, Weighing
 from polyturn.store.stored_run import StoredRun, open_store

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.run_loop import run_loop
+from polyturn.infra.loop import run_loop
 
 if TYPE_CHECKING:
     from polyturn.config.load import Loaded
@@ -156,7 +156,7 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
         )
         await serve(service, app, bound=options.bind(), rules=rules, grace_s=options.grace_s)
 
-    run_loop(serve_parts(), deadline_s=loaded.config.deadline_s)
+    run_loop(serve_parts())
 
 
 def overrides_of(

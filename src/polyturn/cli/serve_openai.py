@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.cli.serve import ServeOptions
-from polyturn.core.run_loop import run_loop
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.loop import run_loop
 
 UNTIMED = {"rollout": {"limits": {"timeout_s": None}}}
 """Below what is configured: who asks may be a person, and silence ends an episode (`--idle`), not a time of its own."""
@@ -84,7 +84,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
                 store.add(group, step=0, split="served")
                 store.flush()
 
-        run_loop(serve(record), deadline_s=values.deadline_s)
+        run_loop(serve(record))
 
 
 def _names(config: Any) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from polyturn.cli.listening import listen, needing
 from polyturn.cli.serve import ServeOptions
 from polyturn.core.errors import ConfigError
-from polyturn.core.run_loop import run_loop
+from polyturn.infra.loop import run_loop
 
 MAX_SESSIONS = 1024
 MAX_MCP_BYTES = 8 << 20

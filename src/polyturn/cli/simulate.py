@@ -11,7 +11,6 @@ import dataclasses
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.run_loop import run_loop
 from polyturn.engines import calibrate as fitting
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.remote import RemoteEngine
@@ -19,6 +18,7 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.simulated import Speed
 from polyturn.engines.vllm import VllmEngine
+from polyturn.infra.loop import run_loop
 from polyturn.testing.simulation import Simulated, draw, simulate
 from polyturn.testing.workload import Workload
 

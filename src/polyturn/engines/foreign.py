@@ -29,7 +29,6 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.interrupts import is_interrupt
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.reward import shown
-from polyturn.core.watchdog import calls_plugins
 from polyturn.engines.base import EngineWrapper
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 
@@ -100,7 +99,6 @@ class ForeignEngine(EngineWrapper):
         """Let the engine serve `version`."""
         await self._ask("update_weights", version, weights=weights)
 
-    @calls_plugins
     def read_metrics(self) -> Mapping[str, float]:
         """Return the engine's metrics."""
         with self._contained("read_metrics"):
@@ -129,7 +127,6 @@ class ForeignEngine(EngineWrapper):
             return f"it has the logprob {odd[0]:g}; the logarithm of a probability is a number of at most 0"
         return ""
 
-    @calls_plugins
     def _read(self, name: str) -> object:
         with self._contained(name):
             return getattr(self.engine, name)
@@ -145,7 +142,6 @@ class ForeignEngine(EngineWrapper):
                 )
                 raise EngineError(f"{self._named(name)}: {problem}{more}") from problem
 
-    @calls_plugins
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         with self._contained(name, asyncio.current_task()):
             answer: Awaitable[Any] = getattr(self.engine, name)(*args, **kwargs)

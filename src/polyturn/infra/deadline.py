@@ -22,7 +22,6 @@ from polyturn.core.aio import PerLoop
 from polyturn.core.errors import RolloutError, one_line
 from polyturn.core.interrupts import pass_interrupt
 from polyturn.core.own_time import OwnTime
-from polyturn.core.watchdog import calls_plugins
 from polyturn.infra.threads import DaemonThreads
 
 GRACE_S = 1.0
@@ -69,7 +68,6 @@ class CallWithDeadline:
         """Let its idle threads end."""
         self._threads.close()
 
-    @calls_plugins
     async def call(
         self, work: Callable[[], Any], *, on_late: Callable[[Any], None] | None = None, is_owed: bool = False
     ) -> Any:

@@ -19,7 +19,7 @@ from polyturn.core.errors import InteractionError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine, Interaction, Scheduler
 from polyturn.core.task import Task
-from polyturn.core.watchdog import LoopWatchdog
+from polyturn.infra.loop import LoopMonitor
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.calls import AuthorCalls
@@ -81,8 +81,8 @@ class RolloutContext:
     journal: Journal | None = None
     """The storage of live episodes turn by turn, so that a resumed run goes on with them; None keeps nothing."""
 
-    watchdog: LoopWatchdog | None = None
-    """Says which plug-in holds the event loop; None lets it."""
+    monitor: LoopMonitor | None = None
+    """Names plug-ins that block the event loop; None watches nothing."""
 
     calls: AuthorCalls = field(init=False)
     """Calls the scheduler's methods."""

@@ -97,8 +97,8 @@ async def run_episode(
     if on_start is not None:
         on_start(episode)
     try:
-        watchdog = context.watchdog
-        with context.rewarder.running.one(), nullcontext() if watchdog is None else watchdog.watching(id):
+        monitor = context.monitor
+        with context.rewarder.running.one(), nullcontext() if monitor is None else monitor.watching(id):
             trajectory, tool_rewards = await _drive(context, episode, scheduler, journal, is_resumed=is_resumed)
             trajectory = _with_blocks(context, await _score(context, episode, trajectory, tool_rewards))
         if journal is not None:
@@ -347,8 +347,8 @@ def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]
 
 
 def _with_blocks(context: RolloutContext, trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with how often, and how long, its plug-ins held the event loop."""
-    count, seconds = (0, 0.0) if context.watchdog is None else context.watchdog.take(trajectory.id)
+    """Return the trajectory with the blocks of the event loop since the last trajectory."""
+    count, seconds = (0, 0.0) if context.monitor is None else context.monitor.take()
     if not count:
         return trajectory
     blocks = {"loop_blocked": float(count), "loop_blocked_s": seconds}

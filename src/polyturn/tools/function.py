@@ -25,7 +25,6 @@ from typing import Annotated, Any, overload
 
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, one_line
 from polyturn.core.plugin_class import refuse_generator
-from polyturn.core.watchdog import calls_plugins
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.base import BaseTool
 from polyturn.tools.docstring import read_docstring
@@ -94,7 +93,6 @@ class FunctionTool(BaseTool):
         self._given[chosen] = {k: v for k, v in kwargs.items() if k in self._hidden}
         return chosen, response
 
-    @calls_plugins
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolOutcome:
         """Call the function with the model's arguments and the row's."""
         if instance_id not in self._given:

@@ -15,7 +15,7 @@ import pytest
 from polyturn.core.errors import RolloutError
 from polyturn.core.interrupts import is_interrupt
 from polyturn.core.reward import as_score
-from polyturn.core.run_loop import run_loop
+from polyturn.infra.loop import run_loop
 
 
 def raised_by(work: Callable[[], Any]) -> BaseException:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 import pytest
 
 from polyturn.core.errors import RolloutError
-from polyturn.core.run_loop import run_loop
+from polyturn.infra.loop import run_loop
 
 PROGRAM = """
 import asyncio, atexit, logging, os, signal, sys, threading, time
 from polyturn.cli.end_process import end_process
-from polyturn.core.run_loop import run_loop
+from polyturn.infra.loop import run_loop
 {before}
 LEFT = []
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
@@ -78,7 +78,7 @@ end_process(program)
 
 
 IMPATIENT = """
-sys.modules["polyturn.core.run_loop"].GRACE_S, sys.modules["polyturn.core.run_loop"].END_S = 0.2, 1.5
+sys.modules["polyturn.infra.loop"].GRACE_S, sys.modules["polyturn.infra.loop"].END_S = 0.2, 1.5
 sys.modules["polyturn.cli.end_process"].GRACE_S = 0.5
 """
 

@@ -1,0 +1,265 @@
+"""The event loop of a program: it ends although plug-ins leave tasks behind, and a monitor names code that blocks it.
+
+    run_loop(work)    work ends -> the tasks that are left are cancelled -> GRACE_S -> the result; the rest is named
+    LoopMonitor       the loop of this run has stood still for 1.2 s in Slow.execute (tools.py:41, now at tools.py:43)
+
+`run_loop` replaces `asyncio.run`, which waits without a limit for tasks that ignore their cancellation, for asynchronous
+generators and for the threads of the default executor. An async plug-in that computes or sleeps without awaiting stops
+every episode and every deadline; a thread that misses the loop's heartbeat looks at the loop's stack and logs where it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+from polyturn.core.code_origin import STDLIB, is_an_authors, is_ours, place_of
+from polyturn.core.errors import RolloutError, one_line, raised_at
+from polyturn.core.interrupts import ends_for_a_plugin
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE_S = 1.5
+"""Seconds that tasks may take to end once they are cancelled, and asynchronous generators to close."""
+
+END_S = 4.5
+"""Seconds that both may take together, if the event loop itself stands still."""
+
+HELD_S = 240.0
+"""Seconds for which a plug-in may block the loop beyond its deadline before the process ends."""
+
+_MEDDLED = (
+    "a plug-in (a tool, a reward, an interaction, a scheduler) {}, in which everything runs; let it end its own tasks only"
+)
+
+_ABANDONED: list[object] = []
+"""Tasks that ignored their end, kept because collecting a pending coroutine runs the plug-in's code once more."""
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, run in an event loop of its own; cancel, then abandon, the tasks that it leaves.
+
+    SIGINT cancels `work`, and a second one raises KeyboardInterrupt at once.
+
+    Raises:
+        RolloutError: code that it called cancelled the whole of it, or stopped or left the event loop.
+    """
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    try:
+        return runner.run(work)
+    except asyncio.CancelledError as problem:  # a signal comes as another exception
+        raise RolloutError(_MEDDLED.format("cancelled every task of the event loop")) from problem
+    except RuntimeError as problem:
+        if str(problem) != "Event loop stopped before Future completed.":
+            raise
+        raise RolloutError(_MEDDLED.format("stopped the event loop")) from problem
+    except (SystemExit, KeyboardInterrupt) as problem:  # of a task or a callback that it started by itself
+        if not ends_for_a_plugin(problem):
+            raise
+        raise RolloutError(_MEDDLED.format(f"raised {one_line(problem)}{raised_at(problem)} in the event loop")) from problem
+    finally:
+        # In a thread: a plug-in that blocks when it is cancelled blocks the loop as well.
+        ended = threading.Event()
+        ending = threading.Thread(target=_end, args=(loop, ended), name="polyturn-end-tasks", daemon=True)
+        ending.start()
+        try:
+            ending.join(END_S)
+        except KeyboardInterrupt:
+            logger.warning("interrupted while tasks were being cancelled; they are abandoned")
+        asyncio.set_event_loop(None)
+        if ended.is_set():
+            loop.close()  # ends the default executor, too, and does not wait for its threads
+        else:
+            _ABANDONED.append(loop)
+            logger.warning("abandoned at the end of the run, because it stands still: %s", place_of(_stack(ending.ident)))
+
+
+def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
+    """End the tasks of a loop, in a thread. What a plug-in raises there is no error of the run."""
+    try:
+        loop.run_until_complete(_end_tasks(loop))
+    except BaseException as problem:
+        logger.warning("a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
+    ended.set()
+
+
+async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel every other task and close the asynchronous generators; name what goes on, and keep it."""
+    me = asyncio.current_task()
+    rest = asyncio.all_tasks() - {me}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=GRACE_S)
+    await asyncio.wait({loop.create_task(loop.shutdown_asyncgens(), name="an async generator")}, timeout=GRACE_S)
+    for task in rest:
+        if task.done() and not task.cancelled() and (problem := task.exception()) is not None:
+            logger.warning("a task that was cancelled at the end of the run raised %r", problem)
+    left = [task for task in asyncio.all_tasks() - {me} if not task.done()]
+    for task in left:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    _ABANDONED.extend(left)
+    for name in sorted({place_of(_awaited(task)) or task.get_name() for task in left}):
+        logger.warning("abandoned at the end of the run, because it ignores being cancelled: %s", name)
+
+
+def _awaited(task: asyncio.Task[Any]) -> list[FrameType]:
+    """Return the frames of the coroutines that a suspended task is in, the outermost first."""
+    frames, coroutine = [], task.get_coro()
+    while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
+        frames.append(coroutine.cr_frame)
+        coroutine = coroutine.cr_await
+    return frames
+
+
+def _stack(thread: int | None) -> list[FrameType]:
+    """Return the frames of a thread, the outermost first; none of a thread that has ended."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    return [each for each, _ in traceback.walk_stack(frame)][::-1] if frame is not None else []
+
+
+class LoopMonitor:
+    """Names an author's code that blocks an event loop, and ends the process if the code never returns."""
+
+    def __init__(
+        self, *, limit_s: float | None = 1.0, deadline_s: float | None = None, owns_process: bool | None = None
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            limit_s: How long the loop may be blocked before the code is named; None names nothing.
+            deadline_s: The longest deadline of a plug-in; `HELD_S` later the process ends. None never ends it.
+            owns_process: Whether it may end the process; None if the loop runs in the main thread.
+        """
+        self._limit_s = limit_s or float("inf")
+        self._end_s = float("inf") if deadline_s is None else deadline_s + HELD_S
+        self._period_s = min(self._limit_s, self._end_s, 8.0) / 4
+        self._owns_process = owns_process
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_watching = 0
+        self._beat_at = 0.0
+        self._blocked_at: float | None = None
+        """The heartbeat after which the loop was seen to be blocked."""
+        self._logged: set[str] = set()
+        self._blocks: list[float] = []
+        """Seconds of the blocks that `take` has not returned."""
+
+    @contextmanager
+    def watching(self, name: str | None = None) -> Iterator[None]:
+        """Watch the running event loop inside the block, and give the running task a `name`; blocks may overlap."""
+        loop = asyncio.get_running_loop()
+        if name is not None and (task := asyncio.current_task()) is not None:
+            task.set_name(name)
+        self._num_watching += 1
+        if self._loop is not loop:
+            self._loop = loop
+            ended, ident = threading.Event(), threading.get_ident()
+            owns_process = threading.current_thread() is threading.main_thread()
+            args = (loop, ident, ended, owns_process if self._owns_process is None else self._owns_process)
+            self._beat(loop, ended)
+            threading.Thread(target=self._watch, args=args, name="polyturn-loop-monitor", daemon=True).start()
+        try:
+            yield
+        finally:
+            self._num_watching -= 1
+
+    def take(self) -> tuple[int, float]:
+        """Return how often, and for how many seconds, plug-ins have blocked the loop since the last call."""
+        self._count()
+        blocks, self._blocks = self._blocks, []
+        return len(blocks), sum(blocks)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
+        self._count()
+        if self._num_watching and self._loop is loop:
+            loop.call_later(self._period_s, self._beat, loop, ended)
+            return
+        self._loop = None if self._loop is loop else self._loop
+        ended.set()
+
+    def _count(self) -> None:
+        """Count the block that has just ended, if there was one. Runs on the loop, which therefore goes on."""
+        now = time.monotonic()
+        if self._blocked_at == self._beat_at:
+            self._blocks.append(now - self._beat_at)
+        self._beat_at = now
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, ended: threading.Event, owns_process: bool) -> None:
+        """Look at the loop's stack, in a thread, while the heartbeat is late."""
+        held_at: float | None = None
+        while not ended.wait(self._period_s) and not loop.is_closed():
+            beat_at, now = self._beat_at, time.monotonic()
+            if now - beat_at <= min(self._limit_s, self._end_s):
+                continue
+            place = _blocking(_stack(thread))
+            if not place or beat_at != self._beat_at:
+                continue
+            if now - beat_at > self._limit_s:
+                self._blocked_at = beat_at
+                self._log(place, now - beat_at, asyncio.current_task(loop))
+            if now - beat_at > self._end_s and held_at != beat_at:
+                held_at = beat_at
+                _end_process(place, now - beat_at, owns_process=owns_process)
+
+    def _log(self, place: str, seconds: float, task: asyncio.Task[Any] | None) -> None:
+        location = place.partition(", now at ")[0]
+        if location in self._logged:
+            return
+        self._logged.add(location)
+        logger.warning(
+            "the event loop of this run has stood still for %.1f s in %s, episode %s: it is async and does not await, so no "
+            "other episode can go on; write it as a plain function, which runs in a thread, or await what takes long",
+            seconds,
+            place,
+            "unknown" if task is None else task.get_name().partition("#")[0],
+        )
+
+
+def _blocking(stack: list[FrameType]) -> str:
+    """Return which author's code blocks a loop; "" while the library works, by itself or for an author."""
+    handle = f"{STDLIB}asyncio/events.py", "_run"
+    codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in stack]
+    inner = stack[codes.index(handle) + 1 :] if handle in codes else stack
+    files = [frame.f_code.co_filename for frame in inner]
+    known = [i for i, file in enumerate(files) if is_ours(file) or is_an_authors(file)]
+    is_debugged = any(file.endswith(("/bdb.py", "/pydevd.py")) for file in files)
+    if not known or is_ours(files[known[-1]]) or is_debugged:
+        return ""
+    return place_of(inner[next(i for i in known if not is_ours(files[i])) :])
+
+
+def _end_process(place: str, seconds: float, *, owns_process: bool) -> None:
+    """End the process with the place and all stacks; only log an error if the process is not the loop's to end."""
+    sentence = f"for {seconds:.3g} s a plug-in has held the event loop: {place}; it neither returns nor awaits, so that no "
+    sentence += "deadline can end it."
+    if not owns_process:
+        logger.error("%s Interrupt twice to leave the run", sentence)
+        return
+    sentence += " The process ends; its records are complete, and --resume goes on from the latest checkpoint"
+    os.write(2, f"{sentence}\n".encode())  # the code may hold the lock of the log or of a stream
+    faulthandler.dump_traceback(2)
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(GRACE_S)
+    os._exit(2)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
