@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import TemplateError, one_line
-from polyturn.tokens.bounds import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,9 +145,7 @@ def _renders(template: str) -> Iterator[str]:
     for messages in dialogues:
         for opened in (False, True):
             try:
-                rendered = render_jinja_template([messages], chat_template=bounded(template), add_generation_prompt=opened)[
-                    0
-                ]
+                rendered = render_jinja_template([messages], chat_template=template, add_generation_prompt=opened)[0]
             except Exception:
                 continue
             yield str(rendered[0])

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyturn.core.errors import TemplateError, one_line
 from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.tokens.bounds import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,7 +159,7 @@ class ChatTemplate:
         text = self._tokenizer.apply_chat_template(
             [_wire(m, form) for m in messages],
             tools=[dict(t) for t in tools] or None,
-            chat_template=bounded(self.source or ""),
+            chat_template=self.source,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             **self.kwargs,
