@@ -274,12 +274,13 @@ def _refuse_unused(interactions: Collection[str], tools: Collection[str], found:
 
 
 def _tell_of_shared_tools(context: RolloutContext) -> None:
-    """Say which tools the branches of a scheduler that forks conversations have in common."""
-    shared = [name for name, hooks in context.tools.hooks.items() if hooks.why_not is not None]
+    """Say which tools with a state the forks of a scheduler share."""
+    hooks = context.tools.hooks
+    shared = [name for name, one in hooks.items() if one.why_not is not None or one.snapshot is not None]
     if context.scheduler.forks and shared:
         logger.warning(
-            "the scheduler %s goes on from one place in several ways, and of %s all of them use one state; give such a tool "
-            "`snapshot` and `restore`, so that each has its own, or `stateless = True` where no call changes it",
+            "the scheduler %s forks conversations, and the forks share the state of %s; set `stateless = True` in a tool "
+            "that no call changes",
             type(context.scheduler).__name__,
             ", ".join(map(repr, shared)),
         )

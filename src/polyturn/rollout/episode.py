@@ -39,7 +39,7 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History, Mark
 from polyturn.rollout.open_turn import GivenReward, OpenTurn, Reply
 from polyturn.rollout.request_length import TooLongError, check_text
-from polyturn.rollout.resources import Fork, ForkTools, Resources, as_messages
+from polyturn.rollout.resources import Fork, Resources, as_messages
 from polyturn.rollout.stop_strings import Stopped, generate_until
 from polyturn.tokens.codec import Codec
 
@@ -75,8 +75,6 @@ class Episode:
         self._speakers: dict[str, Any] = {}
         """The episodes that speak with the run's own model in this conversation, by the agent's name."""
         self._aside: Aside | None = None
-        self._tools: ForkTools | None = None
-        """Of a fork: its own tools; None where it has all in common with the episode."""
         self.history = History(
             context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
         )
@@ -311,21 +309,11 @@ class Episode:
         return self.history.mark()
 
     @not_own_time
-    async def mark_with_tools(self) -> Mark:
-        """Return where the episode stands, with what its tools keep there: for forks that go on from it later.
-
-        Raises:
-            SnapshotError: a tool's `snapshot` raised or was late.
-        """
-        return self.history.mark()._replace(tools=await self.resources.tool_states(self._tools))
-
-    @not_own_time
     async def call_tools(self, turn: OpenTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self.lifecycle.move(RequestState.TOOL_CALLING)
         began = time.monotonic()
-        tools = self.resources.tools if self._tools is None else await self._tools.session()
-        turn.tool_results = await tools.call(turn.message.tool_calls, messages=lambda: self.history.openai)
+        turn.tool_results = await self.resources.tools.call(turn.message.tool_calls, messages=lambda: self.history.openai)
         turn.timings["tools"] = time.monotonic() - began
         for result in turn.tool_results:
             if result.reward is not None:
@@ -458,11 +446,10 @@ class Episode:
     ) -> Episode:
         """Return a second run that goes on from here by itself, with what waits to be shown; drive it as this one.
 
-        Its turns belong to the same trajectory, and it shares interaction and reward with it. Of tools that can be
-        snapshotted, a fork of the same agent has its own, which stand where this episode's do when the fork first calls one,
-        or where they stood `at` a mark with tools; it shares the others, and another agent shares all. Limits hold along its
-        own history. Its tokens go into the same segment as long as it continues it alone; else into a segment of its own, in
-        which the tokens before the fork are prompt: each sampled token is trained once. Forks may run at the same time.
+        Its turns belong to the same trajectory, and it shares tools, interaction and reward with it: what a call of one
+        changes, the others see. Limits hold along its own history. Its tokens go into the same segment as long as it
+        continues it alone; else into a segment of its own, in which the tokens before the fork are prompt: each sampled
+        token is trained once. Forks may run at the same time.
 
         Args:
             agent: The name of another agent, whose history begins with `messages`; None is the same agent.
@@ -485,8 +472,6 @@ class Episode:
         other.id, other.lifecycle, other._speakers = f"{shared.id}#{number}", Lifecycle(), {}
         other.seed = derive_seed(self.seed, "fork", number)
         other.history = self.history.fork(agent=agent, messages=messages, at=at)
-        if agent is None:
-            other._tools = shared.fork_tools(other.id, above=self._tools, states=None if at is None else at.tools)
         if aside is not None:
             before = self.turns if agent is not None else other.turns
             if not before:

@@ -49,8 +49,6 @@ class Mark(NamedTuple):
     place: BuilderState
     history: History
     """A copy of the history as it stood there."""
-    tools: Mapping[str, Any] | None = None
-    """The tools' state there, where it was asked for; see `Episode.mark_with_tools`."""
 
 
 class History:

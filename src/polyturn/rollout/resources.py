@@ -5,11 +5,7 @@
     clock                 the seconds that count for the time limit; it can be paused while a person is waited for
     record                the turns of all histories, in the order in which they were completed
 
-Separate from the episode, of which each fork is one with a history of its own. Of tools that can be snapshotted a fork has
-its own, begun when it first calls one:
-
-    conversation   note ── note ──┬── note             its notebook has three notes
-                                  └── note (a fork)    its own has three as well; neither shows the other's third
+Separate from the episode, of which each fork is one with a history of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ from polyturn.rollout.bridge import LoopBridge
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History
 from polyturn.rollout.open_turn import OpenTurn
-from polyturn.tools.session import ToolSession, copied
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +69,9 @@ class Resources:
         """Moved back by the seconds that an earlier process spent."""
         self._context = context
         self.tools = context.tools.session(id)
-        """The episode's own; a fork may have a `ForkTools` in their place."""
         self.interaction = context.partner_for(task)
         """Whom the row names to answer; None if it names nobody."""
         self._has_partners = True
-        self._fork_tools: list[ForkTools] = []
         self._answered: dict[str, asyncio.Event] = {}
         """The requests that the engine is answering; set once it has."""
         self._before_s, self._since = 0.0, self.began
@@ -138,41 +131,15 @@ class Resources:
 
     async def close(self) -> list[str]:
         """Release the tools, finalize the interaction, free the engine's sessions; return what went wrong."""
-        # First the ways in, so that no thread of a scheduler's begins anything while it is released; then forks before what
-        # they were forked from, because they may use its tools.
+        # First the ways in, so that no thread of a scheduler's begins anything while it is released.
         self.bridge.close()
         self.on_turn = None
-        problems = [problem for tools in self._fork_tools for problem in await tools.close()]
-        problems += [str(p) for p in await self.tools.close()]
+        problems = [str(p) for p in await self.tools.close()]
         if self.interaction is not None and (problem := await self.interaction.close()) is not None:
             problems.append(problem)
         return problems + await self._end_sessions()
 
     # Tools and interaction.
-
-    def fork_tools(self, id: str, *, above: ForkTools | None, states: Mapping[str, Any] | None) -> ForkTools | None:
-        """Return the tools of a fork; None where it shares all of them.
-
-        Args:
-            id: The fork's id.
-            above: The tools of the fork that it is a fork of.
-            states: What the tools kept where it goes on; None is what they keep when it first calls one.
-        """
-        if not self.tools.has_states:
-            return None
-        made = ForkTools(above or self.tools, id=id, states=states)
-        self._fork_tools.append(made)
-        return made
-
-    async def tool_states(self, own: ForkTools | None) -> Mapping[str, Any] | None:
-        """Return what the tools of the episode, or of a fork, keep now; None where none keeps anything that can be had.
-
-        Raises:
-            SnapshotError: a tool's `snapshot` raised, was late, or returned what cannot be copied.
-        """
-        if not self.tools.has_states:
-            return None
-        return copied(await (self.tools.snapshot() if own is None else own.states()))
 
     async def score_last(self, turns: Sequence[OpenTurn]) -> None:
         """Ask the interaction for the score of a final turn that no reply scored."""
@@ -277,52 +244,6 @@ class Resources:
             return
         rest_s = None if self._num_pauses else self._rest_s()
         self._timeout.reschedule(None if rest_s is None else asyncio.get_running_loop().time() + rest_s)
-
-
-class ForkTools:
-    """The tools of one fork: those that can be snapshotted are its own, begun at the first call; the others are shared."""
-
-    __slots__ = ("_above", "_begun", "_id", "_lock", "_problems", "_states")
-
-    def __init__(self, above: ToolSession | ForkTools, *, id: str, states: Mapping[str, Any] | None) -> None:
-        """Begin nothing yet; `Resources.fork_tools` says what the arguments mean."""
-        self._above, self._id, self._states = above, id, states
-        self._begun: ToolSession | None = None
-        self._lock = asyncio.Lock()
-        self._problems: list[str] = []
-
-    async def session(self) -> ToolSession:
-        """Return its tools, begun.
-
-        Raises:
-            ToolStartError, SnapshotError: one cannot be begun again where it stood.
-        """
-        async with self._lock:
-            if self._begun is None:
-                above = await self._session_above()
-                # A copy at once: a state may be a live one, and whoever it is of goes on meanwhile.
-                states = copied(await above.snapshot()) if self._states is None else self._states
-                begun = above.branch(self._id)
-                try:
-                    await begun.start_branch(states)
-                except BaseException:  # also a cancellation: whoever asks again gets tools that stand where they stood
-                    self._problems += await begun.close()
-                    raise
-                self._begun = begun
-            return self._begun
-
-    async def states(self) -> Mapping[str, Any]:
-        """Return what its tools keep."""
-        if self._begun is not None:
-            return await self._begun.snapshot()
-        return await (await self._session_above()).snapshot() if self._states is None else self._states
-
-    async def close(self) -> list[str]:
-        """Release its tools, if there are any; return what went wrong."""
-        return [*self._problems, *(() if self._begun is None else await self._begun.close())]
-
-    async def _session_above(self) -> ToolSession:
-        return self._above if isinstance(self._above, ToolSession) else await self._above.session()
 
 
 def as_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:

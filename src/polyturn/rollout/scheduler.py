@@ -50,7 +50,7 @@ class MultiTurnScheduler:
     """Whether it scores turns (`turn.scores`): a task that nothing else scores is then rewarded with their sum."""
 
     forks: bool = False
-    """Whether it goes on from one place in several ways. A run then says which tools all of them have in common."""
+    """Whether it goes on from one place in several ways. A run then names the tools whose state they share."""
 
     gives_reward: bool = False
     """Whether it may say itself what an episode is worth (`episode.given_reward`), so that tasks need no other reward."""

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from polyturn.core.aio import first_error
-from polyturn.core.errors import LifecycleError, RewardError, SnapshotError, ToolUnavailableError, one_line
+from polyturn.core.errors import LifecycleError, RewardError, ToolUnavailableError, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
@@ -58,8 +58,6 @@ class ToolSession:
         self._is_finished = False
         self._locks: dict[str, asyncio.Lock] = {}
         self._agent_data: ToolContext | None = None
-        self._lender: ToolSession | None = None
-        """Of a branch: whose instances it uses of the tools that it has none of its own of."""
 
     async def __aenter__(self) -> ToolSession:
         return self
@@ -96,31 +94,6 @@ class ToolSession:
         self._instances.kwargs = task.tools_kwargs
         said = await self._create(self._names)
         return tuple(result for result in said if result is not None)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether one of its tools can be snapshotted, so that a branch has one of its own."""
-        return any(self._box.hooks[name].snapshot is not None for name in self._names)
-
-    def branch(self, episode_id: str) -> ToolSession:
-        """Return the tools of a conversation that goes on from this one by itself; `start_branch` begins them."""
-        other = ToolSession(self._box, episode_id)
-        other._names, other._instances.kwargs, other._lender = self._names, self._instances.kwargs, self
-        return other
-
-    async def start_branch(self, states: Mapping[str, Any]) -> None:
-        """Create the tools that have a state, and let them take it up; the others are shared.
-
-        Args:
-            states: What `snapshot` returned where the branch goes on.
-
-        Raises:
-            ToolStartError: a `create` failed.
-            SnapshotError: a `restore` failed.
-        """
-        self._is_started = True
-        await self._create(states["states"])
-        await self.restore(copied(states))  # a tool may keep what it is given
 
     async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
@@ -223,7 +196,9 @@ class ToolSession:
         is_plain, concurrency = not self._box.methods[call.name].is_async, self._box.concurrency
         if not is_plain and not concurrency.has_limit(call.name):
             return await self._execute(call, messages)
-        alone = self._lock_of(call.name) if is_plain else contextlib.nullcontext()  # threads must not share one's state
+        alone = (
+            self._locks.setdefault(call.name, asyncio.Lock()) if is_plain else contextlib.nullcontext()
+        )  # threads must not share one's state
         # Waiting, for that or for a slot, is no part of the call's deadline.
         async with alone, concurrency.turn(call.name, owner=self._episode_id) as waited_s:
             result = await self._execute(call, messages)
@@ -260,7 +235,7 @@ class ToolSession:
                 seen.messages = messages()
                 kwargs = {"agent_data": seen, **kwargs}
             arguments = _own_copy(dict(call.arguments))  # the tool may keep or change them; the record must not
-            execute = functools.partial(box.tools[call.name].execute, self._id_of(call.name), arguments, **kwargs)
+            execute = functools.partial(box.tools[call.name].execute, self._instances.ids[call.name], arguments, **kwargs)
             try:
                 outcome = normalize(await box.bounded[call.name].run(execute))
                 result = self._result(call, outcome, duration_s=clock() - began_at)
@@ -308,16 +283,6 @@ class ToolSession:
         failed = self._failed(call, kind, reason_of(problem, tool=call.name), duration_s=duration_s)
         return failed if kind is not ToolFailure.EXCEPTION else self._box.crashed(failed, problem)
 
-    def _id_of(self, name: str) -> str:
-        """Return the instance of a tool, maybe a lent one."""
-        ids = self._instances.ids
-        return ids[name] if name in ids or self._lender is None else self._lender._id_of(name)
-
-    def _lock_of(self, name: str) -> asyncio.Lock:
-        if name not in self._instances.ids and self._lender is not None:
-            return self._lender._lock_of(name)
-        return self._locks.setdefault(name, asyncio.Lock())
-
     def _seen_by_tools(self) -> ToolContext:
         if self._agent_data is None:
             kwargs = {name: dataclasses.asdict(of) for name, of in self._instances.kwargs.items()}
@@ -336,24 +301,6 @@ def _own_copy(value: Any) -> Any:
     if type(value) is dict:
         return {key: _own_copy(inner) for key, inner in value.items()}
     return [_own_copy(inner) for inner in value] if type(value) is list else copy.deepcopy(value)
-
-
-def copied(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `ToolSession.snapshot` returned, of which nothing is a live object of a tool any more.
-
-    Raises:
-        SnapshotError: something of it cannot be copied.
-    """
-    found: dict[str, Any] = {"states": {}}
-    what = ""
-    try:
-        for name, state in states["states"].items():
-            what = f"what the tool {name!r} keeps"
-            found["states"][name] = copy.deepcopy(state)
-        what = "what tools left in agent_data"
-        return found | copy.deepcopy({key: value for key, value in states.items() if key != "states"})
-    except Exception as problem:
-        raise SnapshotError(f"{what} cannot be copied for a fork: {one_line(problem)}; let it be plain data") from problem
 
 
 def _with_cut(outcome: ToolOutcome, content: str | tuple[Mapping[str, Any], ...]) -> Mapping[str, Any]:

@@ -115,10 +115,10 @@ class Lookahead(MultiTurnScheduler):
         self._places, self._is_looking = [], False
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> None:
-        """Remember where a turn that speaks to the user stands, and its tools with it."""
+        """Remember where a turn that speaks to the user stands."""
         # Continuations run through this method, too, and are not continued themselves.
         if not self._is_looking and not turn.message.tool_calls:
-            self._places.append(BranchPoint(turn, await episode.mark_with_tools()))
+            self._places.append(BranchPoint(turn, episode.mark()))
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the conversation, then the continuations of its turns, and score the turns."""

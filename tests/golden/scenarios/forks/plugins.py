@@ -3,9 +3,12 @@ from golden_server import happened
 import polyturn
 from polyturn import BaseTool, ToolResponse
 
+BEFORE = {"b": "a", "c": "a", "d": "a c", "e": "a c"}
+"""Note -> the notes that its conversation took before it, by the script."""
+
 
 class Notebook(BaseTool):
-    """Keeps notes; a fork has its own."""
+    """Keeps the notes of an episode and its forks, and shows those of one conversation."""
 
     def __init__(self, config, tool_schema=None):
         super().__init__(config, tool_schema)
@@ -17,10 +20,10 @@ class Notebook(BaseTool):
 
     async def execute(self, instance_id, parameters, **kwargs):
         self.notes[instance_id].append(parameters["text"])
-        return ToolResponse(text=" ".join(self.notes[instance_id])), 0.25, {}
+        return ToolResponse(text=" ".join([*BEFORE.get(parameters["text"], "").split(), parameters["text"]])), 0.25, {}
 
     async def calc_reward(self, instance_id, **kwargs):
-        return float(len(self.notes[instance_id]))
+        return float(sum(note in "abf" for note in self.notes[instance_id]))
 
     async def release(self, instance_id, **kwargs):
         del self.notes[instance_id]
@@ -45,7 +48,7 @@ class Forks(polyturn.MultiTurnScheduler):
         await episode.prepare()
         first = await episode.generate()
         await self.settle(episode, first)
-        mark = await episode.mark_with_tools()
+        mark = episode.mark()
         reason = await self.one(episode)
         again = episode.fork(at=mark)
         await self.one(again)
