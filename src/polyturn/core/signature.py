@@ -1,14 +1,12 @@
 """The arguments that a plug-in's method accepts, read once when the plug-in is loaded instead of tried out in every call.
 
 num_positional(tool.release)           1, or None for any number
-constants_read(tool.execute)           {"code", "timeout"}: the texts that its code looks up, for instance in a dict
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -46,29 +44,6 @@ def lacks(function: Callable[..., Any], name: str) -> bool:
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Return whether `function` ends in `**kwargs`."""
     return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
-
-
-def constants_read(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the identifiers that stand as text constants in the code of `function`, such as the keys that it looks up."""
-    plain = inspect.unwrap(function)
-    code = (plain.__func__ if inspect.ismethod(plain) else plain).__code__ if _has_code(plain) else None
-    return frozenset() if code is None else frozenset(_texts(code))
-
-
-def _texts(code: CodeType) -> set[str]:
-    found: set[str] = set()
-    for constant in code.co_consts:
-        if isinstance(constant, str) and constant.isidentifier():
-            found.add(constant)
-        elif isinstance(constant, tuple):
-            found.update(c for c in constant if isinstance(c, str) and c.isidentifier())
-        elif isinstance(constant, CodeType):
-            found |= _texts(constant)
-    return found
-
-
-def _has_code(function: Callable[..., Any]) -> bool:
-    return inspect.ismethod(function) or inspect.isfunction(function)
 
 
 def _is_readable(function: Callable[..., Any]) -> bool:

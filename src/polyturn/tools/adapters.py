@@ -4,9 +4,9 @@
     create(instance_id, create_kwargs={"ground_truth": …})  the same in one mapping
     execute(instance_id, parameters, agent_data=…)          with what the episode looks like from a tool
     release()  calc_reward()                                without the instance id
-    parameters.get("timeout")                               an argument that the schema does not name
+    reads = frozenset({"timeout"})                          arguments that the schema does not name
 
-Which form it is, is read off the signatures and the code once; what has the usual form is called directly.
+Which form it is, is read off the signatures once; what has the usual form is called directly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyturn.core.protocols import Tool
-from polyturn.core.signature import constants_read, has_parameter, num_positional, takes_any_keyword
-from polyturn.tools.function import FunctionTool
+from polyturn.core.signature import has_parameter, num_positional, takes_any_keyword
+from polyturn.tools.base import BaseTool
 
 Method = Callable[..., Any]
 
@@ -33,7 +33,7 @@ class ToolMethods:
     calc_reward: Method
     release: Method
     also_reads: frozenset[str]
-    """Arguments that `execute` looks up although the schema may not name them."""
+    """Arguments that `execute` reads although the schema may not name them."""
     is_async: bool
     """Whether `execute` is a coroutine; a plain one runs in a thread."""
     wants_agent_data: bool
@@ -42,9 +42,9 @@ class ToolMethods:
 
 def methods_of(tool: Tool) -> ToolMethods:
     """Return the methods of a tool, those in another form adapted."""
-    read = frozenset() if isinstance(tool, FunctionTool) else constants_read(tool.execute)
+    read = tool.reads if isinstance(tool, BaseTool) else frozenset()
     return ToolMethods(
-        create=_create(tool.create),
+        create=_create(tool.create, read),
         execute=tool.execute,
         calc_reward=_without_id(tool.calc_reward),
         release=_without_id(tool.release),
@@ -54,9 +54,9 @@ def methods_of(tool: Tool) -> ToolMethods:
     )
 
 
-def _create(create: Method) -> Method:
+def _create(create: Method, read: frozenset[str]) -> Method:
     is_nested = has_parameter(create, "create_kwargs")
-    is_both = not is_nested and takes_any_keyword(create) and "create_kwargs" in constants_read(create)
+    is_both = not is_nested and takes_any_keyword(create) and "create_kwargs" in read
     if not is_nested and not is_both:
         return create
 

@@ -25,6 +25,9 @@ class BaseTool:
 
     checks_own_arguments = False
     """True leaves arguments that do not fit the schema to `execute` instead of telling the model about them."""
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Names that `create` and `execute` look up in their keyword arguments and in `parameters`, beside those that signature
+    and schema name: `create_kwargs`, `agent_data`, further arguments of the model."""
     stateless: bool = False
     """Whether what it keeps of an episode comes from `create` alone, so that a conversation goes on after a restart; a tool
     with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""

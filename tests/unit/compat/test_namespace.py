@@ -80,7 +80,7 @@ def test_install_is_idempotent_and_uninstall_forgets() -> None:
 def test_importing_the_compat_package_installs_it() -> None:
     code = "import polyturn.compat.verl, verl.tools.base_tool as m; print(m.BaseTool.__module__)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout.strip() == "polyturn.tools.base"
+    assert done.stdout.strip() == "polyturn.compat.verl.base_tool"
 
 
 def test_unknown_names_say_what_there_is(tmp_path: Path) -> None:

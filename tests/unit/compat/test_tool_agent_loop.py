@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from polyturn.compat.verl.agent_loop import AgentLoopBase, AgentLoopOutput, TokenOutput, ToolListWrap
+from polyturn.compat.verl.base_tool import BaseTool
 from polyturn.compat.verl.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
 from polyturn.compat.verl.tool_parser import FunctionCall, KimiToolParser
 from polyturn.core.lifecycle import StopReason
@@ -19,7 +20,6 @@ from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.testing.episodes import task, tiny_codec
-from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from support.compat_parts import play_loop
 

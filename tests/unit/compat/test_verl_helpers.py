@@ -16,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from polyturn.compat.verl import hdfs_io, math_dapo
+from polyturn.compat.verl.base_tool import BaseTool
 from polyturn.compat.verl.configs import AlgoConfig, omega_conf_to_dataclass, update_dict_with_config
 from polyturn.compat.verl.import_utils import deprecated
 from polyturn.compat.verl.mcp_clients import MCPClientManager
@@ -206,3 +207,14 @@ def test_small_helpers_of_projects() -> None:
     finally:
         loop.close()
     assert AlgoConfig(gamma=0.5).get("gamma") == 0.5 and AlgoConfig().norm_adv_by_std_in_grpo
+
+
+def test_tool_declares_the_names_that_its_code_looks_up() -> None:
+    class Mine(BaseTool):
+        async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+            return kwargs.get("create_kwargs", {})
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            return kwargs["agent_data"], [parameters.get(name) for name in ("timeout", "stdin")]
+
+    assert {"create_kwargs", "agent_data", "timeout", "stdin"} <= Mine.reads

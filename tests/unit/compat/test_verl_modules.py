@@ -162,7 +162,8 @@ def test_managers_are_registered_once_and_pass_errors_on() -> None:
 
 
 def test_first_releases_load_tools_beside_their_base_class():
-    from polyturn.compat.verl.base_tool import BaseTool, initialize_tools_from_config
+    from polyturn.compat.verl.base_tool import initialize_tools_from_config
+    from polyturn.tools.base import BaseTool
 
     item = {"class_name": "polyturn.tools.gsm8k.Gsm8kTool", "config": {}}
     assert [isinstance(tool, BaseTool) for tool in initialize_tools_from_config({"tools": [item]})] == [True]

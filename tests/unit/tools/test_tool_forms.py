@@ -58,6 +58,8 @@ class Nested(Base):
 
 
 class LooksItUp(Base):
+    reads = frozenset({"create_kwargs"})
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
         self.truth[str(instance_id)] = kwargs.get("create_kwargs", {})["ground_truth"]
         return instance_id, ToolResponse()
@@ -85,8 +87,10 @@ async def test_one_image_outside_a_list_is_a_list_of_one() -> None:
     assert result.content[1] == {"type": "text", "text": "here"}
 
 
-async def test_argument_that_the_tool_reads_need_not_be_in_the_schema() -> None:
+async def test_argument_that_the_tool_declares_need_not_be_in_the_schema() -> None:
     class Slow(Flat):
+        reads = frozenset({"timeout"})
+
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return str(parameters.get("timeout", 30))
 
@@ -100,6 +104,7 @@ class Looks(Base):
     """Says what it sees of its episode, and counts there."""
 
     max_concurrency = 1
+    reads = frozenset({"agent_data"})
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Keep nothing."""

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from polyturn.algorithms.advantages import BatchAdvantages, Estimator, GroupView, MemberView, declare
+from polyturn.compat.verl.code_constants import names_in
 from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
-from polyturn.core.signature import constants_read, has_parameter, takes_any_keyword
+from polyturn.core.signature import has_parameter, takes_any_keyword
 
 AdvFn = Callable[..., tuple[Tensor, Tensor]]
 """(token_level_rewards [B, R], response_mask [B, R], …) -> (advantages [B, R], returns [B, R])."""
@@ -41,7 +42,7 @@ def as_estimator(fn: AdvFn) -> Estimator:
 
     @declare(
         scope="batch",
-        compares=has_parameter(fn, "index") or "index" in constants_read(fn),
+        compares=has_parameter(fn, "index") or "index" in names_in(fn),
         needs_values=has_parameter(fn, "values"),
         needs_greedy=has_parameter(fn, "reward_baselines"),
     )
