@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.interactions.context import SpeakOptions
-from polyturn.rollout import event_log, history_edits
+from polyturn.rollout import history_edits
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.aside import Aside, EpisodeView, sampled_for
 from polyturn.rollout.context import RolloutContext
@@ -44,6 +45,10 @@ from polyturn.rollout.stop_strings import Stopped, generate_until
 from polyturn.tokens.codec import Codec
 
 _Result = TypeVar("_Result")
+
+logger = logging.getLogger(__name__)
+
+_LIMIT = "%s limit: %s forbids turn %d"
 
 
 class Episode:
@@ -176,17 +181,15 @@ class Episode:
         except TooLongError:
             if is_first:  # a task that cannot begin is wrong; an observation that does not fit is a truncation
                 raise
-            if event_log.is_on():
-                event_log.limited(self.id, turn=len(history.turns), reason=StopReason.CONTEXT_FULL)
+            logger.debug(_LIMIT, self.id, StopReason.CONTEXT_FULL.value, len(history.turns))
             return StopReason.CONTEXT_FULL
         prompt = history.next_prompt()
         if is_first:
             history.show(prompt)  # before the limits, so that a record has its prompt even where no turn fits
             if shared.on_turn is not None:
                 await shared.on_turn()
-            if event_log.is_on():
-                tools = len(self.tool_schemas)
-                event_log.started(self.id, task=self.task, num_tokens=prompt.length, num_tools=tools)
+            tools = shared.tools.names
+            logger.debug("%s starts: task %s, %d prompt tokens, tools %s", self.id, self.task.id, prompt.length, tools)
         at = history.progress(elapsed_s=self.elapsed_s, prompt=prompt)
         reason = limit_rules.reached(self.limits, at)
         # No other limit is moved by a shorter history.
@@ -194,8 +197,7 @@ class Episode:
         if may_shorten and history_edits.shorten_to_fit(history, self.limits):
             return None
         if reason is not None:
-            if event_log.is_on():
-                event_log.limited(self.id, turn=len(history.turns), reason=reason)
+            logger.debug(_LIMIT, self.id, reason.value, len(history.turns))
         elif not is_first:  # where a limit ends the episode nothing follows, so what waits is never shown
             history.show(prompt)
         return reason
@@ -243,8 +245,9 @@ class Episode:
             shared.aside_tokens += turn.num_tokens
             if not self._aside.is_trained:
                 self.weigh(turn, 0.0)
-        if event_log.is_on():
-            event_log.sampled(self.id, turn)
+        logger.debug(
+            "%s turn %d: %d tokens, %s: %.80r", self.id, index, turn.num_tokens, turn.finish_reason.value, turn.text
+        )
         return turn
 
     def _next_request(self) -> tuple[GenerateRequest, StopReason]:
@@ -316,11 +319,11 @@ class Episode:
         turn.tool_results = await self.resources.tools.call(turn.message.tool_calls, messages=lambda: self.history.openai)
         turn.timings["tools"] = time.monotonic() - began
         for result in turn.tool_results:
+            outcome = result.error or "answered"
+            logger.debug("%s turn %d: %.80r %s: %.80r", self.id, turn.index, result.name, outcome, result.content)
             if result.reward is not None:
                 key = f"tool/{result.name}"
                 turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
-        if event_log.is_on():
-            event_log.tools_answered(self.id, turn)
         return Reply(messages=as_messages(turn.tool_results))
 
     @not_own_time
@@ -344,10 +347,8 @@ class Episode:
         if answer.score is not None:
             turn.scores["interaction"] = answer.score
         said = Message(role="user", content=answer.content, origin=Origin.ENVIRONMENT)
-        reply = Reply(messages=(said,), is_done=answer.is_done, info=dict(answer.metadata))
-        if event_log.is_on():
-            event_log.interaction_answered(self.id, turn, reply)
-        return reply
+        logger.debug("%s turn %d: interaction (score %s): %.80r", self.id, turn.index, answer.score, answer.content)
+        return Reply(messages=(said,), is_done=answer.is_done, info=dict(answer.metadata))
 
     async def _speak(self, messages: Sequence[Mapping[str, Any]], options: SpeakOptions) -> Message:
         """Let the run's own model go on with `messages`, under another agent's name; `ConversationView.speak`."""

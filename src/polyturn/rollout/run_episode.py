@@ -35,7 +35,6 @@ from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, Turn
-from polyturn.rollout import event_log
 from polyturn.rollout.calls import AsSchedulerError
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
@@ -251,8 +250,9 @@ async def _score(
         except PolyturnError as problem:
             failed = _told(context, episode.id, problem)
             trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=failed)
-    if event_log.is_on():
-        event_log.ended(trajectory)
+    total = None if trajectory.reward is None else trajectory.reward.total
+    reason, count = trajectory.stop_reason.value, len(trajectory.turns)
+    logger.debug("%s ends: %s after %d turns, reward %s", episode.id, reason, count, total)
     return trajectory
 
 
