@@ -5,7 +5,13 @@
                                code that still runs is left behind and counted
 
 Each call is a task of its own, begun at once where Python can (3.12). Plain functions run in daemon threads instead of on
-the event loop, and their deadline begins when they do.
+the event loop, and their deadline begins when they do. Code that may rightly wait for an engine for minutes has a deadline
+for each stretch that it works by itself:
+
+    async def step(self, episode, turn):       0 s
+        more = await search(turn.text)         its own time
+        await episode.generate()               the library's: the stretch is paused, and starts again at 0
+        return summarise(more)                 its own time
 """
 
 from __future__ import annotations
@@ -14,14 +20,14 @@ import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
 
-from polyturn.core.aio import PerLoop
+from polyturn.core.aio import PerLoop, loop_clock
 from polyturn.core.errors import RolloutError, one_line
 from polyturn.core.interrupts import pass_interrupt
-from polyturn.core.own_time import OwnTime
 from polyturn.infra.threads import DaemonThreads
 
 GRACE_S = 1.0
@@ -30,6 +36,78 @@ MAX_ABANDONED = 64
 """Calls of one plug-in that may run past their deadline before the run ends."""
 
 _BEGIN_AT_ONCE: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
+
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+_STRETCHES: ContextVar[tuple[Stretch, ...]] = ContextVar("polyturn_stretches", default=())
+"""The stretches of the calls that the running code is part of."""
+
+
+class Stretch:
+    """Seconds that one call of an author's code has worked by itself; the tasks that it starts share it."""
+
+    __slots__ = ("_now", "_num_paused", "_since")
+
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        """Start the clock: `now` returns seconds, those of the running event loop by default."""
+        self._now = now or loop_clock()
+        self._num_paused = 0
+        self._since = self._now()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the code last asked the library for something; 0 while the library works for it."""
+        return 0.0 if self._num_paused else self._now() - self._since
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make this the stretch of the calls that are made, and of the tasks that are started, inside the block."""
+        token = _STRETCHES.set((*_STRETCHES.get(), self))
+        try:
+            yield
+        finally:
+            _STRETCHES.reset(token)
+
+    def from_its_begin(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
+        """Return a plain function that starts the clock when it begins: waiting for a thread does not count."""
+        self._num_paused += 1
+
+        def begun() -> _Result:
+            self._num_paused -= 1
+            self._since = self._now()
+            return work()
+
+        return begun
+
+    @staticmethod
+    @contextmanager
+    def paused() -> Iterator[None]:
+        """Pause the callers' stretches inside the block, in which the library works for them."""
+        stretches = _STRETCHES.get()
+        for one in stretches:
+            one._num_paused += 1
+        try:
+            yield
+        finally:
+            for one in stretches:
+                one._num_paused -= 1
+                one._since = one._now()
+
+
+def pauses_stretch(method: Callable[_Args, Awaitable[_Result]]) -> Callable[_Args, Awaitable[_Result]]:
+    """Mark an async method of the library that plug-ins await; its time does not count for the plug-in's deadline."""
+
+    async def paused(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        with Stretch.paused():
+            return await method(*args, **kwargs)
+
+    @functools.wraps(method)
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Awaitable[_Result]:
+        return paused(*args, **kwargs) if _STRETCHES.get() else method(*args, **kwargs)
+
+    return call
 
 
 class DeadlineError(Exception):
@@ -86,7 +164,7 @@ class CallWithDeadline:
         work: Callable[[], Any],
         *,
         timeout_s: float | None = None,
-        clock: OwnTime | None = None,
+        stretch: Stretch | None = None,
         on_late: Callable[[Any], None] | None = None,
         is_owed: bool = False,
     ) -> Any:
@@ -95,7 +173,7 @@ class CallWithDeadline:
         Args:
             work: The function; `functools.partial` gives a method its arguments.
             timeout_s: Its deadline; None is the usual one.
-            clock: The deadline is for what it does by itself at a stretch, between what it asks of the library.
+            stretch: The deadline is for each stretch that it works by itself, between what it asks of the library.
             on_late: Is told the result of a plain function that ends after all.
             is_owed: A plain function runs even if its turn comes too late.
 
@@ -105,18 +183,18 @@ class CallWithDeadline:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         caller = asyncio.current_task()
-        name = None if caller is None else caller.get_name()  # the episode's, by which the watchdog names it
-        stretch = OwnTime() if clock is None else clock
+        name = None if caller is None else caller.get_name()  # the episode's, which the loop monitor names
+        clock = Stretch() if stretch is None else stretch
         if not inspect.iscoroutinefunction(work):
-            work = stretch.from_its_begin(work)
-        with nullcontext() if clock is None else clock.running():
+            work = clock.from_its_begin(work)
+        with nullcontext() if stretch is None else stretch.running():
             called = self.call(work, on_late=on_late, is_owed=is_owed)
             task = asyncio.Task(called, loop=asyncio.get_running_loop(), name=name, **_BEGIN_AT_ONCE)
         try:
             rest_s = limit_s
             while not task.done() and rest_s > 0:
                 await self._alarms().wait(task, rest_s)
-                rest_s = limit_s - stretch.seconds
+                rest_s = limit_s - clock.seconds
             if not task.done():
                 await self._stop(task)
                 raise DeadlineError(f"it took longer than {limit_s:g} s")

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.errors import DataError, RewardError, one_line
-from polyturn.core.own_time import OwnTime
 from polyturn.core.secret import bearer, hide, token_from
+from polyturn.infra.deadline import Stretch
 from polyturn.infra.http import ask_now
 from polyturn.rewards.local_sandbox import LocalSandbox, local_sandbox
 from polyturn.rewards.options import SandboxOptions
@@ -93,7 +93,7 @@ class Sandbox(SandboxOptions):
             RewardError: the sandbox cannot be asked.
             ConfigError: there is no address, and this machine cannot isolate programs.
         """
-        with OwnTime.asked():
+        with Stretch.paused():
             if not self.url:
                 with self.slots:
                     return self._here().run(code, stdin=stdin)
@@ -202,7 +202,7 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
     passed = 0
     for start in range(0, len(cases), TESTS_AT_ONCE):
         batch = cases[start : start + TESTS_AT_ONCE]
-        with OwnTime.asked(), ThreadPoolExecutor(len(batch)) as threads:
+        with Stretch.paused(), ThreadPoolExecutor(len(batch)) as threads:
             results = list(threads.map(lambda case: _passes(program, case, sandbox, is_call=bool(name)), batch))
         passed += sum(results)
         if not continuous and not all(results):

@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import to_openai
-from polyturn.core.own_time import OwnTime
 from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
-from polyturn.infra.deadline import CallWithDeadline
+from polyturn.infra.deadline import CallWithDeadline, Stretch
 from polyturn.rewards.calls import Batch, CallRateLimit, RunningEpisodes
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
@@ -161,7 +160,7 @@ class RewardFunction:
         """Call the function with its own arguments beside these, at the rate and with the deadline of the run."""
         async with self.limit:
             call = functools.partial(self._called, *args, **told, **self._kwargs)
-            return await self._bounded.run(call, clock=OwnTime())
+            return await self._bounded.run(call, stretch=Stretch())
 
 
 def _score_of(returned: Any) -> Score:

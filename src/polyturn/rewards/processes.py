@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from polyturn.core.entry_points import offered
 from polyturn.core.errors import RewardError
-from polyturn.core.own_time import OwnTime
 from polyturn.core.registry import NAMESPACES
+from polyturn.infra.deadline import Stretch
 from polyturn.infra.process import ManagedProcess
 
 END_S = 5.0
@@ -75,7 +75,7 @@ class Processes:
             EndedCallError: its process ended.
             RewardError: it raised, no process could be started, or arguments or result cannot be sent to or from a process.
         """
-        with OwnTime.asked(), self._free:
+        with Stretch.paused(), self._free:
             process = self._idle.pop() if self._idle else _Process(self._function, self._base, self._log)
             try:
                 is_returned, value = process.call(told, timeout_s=self.timeout_s)

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from polyturn.core.aio import PerLoop
 from polyturn.core.errors import PolyturnError, SchedulerError, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
-from polyturn.core.own_time import OwnTime
-from polyturn.infra.deadline import CallWithDeadline, DeadlineError
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 
 MAX_THREADS = 1024
 """Plain methods that run at once; beyond it they wait. `run` keeps one for as long as its episode lives."""
@@ -81,7 +80,7 @@ class AuthorCalls:
             if has_own_deadlines(method) or (inspect.iscoroutinefunction(method) and not has_deadline):
                 answer = method(*args)
                 return await answer if inspect.isawaitable(answer) else answer
-            with OwnTime.asked():
+            with Stretch.paused():
                 if inspect.iscoroutinefunction(method):
                     return await self._in_task(name, method, *args)
                 is_bounded = has_deadline and not is_driver
@@ -93,7 +92,7 @@ class AuthorCalls:
 
     async def _in_task(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         """Call an async method, which may take `timeout_s` between two things that it asks of its episode."""
-        return await self._within(name, functools.partial(method, *args), clock=OwnTime())
+        return await self._within(name, functools.partial(method, *args), stretch=Stretch())
 
     async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
         """Call a plain method; its deadline begins when it does, and what it gives to await is no part of it."""
@@ -104,10 +103,10 @@ class AuthorCalls:
         (answer,) = await (self._within(name, work) if has_deadline else self.bounded.call(work))
         return answer
 
-    async def _within(self, name: str, work: Callable[[], Any], *, clock: OwnTime | None = None) -> Any:
+    async def _within(self, name: str, work: Callable[[], Any], *, stretch: Stretch | None = None) -> Any:
         self.bounded.check_abandoned(name)
         try:
-            return await self.bounded.run(work, clock=clock)
+            return await self.bounded.run(work, stretch=stretch)
         except DeadlineError as problem:
             self.bounded.check_abandoned(name)
             raise SchedulerError(

@@ -28,10 +28,10 @@ from polyturn.core.errors import InteractionError, LifecycleError, SchedulerErro
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
 from polyturn.core.messages import Message, Origin
-from polyturn.core.own_time import not_own_time
 from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
+from polyturn.infra.deadline import pauses_stretch
 from polyturn.interactions.context import SpeakOptions
 from polyturn.rollout import history_edits
 from polyturn.rollout import limits as limit_rules
@@ -153,7 +153,7 @@ class Episode:
 
     # The way of a turn.
 
-    @not_own_time
+    @pauses_stretch
     async def prepare(self) -> StopReason | None:
         """Encode what waits to be shown, and show it; the first time, create the tools and start the interaction before.
 
@@ -211,7 +211,7 @@ class Episode:
         if self._context.media is not None:
             await self._context.media.prepare(messages)
 
-    @not_own_time
+    @pauses_stretch
     async def generate(self) -> OpenTurn:
         """Sample one completion, keep it as it was sampled, and read it as a message.
 
@@ -311,7 +311,7 @@ class Episode:
         """Return where the episode stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
         return self.history.mark()
 
-    @not_own_time
+    @pauses_stretch
     async def call_tools(self, turn: OpenTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self.lifecycle.move(RequestState.TOOL_CALLING)
@@ -326,7 +326,7 @@ class Episode:
                 turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
         return Reply(messages=as_messages(turn.tool_results))
 
-    @not_own_time
+    @pauses_stretch
     async def ask_partner(self, turn: OpenTurn) -> Reply:
         """Let the interaction answer the turn and score it.
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.own_time import OwnTime
-from polyturn.infra.deadline import CallWithDeadline, DeadlineError
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 from support.parts import virtual
 
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
@@ -276,15 +275,15 @@ async def test_deadline_with_a_clock_counts_own_time_only() -> None:
     async def ask() -> str:
         for _ in range(3):
             await asyncio.sleep(0.6)
-            with OwnTime.asked():
+            with Stretch.paused():
                 await asyncio.sleep(5)
         return "done"
 
-    assert await bounded().run(ask, clock=OwnTime()) == "done"
+    assert await bounded().run(ask, stretch=Stretch()) == "done"
     with pytest.raises(DeadlineError):
         await bounded().run(ask)
     with pytest.raises(DeadlineError):
-        await bounded().run(partial(asyncio.sleep, 60), clock=OwnTime())
+        await bounded().run(partial(asyncio.sleep, 60), stretch=Stretch())
 
 
 @virtual
@@ -327,7 +326,7 @@ async def test_waiting_for_a_thread_does_not_count() -> None:
 
 def test_clock_of_a_plain_function_starts_when_it_begins() -> None:
     time_s = [0.0]
-    clock = OwnTime(lambda: time_s[0])
+    clock = Stretch(lambda: time_s[0])
     work = clock.from_its_begin(lambda: "done")
     time_s[0] = 100.0
     assert clock.seconds == 0
