@@ -124,12 +124,12 @@ def _group(number: int, *, size: int) -> TrajectoryGroup:
 def _member(task: Task, name: str, *, won: float) -> Trajectory:
     def sampled(ids: list[int], turn: int) -> Span:
         logprobs = np.full(len(ids), -1.0 - won, np.float32)
-        return Span(ids=ids, source=SpanSource.SAMPLED, turn=turn, logprobs=logprobs, policy_version=0)
+        return Span(ids=np.array(ids, np.int32), source=SpanSource.SAMPLED, turn=turn, logprobs=logprobs, policy_version=0)
 
     spans = (
-        Span(ids=[0, 1], source=SpanSource.PROMPT),
+        Span(ids=np.array([0, 1], np.int32), source=SpanSource.PROMPT),
         sampled([2, 3], 0),
-        Span(ids=[1], source=SpanSource.OBSERVATION, turn=0),
+        Span(ids=np.array([1], np.int32), source=SpanSource.OBSERVATION, turn=0),
         sampled([2], 1),
     )
     turns = tuple(

@@ -120,7 +120,8 @@ async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 def _awaited(task: asyncio.Task[Any]) -> list[FrameType]:
     """Return the frames of the coroutines that a suspended task is in, the outermost first."""
-    frames, coroutine = [], task.get_coro()
+    frames: list[FrameType] = []
+    coroutine: Any = task.get_coro()
     while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
         frames.append(coroutine.cr_frame)
         coroutine = coroutine.cr_await
