@@ -8,7 +8,8 @@
 #   make browser   Chromium and playwright, for the tests of the viewer (Debian's packages, as root)
 #   make system    bubblewrap, for the Python sandbox and its tests (Debian's package, as root)
 #   make docs      the generated pages of docs/, and the documentation as a site, in site/; a broken link is an error
-#   make demo      train the quickstart from scratch
+#   make demo      teach SmolLM2-135M, a real model, to add; without a package index, the same as demo-tiny
+#   make demo-tiny train the quickstart's tiny agent from random weights
 #   make bench     every benchmark, and the demo for ten seeds with its controls (hours); results in benchmarks/results/
 #   make verify    the tests of the second tier, one mark after the other, then properties with other and more examples;
 #                  `make verify MARKS="engines kill"` runs those two
@@ -21,7 +22,7 @@ STAMP := $(VENV)/.installed
 PROCESSES ?= 4
 MARKS ?= engines cluster browser kill clock learns chance slow
 
-.PHONY: install check test engines environments browser system docs demo bench verify clean
+.PHONY: install check test engines environments browser system docs demo demo-tiny bench verify clean
 
 install: $(STAMP)
 
@@ -65,6 +66,12 @@ docs: $(STAMP)
 	@echo "site/index.html"
 
 demo: $(STAMP)
+	@if $(BIN)/polyturn model smollm2; then $(BIN)/polyturn train examples/sums/config.yaml; else \
+		echo "SmolLM2 cannot be had here, so a tiny model is trained from random weights instead (make demo-tiny)"; \
+		$(MAKE) demo-tiny; \
+	fi
+
+demo-tiny: $(STAMP)
 	$(BIN)/polyturn train examples/quickstart/config.yaml
 
 bench: $(STAMP)

@@ -4,7 +4,8 @@
 
 The same seed trains differently where floating-point sums are rounded differently: rounding decides now and then which token
 is sampled, and from there on the runs part. A recipe that works on one processor only was luck, so each seed runs as
-`make demo` runs it, on one thread, with ATen's kernels without vector instructions, and from weights changed by a millionth.
+`make demo-tiny` runs it, on one thread, with ATen's kernels without vector instructions, and from weights changed by a
+millionth.
 
 Every run leaves a JSON file in OUT and is not repeated while that is there: a call goes on where another stopped, several
 may share OUT with different --seeds or --roundings, and all of OUT is reported. Hours long; `make verify` runs it.
@@ -33,7 +34,7 @@ from polyturn.cli.train import ROWS
 
 CONFIG = "examples/quickstart/config.yaml"
 AS_SHIPPED = "two threads"
-"""The rounding of `make demo`; the controls and the sampled evaluations belong to it."""
+"""The rounding of `make demo-tiny`; the controls and the sampled evaluations belong to it."""
 ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     AS_SHIPPED: ({}, ["num_threads=2"]),
     "one thread": ({}, ["num_threads=1"]),
@@ -188,7 +189,7 @@ def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, l
         sets = list(whole[0]["after"])
         lines += [
             "",
-            f"As `make demo` runs it, before → after (mean over {len(whole)} of the seeds):",
+            f"As `make demo-tiny` runs it, before → after (mean over {len(whole)} of the seeds):",
             "",
         ]
         lines += ["| | " + " | ".join(sets) + " |", "|---|" + "---|" * len(sets)]

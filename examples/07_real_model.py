@@ -22,12 +22,12 @@ class Teacher(polyturn.BaseInteraction):
         return False, "That is wrong. Try again.", 0.0, {}
 
 
-pairs = [(a, b) for a in range(2, 41) for b in range(2, 41)]
+pairs = [(a, b) for a in range(2, 21) for b in range(2, 21)]
 random.Random(0).shuffle(pairs)
 rows = [{"prompt": f"What is {a} + {b}? Answer with one number.", "ground_truth": str(a + b)} for a, b in pairs]
 
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4}
-REAL = {"steps": 42, "groups_per_step": 8, "group_size": 8, "lr": 1e-5}
+REAL = {"steps": 16, "groups_per_step": 8, "group_size": 8, "lr": 1e-5}
 run = polyturn.train(
     model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "smollm2",
     tasks=rows[64:],
