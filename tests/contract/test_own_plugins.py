@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import polyturn
+from polyturn import compat
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.interactions.weather import WeatherInteraction
@@ -138,6 +139,7 @@ async def test_contract():
 async def test_documented_test_of_an_interaction_passes() -> None:
     """Users copied this test from the documentation of the interface."""
     names: dict[str, Any] = {}
+    compat.install("verl")  # another test may have taken it back
     exec(USERS_CLASS + DOCUMENTED_TEST + THREE_LINES, names)
     await names["test_interaction_workflow"]()
     await names["test_contract"]()

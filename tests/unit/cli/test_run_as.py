@@ -67,14 +67,14 @@ def test_checkout_first_on_the_path_gives_way(tmp_path: Path, first: str):
         "from verl.tools.base_tool import BaseTool\nprint(BaseTool.__module__)\n"
     )
     ended = run_as_verl(checkout, "python", str(checkout / "main.py"))
-    assert ended.stdout.strip() == "polyturn.tools.base", ended.stderr
+    assert ended.stdout.strip() == "polyturn.compat.verl.base_tool", ended.stderr
 
 
 @pytest.mark.parametrize("line", ["PYTHONPATH=. python3", "env -u PYTHONPATH python"])
 def test_own_pythonpath_of_a_script_keeps_ours(tmp_path: Path, line: str):
     asks = "from verl.tools.base_tool import BaseTool; print(BaseTool.__module__)"
     ended = run_as_verl(make_checkout(tmp_path / "my verl"), "bash", "-c", f'{line} -c "$0" a', asks)
-    assert ended.stdout.strip() == "polyturn.tools.base", ended.stderr
+    assert ended.stdout.strip() == "polyturn.compat.verl.base_tool", ended.stderr
 
 
 def test_missing_module_is_never_taken_from_a_checkout(tmp_path: Path):
@@ -139,7 +139,7 @@ def test_own_modules_in_a_checkout_are_found(tmp_path: Path):
     (tools / "mine.py").write_text("from verl.tools.base_tool import BaseTool\n\n\nclass Mine(BaseTool):\n    pass\n")
     code = "from verl.tools.mine import Mine; print(Mine.__module__, Mine.__base__.__module__)"
     ended = run_as_verl(tmp_path, "python", "-c", code)
-    assert ended.stdout.split() == ["verl.tools.mine", "polyturn.tools.base"], ended.stderr
+    assert ended.stdout.split() == ["verl.tools.mine", "polyturn.compat.verl.base_tool"], ended.stderr
 
 
 def test_mistake_in_the_config_is_one_sentence(tmp_path: Path):
