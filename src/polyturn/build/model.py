@@ -14,6 +14,7 @@ from polyturn.core.live import is_label, target
 from polyturn.core.registry import import_attr
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
+from polyturn.tokens.templates import template_source
 from polyturn.tokens.train import train_tokenizer
 
 if TYPE_CHECKING:
@@ -37,15 +38,8 @@ def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec
     """Load the tokenizer, or train the one that `model.tokenizer` describes; set the chat template."""
     model = place.config.model
     template = None
-    if model.chat_template is not None and ("{%" in model.chat_template or "{{" in model.chat_template):
-        template = model.chat_template
-    elif model.chat_template is not None:
-        file = place.base / model.chat_template
-        if not file.is_file():
-            raise ConfigError(
-                f"there is no file {str(file)!r}; model.chat_template is a Jinja template, or names a file with one"
-            )
-        template = file.read_text(encoding="utf-8")
+    if model.chat_template is not None:
+        template = template_source(model.chat_template, base=place.base, key="model.chat_template")
     kwargs = model.template_kwargs
     source = model.tokenizer or model.path
     if checkpoint is not None:

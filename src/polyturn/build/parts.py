@@ -124,8 +124,14 @@ def build_parts(
     with Progress("read the tokenizer and try its template"):
         codec = build_codec(place, checkpoint=checkpoint)
         tools = build_tools(place, codec=codec)
-        template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
+        schemas = tuple(tools.schemas.values())
+        template = certify(codec, tools=schemas, num_random=_NUM_TRIALS)
+        if in_prompt := bool(schemas) and not template.renders_tools and _scheduler_shows_tools(place):
+            template = certify(codec, num_random=_NUM_TRIALS)
     template.require()
+    # Before weights are loaded: a parser that is misspelt costs no load.
+    needs_calls = bool(tools.tools) and not in_prompt
+    parser = build_parser(codec, rollout.parser, needs_calls=needs_calls, base=place.base)
     plugins = None if config.policies else build_plugins(place, NO_POLICIES)  # a policy may be a copy of the model
     if plugins is not None and check is not None:
         check(plugins, tools)
@@ -150,7 +156,7 @@ def build_parts(
         engine=UpdateGate(engine, mode=mode) if (mode := config.engine.update) in ("wait", "abort_resume") else engine,
         codec=codec,
         media=media,
-        parser=build_parser(codec, rollout.parser, needs_calls=bool(tools.tools), base=place.base),
+        parser=parser,
         tools=tools,
         limits=dataclasses.replace(rollout.limits, max_context=max_context),
         sampling=sampling_params(rollout.sampling, rollout.limits),
@@ -223,6 +229,10 @@ def _check_scheduler(place: ConfigSource) -> None:
     if not isinstance(found, type):
         return
     check_class(found, SCHEDULER, where=f"rollout.scheduler {shown_name(place.config.rollout.scheduler)!r}")
+
+
+def _scheduler_shows_tools(place: ConfigSource) -> bool:
+    return place.config.env is None and bool(getattr(_scheduler_class(place), "shows_tools", False))
 
 
 def _scheduler_class(place: ConfigSource) -> Any:

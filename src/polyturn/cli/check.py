@@ -12,9 +12,11 @@ from rich.table import Table
 from polyturn.api.console import quiet_transformers
 from polyturn.cli.console import Output
 from polyturn.core.errors import ConfigError, TemplateError
+from polyturn.models import PACKAGED, packaged
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.markers import add_template_markers
+from polyturn.tokens.templates import template_source
 
 _LABELS = {
     "keeps_turn_before_user": "prefix-preserving after a user turn",
@@ -34,18 +36,19 @@ _LABELS = {
 }
 
 
-def run(model: str, *, template: Path | None, as_json: bool = False) -> bool:
+def run(model: str, *, template: str | None, as_json: bool = False) -> bool:
     """Print the certificate of `model`; return whether a run can use it.
 
     Args:
         model: Folder or hub name of a model or a tokenizer.
-        template: A Jinja file that replaces the model's template; markers that the tokenizer lacks are added to a copy.
+        template: A Jinja file or the name of a shipped template, which replaces the model's; markers that the tokenizer
+            lacks are added to a copy.
         as_json: Print one JSON object instead of the table.
     """
     began = time.monotonic()
     model = _tokenizer_of(model)
     quiet_transformers()
-    name = model if template is None else str(template)
+    name = model if template is None else template
     try:
         codec, added = _load(model, template)
     except TemplateError as problem:
@@ -70,6 +73,8 @@ def _tokenizer_of(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_file():
         raise ConfigError(f"{model!r} is a file; name the folder of a model, a tokenizer or a run, or a model on the hub")
+    if not folder.is_dir() and model in PACKAGED:
+        return str(packaged(model))
     if not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return model
     for place in (folder / "tokenizer", folder / "model"):
@@ -95,13 +100,11 @@ def _refuse(name: str, error: str, *, as_json: bool) -> bool:
     return False
 
 
-def _load(model: str, template: Path | None) -> tuple[Codec, tuple[str, ...]]:
+def _load(model: str, template: str | None) -> tuple[Codec, tuple[str, ...]]:
     """Return the codec to look at, and the markers that its tokenizer lacked."""
     if template is None:
         return load_codec(model), ()
-    if not template.is_file():
-        raise ConfigError(f"there is no file {str(template)!r}; --template names a Jinja file")
-    source = template.read_text(encoding="utf-8")
+    source = template_source(template, base=Path(), key="--template")
     codec = load_codec(model, chat_template=source)
     tokenizer, added = add_template_markers(codec.tokenizer, source)
     return (Codec(tokenizer, chat_template=source) if added else codec), added

@@ -37,6 +37,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     """
     from polyturn import build
     from polyturn.api.console import quiet_transformers
+    from polyturn.api.folders import keep_tokenizer
     from polyturn.cli.dialects import load_native
     from polyturn.config.load import base_of
     from polyturn.serving.openai.endpoint import MAX_REQUESTS, EndpointOptions
@@ -79,6 +80,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
             from polyturn.store.parquet_store import ParquetStore
 
             store = held.enter_context(ParquetStore(hosted.record))
+            keep_tokenizer(parts, hosted.record)
 
             def record(group: TrajectoryGroup) -> None:
                 store.add(group, step=0, split="served")

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.errors import InteractionError
+from polyturn.core.errors import InteractionError, TemplateError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine, Interaction, Scheduler
 from polyturn.core.task import Task
@@ -31,6 +31,7 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import ToolCallParser
+from polyturn.tokens.templates import NO_TOOLS
 from polyturn.tokens.trust import name_of
 from polyturn.tools.executor import ToolBox
 
@@ -104,9 +105,16 @@ class RolloutContext:
         return self._encoders[names]
 
     def encoder_listing(self, tools: Sequence[Mapping[str, Any]]) -> DeltaEncoder:
-        """Return the encoder for tools that an agent brings, as schemas in OpenAI's function form."""
+        """The encoder for tools that an agent brings, as schemas in OpenAI's function form.
+
+        Raises:
+            TemplateError: the chat template does not show them.
+        """
         key = (json.dumps(tools, sort_keys=True),)
-        encoder = self._brought.pop(key, None) or self._encoder(tools, self._not_own(tools))
+        if (encoder := self._brought.pop(key, None)) is None:
+            if tools and not self.codec.template.shows_tools(tools):
+                raise TemplateError(f"the request has {len(tools)} tool(s), and {NO_TOOLS}")
+            encoder = self._encoder(tools, self._not_own(tools))
         self._brought[key] = encoder  # the most recently used stands last
         if len(self._brought) > MAX_TOOL_SETS:
             del self._brought[next(iter(self._brought))]

@@ -304,8 +304,8 @@ class Episode:
 
     def list_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Let prompts that are rendered from now on list `tools`, schemas in OpenAI's function form, and not the task's."""
-        self.listed_tools = tuple(tools)
         self.history.encoder = self._context.encoder_listing(tools)
+        self.listed_tools = tuple(tools)
 
     def mark(self) -> Mark:
         """Return where the episode stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""

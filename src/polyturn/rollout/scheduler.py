@@ -55,6 +55,9 @@ class MultiTurnScheduler:
     gives_reward: bool = False
     """Whether it may say itself what an episode is worth (`episode.given_reward`), so that tasks need no other reward."""
 
+    shows_tools: bool = False
+    """Whether it writes the tools into the prompt itself where the chat template does not render them."""
+
     stateless: bool = True
     """Whether nothing that it keeps of an episode changes with its turns: an episode then goes on after a restart, without
     `on_trajectory_start`. A subclass has to say so itself; one with state may offer `snapshot(episode)` and

@@ -23,6 +23,7 @@ from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.markers import template_markers
 from polyturn.tokens.parsers import detect
 from polyturn.tokens.properties import PROBE_TOOL, TemplateProperties, find_properties
+from polyturn.tokens.templates import NO_TOOLS
 from polyturn.tokens.trials import KINDS, READ_WORDS, TOOL_KINDS, Trial, trials
 
 _MAX_SENTENCES = 12
@@ -244,7 +245,10 @@ def _problem(codec: Codec, properties: TemplateProperties, *, num_tools: int) ->
     if "Zq0answerZ" not in text:
         return "the chat template leaves out what an assistant message says; use the template that belongs to the model"
     if num_tools and not properties.renders_tools:
-        return f"the run has {num_tools} tool(s) and the chat template renders none; use a template that does, or no tools"
+        return (
+            f"the run has {num_tools} tool(s), and {NO_TOOLS}, or set rollout.scheduler to react, which writes the tools "
+            "into the prompt"
+        )
     if num_tools and not properties.renders_results:
         return (
             f"the run has {num_tools} tool(s) and the chat template renders no tool results; use a template that renders "

@@ -104,6 +104,11 @@ class ChatTemplate:
         except Exception:
             return None
 
+    def shows_tools(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a prompt names each of these tools, schemas in OpenAI's function form."""
+        text = self.try_render([Message(role="user", content="Hi")], tools=tools)
+        return text is not None and all(tool["function"]["name"] in text for tool in tools)
+
     @functools.cached_property
     def _takes_only_parts(self) -> bool:
         """Whether the template shows a text that is a part, and none that is a content."""

@@ -36,7 +36,7 @@ DROPPED = {
 STOPPED = {
     StopReason.STOP: "the model finished, and nothing answered",
     StopReason.ENV_DONE: "an interaction, a tool, the environment or the scheduler ended it",
-    StopReason.LENGTH: "a completion was cut, at rollout.limits.max_tokens_per_turn",
+    StopReason.LENGTH: "a completion was cut, at rollout.limits.max_tokens_per_turn or at the max_tokens of the request",
     StopReason.MAX_TURNS: "no turn is left, of rollout.limits.max_turns or max_user_turns",
     StopReason.MAX_TOKENS: "no token is left, of rollout.limits.max_tokens",
     StopReason.CONTEXT_FULL: "the context is full: rollout.limits.max_context, or what the model holds",

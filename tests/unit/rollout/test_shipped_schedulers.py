@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import polyturn
 from polyturn.core.errors import ConfigError, DataError, UnknownNameError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
@@ -18,9 +20,16 @@ from polyturn.rollout.schedulers import Compaction, MathTips, React, SingleTurn,
 from polyturn.rollout.schedulers.judge import build_judge, judge_math
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.scheduler import check_scheduler
+from polyturn.testing.tiny_models import tiny_tokenizer
+from polyturn.tokens.codec import Codec
 from support.parts import add, call, check_tokens
 
 CALL = call("add", a=2, b=3)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that renders no tools."""
 
 
 @polyturn.tool
@@ -150,6 +159,29 @@ async def test_react_call_is_answered_inside_the_message() -> None:
 async def test_react_input_may_be_the_only_parameter(written: str, observed: str) -> None:
     t = await play([written, "done"], React(), tools=[add, shout])
     assert observed in t.messages[-1].text.partition("Observation: ")[2]
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+async def test_react_writes_tools_that_the_template_leaves_out(system: str | None) -> None:
+    seen: list[GenerateRequest] = []
+    context = scripted_context(told(["Final Answer: 5"], seen), scheduler=React(), tools=[add])
+    context.codec = Codec(tiny_tokenizer(), chat_template=CHATML)
+    prompt = (*([Message(role="system", content=system)] if system else []), Message(role="user", content="2 + 3?"))
+    t = await run_episode(context, dataclasses.replace(task(ground_truth="5"), prompt=prompt), id="e")
+    assert not t.is_failed, t.error
+    shown = context.codec.decode(seen[0].prompt_ids)
+    assert "Action Input:" in shown and '"properties"' in shown and "Action: one of add" in shown
+    assert shown.count("<|im_start|>system") == 1 and (system or "") in shown
+
+
+async def test_react_writes_tools_to_the_user_of_a_template_without_a_system_role() -> None:
+    seen: list[GenerateRequest] = []
+    context = scripted_context(told(["Final Answer: 5"], seen), scheduler=React(), tools=[add])
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    context.codec = Codec(tiny_tokenizer(), chat_template=refuses + CHATML)
+    t = await run_episode(context, task(ground_truth="5"), id="e")
+    assert not t.is_failed, t.error
+    assert "Action: one of add" in context.codec.decode(seen[0].prompt_ids)
 
 
 # compaction

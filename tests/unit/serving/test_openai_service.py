@@ -15,6 +15,7 @@ import pytest
 from polyturn.cli.main import main
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.rollout.context import RolloutContext
 from polyturn.serving.address import bind
 from polyturn.serving.openai.endpoint import EndpointOptions
 from polyturn.serving.openai.http import MAX_VALUES
@@ -23,6 +24,7 @@ from polyturn.serving.rules import ServerRules
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, turn_ids
 from polyturn.testing.tiny_models import tiny_tokenizer
+from polyturn.tokens.codec import Codec
 from support.forked import served as process_serving
 from support.models import tiny_model
 from support.runs import call_command
@@ -36,7 +38,8 @@ async def served(says: Any, **options: Any) -> AsyncIterator[tuple[str, list[Tra
     recorded: list[TrajectoryGroup] = []
     rules = ServerRules(token=options.pop("token", None), max_body_bytes=options.pop("max_body_bytes", 1 << 20))
     endpoint = EndpointOptions(models=("tiny",), any_model=False, rules=rules)
-    service = OpenAIService(scripted_context(says), endpoint, record=recorded.append, **options)
+    context = says if isinstance(says, RolloutContext) else scripted_context(says)
+    service = OpenAIService(context, endpoint, record=recorded.append, **options)
     bound, until = bind("127.0.0.1", 0), asyncio.Event()
     running = asyncio.create_task(service.serve(bound, until, grace_s=0.1))
     yield f"http://127.0.0.1:{bound.getsockname()[1]}", recorded
@@ -93,6 +96,35 @@ async def test_episode_is_created_used_ended_and_fetched():
         async with http.get(f"{origin}/episodes/nobody") as reply:
             assert reply.status == 404
         assert [g.task.id for g in recorded] == ["t7"]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that renders no tools."""
+
+
+async def test_tools_that_the_template_leaves_out_are_refused():
+    context = scripted_context(["four"])
+    context.codec = Codec(tiny_tokenizer(), chat_template=CHATML)
+    async with served(context) as (origin, _), openai.AsyncOpenAI(base_url=f"{origin}/v1", api_key="none") as client:
+        messages: Any = [{"role": "user", "content": "2+2?"}]
+        with pytest.raises(openai.BadRequestError, match=r"1 tool.*model\.chat_template"):
+            await client.chat.completions.create(model="tiny", messages=messages, tools=[LOOKUP])
+        said = await client.chat.completions.create(model="tiny", messages=messages)
+        assert said.choices[0].message.content == "four"
+
+
+async def test_episode_without_a_request_says_that_none_came():
+    async with served(["four"]) as (origin, recorded), aiohttp.ClientSession() as http:
+        async with http.post(f"{origin}/episodes", json={}) as reply:
+            made = await reply.json()
+        head = {"Authorization": f"Bearer {made['reward_key']}"}
+        async with http.post(f"{origin}/episodes/{made['id']}/end", json={}, headers=head) as reply:
+            assert reply.status == 200
+    (group,) = recorded
+    assert "before any request" in str(group.trajectories[0].error)
 
 
 PARTS = [{"type": "text", "text": ""}] * (MAX_VALUES + 1)
@@ -159,6 +191,7 @@ def test_command_serves_a_checkpoint_and_records(tmp_path: Path):
         asyncio.run(use(origin))
     (t,) = open_store(tmp_path / "run").trajectories(split="served")
     assert t.reward is not None and t.reward.total == 1.0 and len(t.turns) == 1
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
 
 
 async def use(origin: str) -> None:

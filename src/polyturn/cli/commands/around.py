@@ -51,7 +51,9 @@ def check(
     model: Annotated[
         str, typer.Argument(metavar="MODEL|RUN", help="Folder or hub id of a model or tokenizer, or the folder of a run.")
     ],
-    template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the chat template.")] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Replaces the chat template: a Jinja file, or hermes, which shows tools.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Certify that a model's chat template trains token-exactly. Exit code 1 says that it cannot."""

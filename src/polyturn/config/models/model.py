@@ -45,7 +45,7 @@ class AnyModelConfig(Section):
     tokenizer: str | TrainTokenizerConfig | None = None
     """Folder or hub id of the tokenizer, or what one is trained on when the run starts; defaults to `path`."""
     chat_template: str | None = None
-    """A Jinja chat template that replaces the tokenizer's own, or the file that holds it."""
+    """A chat template that replaces the tokenizer's own: `hermes`, which shows tools, a file, or Jinja source."""
     template_kwargs: dict[str, Any] = {}
     """Passed to the chat template at every render, for instance {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -6,7 +6,8 @@
     shown     Observation: 4                              masked, in the same assistant message
     sampled   Thought: done. Final Answer: 4
 
-The tools are the run's own, and a call that fails is an observation like any other. What the model makes up behind its
+Where the chat template renders no tools, the scheduler writes them and the form of a call into the system message. The tools
+are the run's own, and a call that fails is an observation like any other. What the model makes up behind its
 call (an observation of its own) is cut away and counted.
 """
 
@@ -18,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyturn.core.messages import ToolCall
+from polyturn.core.messages import Message, ToolCall
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import OpenTurn
@@ -28,6 +29,17 @@ from polyturn.rollout.schedulers.registry import schedulers
 _CALL = re.compile(
     r"Action:[ \t]*(?P<name>[^\n]*)\n[ \t]*Action Input:[ \t]*(?P<input>.*?)(?=\s*\nObservation:|\s*\Z)", re.DOTALL
 )
+FORM = """You can use these tools; the JSON schema of a tool's arguments stands below its name:
+
+{tools}
+
+To use a tool, write these lines and wait for the observation:
+Thought: why you need the tool
+Action: one of {names}
+Action Input: the arguments as a JSON object
+
+When you know the answer, write:
+Final Answer: the answer"""
 
 
 @schedulers.register("react")
@@ -36,10 +48,29 @@ class React(MultiTurnScheduler):
     """Runs the first `Action:` of a turn and lets the message go on behind what it came to."""
 
     stateless = True
+    shows_tools = True
 
     def __init__(self, *, prefix: str = "\nObservation: ", suffix: str = "\n") -> None:
         self.prefix = prefix
         self.suffix = suffix
+
+    def on_trajectory_start(self, episode: Episode) -> None:
+        """Write the tools and the form of a call into the system message, unless the chat template renders tools.
+
+        A template without a system role gets them in front of the first user message.
+        """
+        schemas, template = episode.tool_schemas, episode.codec.template
+        if not schemas or template.shows_tools(schemas):
+            return
+        text, messages = describe(schemas), list(episode.messages)
+        if messages[0].role != "system":
+            system = Message(role="system", content=text)
+            if text in (template.try_render([system, *messages]) or ""):
+                episode.rewrite([system, *messages])
+                return
+        first = messages[0]
+        content = f"{text}\n\n{first.content}" if isinstance(first.content, str) else (_part(text), *first.content)
+        episode.rewrite([dataclasses.replace(first, content=content), *messages[1:]])
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Run the call; a turn without one ends the episode."""
@@ -51,6 +82,21 @@ class React(MultiTurnScheduler):
         reply = await episode.call_tools(turn)
         said = " ".join(message.text for message in reply.messages)
         return episode.go_on(f"{self.prefix}{said}{self.suffix}", keep=kept)
+
+
+def describe(schemas: Sequence[Mapping[str, Any]]) -> str:
+    """The tools of a run and the form of a call, as instructions to the model.
+
+    Args:
+        schemas: The tools' schemas in OpenAI's form: `{"type": "function", "function": {"name": ..., ...}}`.
+    """
+    tools = [schema["function"] for schema in schemas]
+    lines = [f"{t['name']}: {t.get('description', '')}\n  {json.dumps(t.get('parameters', {}))}" for t in tools]
+    return FORM.format(tools="\n".join(lines), names=", ".join(t["name"] for t in tools))
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": f"{text}\n\n"}
 
 
 def read_call(name: str, written: str, *, schemas: Sequence[Mapping[str, Any]], id: str) -> ToolCall:

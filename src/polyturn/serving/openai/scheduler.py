@@ -3,7 +3,7 @@
     # agent.py
     async def agent(base_url, api_key, task):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": …}])
+        answer = await client.chat.completions.create(model="polyturn", messages=[{"role": "user", "content": …}])
         return float(task.ground_truth in answer.choices[0].message.content)
 
 `SessionScheduler` is the common part: an episode whose turns are asked for by somebody else, still driven by the one loop.
@@ -49,6 +49,10 @@ class SessionScheduler(MultiTurnScheduler):
 
     gives_reward = True
     rules = SessionRules()
+    never_asked = (
+        "the agent returned without a single request; give its client the base_url and the api_key that it is passed"
+    )
+    """The error of an episode without a request."""
     session: AgentSession
 
     async def run(self, episode: Episode) -> StopReason:
@@ -60,9 +64,7 @@ class SessionScheduler(MultiTurnScheduler):
         self.session = session = AgentSession(self, episode, self.rules)
         reason = await session.run(lambda: self.let_ask(episode, session))
         if session.num_calls == 0:
-            raise SchedulerError(
-                "the agent returned without a single request; give its client the base_url and the api_key that it is passed"
-            )
+            raise SchedulerError(self.never_asked)
         return reason
 
     async def let_ask(self, episode: Episode, session: AgentSession) -> None:

@@ -68,7 +68,9 @@ class _CreatedEpisode:
 
 @keeps_deadlines
 class HostedEpisodes(SessionScheduler):
-    """Lets whoever was given the address of an episode make its requests."""
+    """Waits for the requests of the client that created an episode."""
+
+    never_asked = "the episode ended before any request came to its base_url"
 
     def __init__(self, visits: Mapping[str, Callable[[AgentSession], Awaitable[None]]], *, rules: SessionRules) -> None:
         self.rules = rules
@@ -121,7 +123,8 @@ class OpenAIService:
     async def serve(self, bound: Any, until: asyncio.Event, *, grace_s: float = 30.0) -> None:
         """Serve until an event is set; then running episodes get `grace_s` seconds."""
         async with self.endpoint.serving(bound, more=self._routes()) as self._origin:
-            logger.info("listening on %s (base_url %s/v1)", self._origin, self._origin)
+            models = ", ".join(self.endpoint.options.models)
+            logger.info("listening on %s (base_url %s/v1; model: %s)", self._origin, self._origin, models)
             sweep = asyncio.create_task(self._end_idle())
             await until.wait()
             sweep.cancel()
@@ -172,9 +175,8 @@ class OpenAIService:
 
     def count_tokens(self, ask: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has."""
-        encoder = self.context.encoder_listing(ask.tools)
         try:
-            return len(encoder.start(typed_messages(ask.messages)))
+            return len(self.context.encoder_listing(ask.tools).start(typed_messages(ask.messages)))
         except PolyturnError as problem:
             raise BadRequest(
                 f"the messages cannot be shown to this model: {one_line(problem)}", param="messages"

@@ -243,7 +243,10 @@ class AgentSession:
         episode, is_root = self._episode, not self._has_root
         if not is_root:
             episode = episode.fork(agent=episode.agent, messages=messages)
-        episode.list_tools(ask.tools)
+        try:
+            episode.list_tools(ask.tools)
+        except TemplateError as problem:
+            raise BadRequest(str(problem), param="tools") from problem
         asked = messages[:-1] if ask.goes_on else messages
         try:
             episode.rewrite(messages, goes_on=ask.goes_on)

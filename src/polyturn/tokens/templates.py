@@ -1,0 +1,50 @@
+"""Chat templates that come with polyturn, for models whose own template does not show tools.
+
+    model: {path: smollm2, chat_template: hermes}      polyturn check smollm2 --template hermes
+
+A template is found by name where a Jinja source or a file could stand as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.tokens.train import CHAT_TEMPLATE
+
+TEMPLATES = {"hermes": CHAT_TEMPLATE}
+"""By name. `hermes`: ChatML; tools as JSON in the system message, calls as JSON between <tool_call> tags, results between
+<tool_response> tags."""
+
+NO_TOOLS = (
+    "the chat template shows the model no tools; set model.chat_template to hermes (ChatML with tool calls as JSON, which "
+    "rollout.parser: auto reads) or to a template of yours"
+)
+"""What is wrong with tools under a template that leaves them out, and what to set."""
+
+
+def template_source(value: str, *, base: Path, key: str) -> str:
+    """The Jinja source that `value` stands for: the source itself, the name of a shipped template, or a file.
+
+    Args:
+        value: A Jinja source, a name of `TEMPLATES`, or the path of a file.
+        base: The folder that a relative path starts from.
+        key: The key or option that holds the value, for messages.
+
+    Raises:
+        ConfigError: it is none of them, or the file cannot be read.
+    """
+    if "{%" in value or "{{" in value:
+        return value
+    if value in TEMPLATES:
+        return TEMPLATES[value]
+    file = base / value
+    if not file.is_file():
+        raise ConfigError(
+            f"{key} is {value!r}, and there is no file {str(file)!r}; write a Jinja template, the path of a file with "
+            f"one, or the name of a template that polyturn ships: {', '.join(TEMPLATES)}.{did_you_mean(value, TEMPLATES)}"
+        )
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{key} names {str(file)!r}, which cannot be read ({problem})") from problem
