@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from polyturn.core.code_origin import STDLIB, is_an_authors, is_ours, place_of
+from polyturn.core.code_origin import OURS, STDLIB, is_an_authors, is_ours, is_stdlib, place_of
 from polyturn.core.errors import RolloutError, one_line, raised_at
 from polyturn.core.interrupts import ends_for_a_plugin
 
@@ -231,12 +231,21 @@ class LoopMonitor:
         )
 
 
+_GUARD = f"{OURS}infra/deadline.py"
+"""Calls the code of authors."""
+
+
 def _blocking(stack: list[FrameType]) -> str:
     """Return which author's code blocks a loop; "" while the library works, by itself or for an author."""
     handle = f"{STDLIB}asyncio/events.py", "_run"
     codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in stack]
     inner = stack[codes.index(handle) + 1 :] if handle in codes else stack
     files = [frame.f_code.co_filename for frame in inner]
+    if _GUARD in files:  # what it calls is an author's, also where it is installed as a package
+        behind = len(files) - files[::-1].index(_GUARD)
+        begins = next((i for i in range(behind, len(files)) if not is_ours(files[i]) and not is_stdlib(files[i])), None)
+        if begins is not None and not any(map(is_ours, files[begins:])):
+            return place_of(inner[begins:])
     known = [i for i, file in enumerate(files) if is_ours(file) or is_an_authors(file)]
     is_debugged = any(file.endswith(("/bdb.py", "/pydevd.py")) for file in files)
     if not known or is_ours(files[known[-1]]) or is_debugged:

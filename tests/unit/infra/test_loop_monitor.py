@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import polyturn
+from polyturn.core import code_origin
 from polyturn.core.nesting import is_deep
 from polyturn.infra.loop import LoopMonitor
 from polyturn.rollout.run_episode import run_episode
@@ -74,6 +75,13 @@ async def test_blocking_tool_is_named_with_place_and_episode(messages: list[str]
     assert "episode g3/1" in message
     assert trajectory.metrics["loop_blocked"] == 1
     assert trajectory.metrics["loop_blocked_s"] > LIMIT_S
+
+
+async def test_tool_of_an_installed_package_is_named(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_origin, "PACKAGES", (f"{Path(__file__).parent}/",))
+    context = scripted_context([call("holds"), "#### 4"], tools=[holds], monitor=LoopMonitor(limit_s=LIMIT_S))
+    await run_episode(context, task(), id="e")
+    assert "in holds (" in messages[0]
 
 
 @pytest.mark.parametrize(
