@@ -82,6 +82,7 @@ def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins,
     """
     build_trackers(place)
     check_warm_start(place)
+    build_loss_scale(place.config.algorithm.loss_scale, decode=str, base=place.base)
     build_sampler(place, tasks.train)
     # All sets are of the same tasks, so the first stands for them.
     sources = {"data.train": tasks.train, **({"evaluation.data": tasks.eval_sets[0].tasks} if tasks.eval_sets else {})}

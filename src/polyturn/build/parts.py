@@ -16,7 +16,7 @@ from polyturn.build.engine import build_engine, check_engine, route_shape
 from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, on_gpu, set_up_torch
 from polyturn.build.policies import FurtherPolicies, build_policies
-from polyturn.config.config_source import ConfigSource
+from polyturn.config.config_source import ConfigSource, check_model_name
 from polyturn.config.models import RewardFunctionConfig
 from polyturn.config.models.rollout import LIMITS
 from polyturn.config.parts import arguments_of
@@ -211,6 +211,9 @@ def check_plugins(place: ConfigSource) -> None:
         ConfigError: a class lacks what its kind needs or misspells it, or a reward function cannot be called.
     """
     config = place.config
+    for name in (config.model.path, config.model.tokenizer):
+        if isinstance(name, str) and not is_label(name):
+            check_model_name(name, place.base)
     load_plugins(config.plugins, base=place.base)
     if config.rollout.interactions is not None:
         check_interactions(config.rollout.interactions, base=place.base)

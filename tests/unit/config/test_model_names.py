@@ -1,0 +1,43 @@
+"""Names of models: a wrong folder is refused before anything is loaded, and the nearest one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyturn.config.config_source import check_model_name, folder_or_name, model_folder
+from polyturn.core.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "models" / "small" / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_missing_folder_comes_with_the_nearest_one(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models/smal'.*Did you mean 'small'"):
+        check_model_name("./models/smal", base)
+
+
+def test_folder_without_a_model_names_the_one_inside(base: Path) -> None:
+    for check in (check_model_name, folder_or_name):
+        with pytest.raises(ConfigError, match=r"models' holds no model.*models/small'"):
+            check("models", base)
+    with pytest.raises(CheckpointError, match=r"models'; did you mean .*models/small'"):
+        model_folder(base / "models")
+
+
+def test_folder_named_model_is_not_taken_for_its_parent(base: Path) -> None:
+    (base / "models" / "small").rename(base / "models" / "model")
+    with pytest.raises(CheckpointError, match="models/model"):
+        model_folder(base / "models")
+    (base / "models" / "state.pt").touch()
+    assert model_folder(base / "models") == base / "models" / "model"
+
+
+@pytest.mark.parametrize("name", ["models/small", "smollm2", "owner/name", "gpt2"])
+def test_folder_and_names_of_the_index_and_the_hub_pass(base: Path, name: str) -> None:
+    check_model_name(name, base)
