@@ -38,7 +38,7 @@ from polyturn.infra.writable import check_writable
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
-from polyturn.training.resume import changed_settings
+from polyturn.training.resume import changed_settings, require_same_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -185,7 +185,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     build.check_plugins(place)
     build.check_workers(config)
     tasks = build.build_run_tasks(place)
-    latest = None
+    latest, before = None, {}
     if resume:
         # A folder that another process makes while this one loads PyTorch is that one's: it is looked for once.
         is_there = folder.is_dir()
@@ -200,6 +200,10 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         if former is None:
             resume = False
             attempt.held.close()  # the run gets a folder of its own
+        if resume:
+            before = former_settings(folder / "config.yaml")
+            if latest is not None:
+                require_same_groups(before, resolved, path=latest)
     if config.cluster.address is not None or config.policies:  # else among what is checked before weights are loaded
         build.check_backend(place)
     if config.cluster.address is not None:
@@ -228,7 +232,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         if isinstance(parts.rank_group, ProcessRankGroup):
             parts.rank_group.last_word = folder
     if resume:
-        tell_changes(folder / "config.yaml", resolved)
+        tell_changes(before, resolved)
     else:
         _keep_settings(parts, folder, resolved)
     options.on_folder(folder)
@@ -321,16 +325,20 @@ def _curve(folder: Path, *, title: str) -> Path | str:
         return f"none: {problem}"
 
 
-def tell_changes(path: Path, resolved: Mapping[str, Any]) -> None:
-    """Say which settings a resumed run has that differ from those before, which `path` holds."""
+def tell_changes(former: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
+    """Log the settings of a resumed run that differ from those that it had."""
+    for line in changed_settings(former, masked(resolved)) if former else ():
+        logger.warning("resumed with another setting: %s", line)
+
+
+def former_settings(path: Path) -> dict[str, Any]:
+    """The settings that a run's folder holds in the file `path`; empty with a warning if it cannot be read."""
     try:
         former = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as problem:
         logger.warning("the former settings of this run cannot be read, so changes of them are not listed (%s)", problem)
-        return
-    known = as_of_now(RunConfig, former) if isinstance(former, dict) else {}
-    for line in changed_settings(known, masked(resolved)):
-        logger.warning("resumed with another setting: %s", line)
+        return {}
+    return as_of_now(RunConfig, former) if isinstance(former, dict) else {}
 
 
 @contextlib.contextmanager

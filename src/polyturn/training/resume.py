@@ -61,10 +61,33 @@ def require_same_identity(saved: Mapping[str, Any], mine: Mapping[str, Any], *, 
             what = "other tasks in data.train than this run has"
         else:
             what = f"{_NAMES[key]} {saved[key]!r} and this run has {value!r}"
-        raise CheckpointError(
-            f"the checkpoint {path} was made with {what}, so that tasks would be skipped or visited twice; resume with the "
-            f"same, or start a new run from its weights (model.path={path / 'model'})"
-        )
+        raise _other_tasks(path, what)
+
+
+def require_same_groups(former: Mapping[str, Any], now: Mapping[str, Any], *, path: Path) -> None:
+    """Compare the sizes of groups in two resolved configurations, so that a wrong one is refused before weights are loaded.
+
+    Args:
+        former: The settings that the run's folder holds; a key that it lacks is not compared.
+        now: The settings to resume with.
+        path: The checkpoint to resume from.
+
+    Raises:
+        CheckpointError: a size differs.
+    """
+    before, after = former.get("train"), now.get("train")
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return
+    for key in ("groups_per_step", "group_size"):
+        if key in before and key in after and before[key] != after[key]:
+            raise _other_tasks(path, f"{_NAMES[key]} {before[key]!r} and this run has {after[key]!r}")
+
+
+def _other_tasks(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path} was made with {what}, so that tasks would be skipped or visited twice; resume with the "
+        f"same, or start a new run from its weights (model.path={path / 'model'})"
+    )
 
 
 def changed_settings(former: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
