@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -137,12 +138,11 @@ def test_run_serves_as_a_model(tmp_path: Path) -> None:
 
 def test_command_line_names_objects_it_cannot_resume_with(tmp_path: Path) -> None:
     run = polyturn.train(**given(tmp_path, name="mine", steps=1))
-    labels = {"model.path": run.config["model"]["path"], "reward.function.name": run.config["reward"]["function"]["name"]}
     stored = str(run.folder / "config.yaml")
     del run  # an object has its label as long as a run keeps it
     called = call_command(main, "train", stored, "--resume")
     assert called.code == 2
-    assert any(f"{key} is {label!r}" in called.err for key, label in labels.items())  # which one is collected first varies
+    assert re.search(r"[a-z_.]+ is '<live [^>]+>'", called.err)  # of which object is collected first varies
     assert "polyturn.train(…, resume=True)" in called.err
 
 

@@ -85,4 +85,5 @@ def test_name_leads_to_the_converted_folder(tmp_path: Path) -> None:
 
 def test_folder_beside_the_config_comes_before_the_name(tmp_path: Path) -> None:
     (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
     assert folder_or_name("smollm2", tmp_path) == str(tmp_path / "smollm2")

@@ -116,6 +116,9 @@ def build_parts(
         ConfigError, TemplateError: something in the configuration cannot work.
     """
     config, rollout = place.config, place.config.rollout
+    for name in (config.model.path, config.model.tokenizer):
+        if isinstance(name, str) and not is_label(name):
+            check_model_name(name, place.base)
     check_plugins(place)
     if engine is None and not isinstance(config.engine, EmbeddedOptions):  # whose code is made of PyTorch
         check_engine(place)
@@ -211,9 +214,6 @@ def check_plugins(place: ConfigSource) -> None:
         ConfigError: a class lacks what its kind needs or misspells it, or a reward function cannot be called.
     """
     config = place.config
-    for name in (config.model.path, config.model.tokenizer):
-        if isinstance(name, str) and not is_label(name):
-            check_model_name(name, place.base)
     load_plugins(config.plugins, base=place.base)
     if config.rollout.interactions is not None:
         check_interactions(config.rollout.interactions, base=place.base)

@@ -66,7 +66,7 @@ def check_model_name(source: str, base: Path) -> None:
     elif source not in PACKAGED and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         beside = [f.name for f in local.parent.iterdir() if f.is_dir()] if local.parent.is_dir() else []
         hint = did_you_mean(local.name, beside) if beside else ""
-        raise ConfigError(f"there is no folder {str(local.absolute())!r}; {_WHERE}.{hint}")
+        raise ConfigError(f"there is no folder {source!r}, at {str(local.resolve())!r}; {_WHERE}.{hint}")
 
 
 def _holds_model(folder: Path) -> bool:
@@ -112,7 +112,7 @@ def model_folder(path: Path | None) -> Path | None:
         if inner
         else "name a folder with config.json, a checkpoint or a run"
     )
-    raise CheckpointError(f"there is no model in {str(path)!r}; {hint}")
+    raise CheckpointError(f"there is no model in {path}; {hint}")
 
 
 def _is_checkpoint(folder: Path) -> bool:

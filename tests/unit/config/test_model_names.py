@@ -26,7 +26,7 @@ def test_folder_without_a_model_names_the_one_inside(base: Path) -> None:
     for check in (check_model_name, folder_or_name):
         with pytest.raises(ConfigError, match=r"models' holds no model.*models/small'"):
             check("models", base)
-    with pytest.raises(CheckpointError, match=r"models'; did you mean .*models/small'"):
+    with pytest.raises(CheckpointError, match=r"models; did you mean .*models/small'"):
         model_folder(base / "models")
 
 
