@@ -10,6 +10,8 @@
 #   make docs      the generated pages of docs/, and the documentation as a site, in site/; a broken link is an error
 #   make demo      teach SmolLM2-135M, a real model, to add; without a package index, the same as demo-tiny
 #   make demo-tiny train the quickstart's tiny agent from random weights
+#   make learn     teach SmolLM2 to use a calculator, then GSM8K; half an hour or more. GSM8K=FOLDER reads train.jsonl and test.jsonl
+#                  there, in place of the hub's
 #   make bench     every benchmark, and the demo for ten seeds with its controls (hours); results in benchmarks/results/
 #   make verify    the tests of the second tier, one mark after the other, then properties with other and more examples;
 #                  `make verify MARKS="engines kill"` runs those two
@@ -22,7 +24,7 @@ STAMP := $(VENV)/.installed
 PROCESSES ?= 4
 MARKS ?= engines cluster browser kill clock learns chance slow
 
-.PHONY: install check test engines environments browser system docs demo demo-tiny bench verify clean
+.PHONY: install check test engines environments browser system docs demo demo-tiny learn bench verify clean
 
 install: $(STAMP)
 
@@ -73,6 +75,11 @@ demo: $(STAMP)
 
 demo-tiny: $(STAMP)
 	$(BIN)/polyturn train examples/quickstart/config.yaml
+
+learn: $(STAMP)
+	$(BIN)/polyturn train examples/calculator/config.yaml
+	$(BIN)/polyturn data gsm8k $(if $(GSM8K),--from $(GSM8K)) --out examples/gsm8k/data
+	$(BIN)/polyturn train examples/gsm8k/config.yaml
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py
