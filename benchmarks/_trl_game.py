@@ -1,4 +1,6 @@
-"""What both sides of `trl_comparison.py` play: one tool, its tasks, a reward. Both environments import it.
+"""What both sides of `trl_comparison.py` play: tasks, a tool, a reward. Both environments import it. GAME names the game.
+
+A model of random weights learns to open boxes:
 
     user   Task 17. Open the boxes.                 model  <words of box one> <tool_call>open(box="one")</tool_call>
     tool   go on with two                           model  <words of box two> <tool_call>open(box="two")</tool_call>
@@ -7,12 +9,17 @@
 The model has learnt by heart what to write before each box, so that both sides sample the same lengths at temperature 1
 without a limit on tokens. `even`: three boxes always. `ragged`: it is enough after 35 % of the boxes of each
 kind, in equal distances, and after the last, so that the lengths differ and their sum hardly depends on the order.
+
+A pretrained model plays two other games. `calculator`: it multiplies two numbers by one call of a tool, which a few
+demonstrations taught it, in two turns of equal lengths. `sums`: it adds two numbers in one turn, in its own words, without
+a tool and untaught, so the lengths differ.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 
 BOXES = ("one", "two", "three", "four", "five")
 WORDS = {
@@ -31,9 +38,44 @@ _opened: dict[str, int] = {}
 _chance = random.Random(int(os.environ.get("GAME_SEED", "0")))
 
 
+def kind() -> str:
+    """The game that this process plays."""
+    return os.environ.get("GAME", "even")
+
+
+def tools() -> list[Callable[[str], str]]:
+    """The tools of the game."""
+    return {"sums": [], "calculator": [calculate]}.get(kind(), [open_box])
+
+
+def max_tokens() -> int:
+    """The tokens of a turn, at most."""
+    return {"sums": 48, "calculator": 192}.get(kind(), 1024)
+
+
+def factors(number: int) -> tuple[int, int]:
+    """Two three-digit numbers, drawn for a task."""
+    rng = random.Random(number)
+    return rng.randint(101, 999), rng.randint(101, 999)
+
+
 def prompt(number: int) -> str:
     """Return the user's message of a task."""
+    if kind() in ("calculator", "sums"):
+        a, b = factors(number)
+        return f"What is {a} {'*' if kind() == 'calculator' else '+'} {b}?"
     return f"Task {number}. Open the boxes."
+
+
+def calculate(expression: str) -> str:
+    """
+    Work out a product.
+
+    Args:
+        expression: For instance 12 * 34
+    """
+    a, _, b = expression.partition("*")
+    return str(int(a) * int(b)) if a.strip().isdigit() and b.strip().isdigit() else "not a product"
 
 
 def said(box: str) -> str:
@@ -54,7 +96,7 @@ def open_box(box: str) -> str:
     Args:
         box: Which box to open.
     """
-    is_ragged = os.environ.get("GAME") == "ragged"
+    is_ragged = kind() == "ragged"
     number = _opened[box] = _opened.get(box, 0) + 1
     is_its_turn = int(number * ENOUGH_SHARE) > int((number - 1) * ENOUGH_SHARE)
     return following(box, is_enough=is_its_turn if is_ragged else box == "three")

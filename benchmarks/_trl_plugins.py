@@ -11,6 +11,7 @@ import polyturn
 from polyturn.data.conversations import Conversation
 
 open_box = polyturn.tool(game.open_box)
+calculate = polyturn.tool(game.calculate)
 
 
 def tasks() -> list[polyturn.Task]:
@@ -22,7 +23,9 @@ def tasks() -> list[polyturn.Task]:
 
 
 def demonstrations(num_conversations: int) -> list[Conversation]:
-    """Return played games, every other one ragged."""
+    """Return played games: products, or boxes of which every other game is ragged."""
+    if game.kind() == "calculator":
+        return [_product(number) for number in range(game.NUM_TASKS, game.NUM_TASKS + num_conversations)]
     chance, found = random.Random(0), []
     for number in range(num_conversations):
         messages = [polyturn.Message(role="user", content=game.prompt(chance.randrange(game.NUM_TASKS)))]
@@ -34,6 +37,19 @@ def demonstrations(num_conversations: int) -> list[Conversation]:
             messages.append(polyturn.Message(role="tool", name="open_box", content=heard))
         found.append(Conversation(messages=(*messages, polyturn.Message(role="assistant", content=game.ANSWER))))
     return found
+
+
+def _product(number: int) -> Conversation:
+    a, b = game.factors(number)
+    call = polyturn.ToolCall(id="call_0", name="calculate", arguments={"expression": f"{a} * {b}"})
+    return Conversation(
+        messages=(
+            polyturn.Message(role="user", content=game.prompt(number)),
+            polyturn.Message(role="assistant", tool_calls=(call,)),
+            polyturn.Message(role="tool", name="calculate", tool_call_id="call_0", content=str(a * b)),
+            polyturn.Message(role="assistant", content=str(a * b)),
+        )
+    )
 
 
 def corpus() -> list[str]:

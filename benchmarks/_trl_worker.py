@@ -40,7 +40,7 @@ class Clock(TrainerCallback):
         self.cpu_s.append(time.process_time() - self._began[1])
         metrics = self.trainer._metrics["train"]
         self.sampled.append(metrics["completions/mean_length"][-1])
-        self.calls.append(metrics["tools/call_frequency"][-1])
+        self.calls.append(metrics["tools/call_frequency"][-1] if self.trainer.tools else 0.0)
 
 
 def by_chance(completions, **kwargs):
@@ -63,7 +63,8 @@ def main() -> None:
     samples = args.groups * args.group_size
     micro = args.micro_batch or samples
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.response_template = qwen3_template
+    if game.tools():
+        tokenizer.response_template = qwen3_template
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -73,7 +74,7 @@ def main() -> None:
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=samples // micro,
             num_generations=args.group_size,
-            max_completion_length=1024,
+            max_completion_length=game.max_tokens(),
             max_tool_calling_iterations=8,
             temperature=1.0,
             beta=0.0,
@@ -95,7 +96,7 @@ def main() -> None:
             args=config,
             train_dataset=Dataset.from_list(rows),
             reward_funcs=by_chance,
-            tools=[game.open_box],
+            tools=game.tools() or None,
             callbacks=[clock],
         )
         clock.trainer = trainer

@@ -2,16 +2,18 @@
 
     python benchmarks/trl_comparison.py                                    both games, two interleaved rounds
     python benchmarks/trl_comparison.py --threads 2                        two threads for torch on both sides
+    python benchmarks/trl_comparison.py --model smollm2 --threads 2        SmolLM2-135M, a real model, in two other games
     python benchmarks/trl_comparison.py --peer ms_swift                    against ms-swift
     python benchmarks/trl_comparison.py --sizes small --games even         a model of 5 M parameters in place of 0.3 M
     python benchmarks/trl_comparison.py --quick                            one short round of one game, to see that it runs
 
-The model learns the game of `_trl_game.py` by heart first, so that both sides sample turns of the same lengths at
-temperature 1 and call the same tool as often. Each side then trains for a few optimizer steps in a process of its own, in
-turns with the other; what counts is the median wall time of a step after the first two, generation, tool calls, rewards and
-update included. The peer runs in its environment of `scripts/environments/build.py`, with the same torch, in the micro-batch
-that is fastest for it (the first round tries several). Prints one JSON line. It refuses to compare where tokens or calls a
-sample are more than 3 % apart (even), or 10 % (ragged).
+The model learns the game of `_trl_game.py` by heart first, or a few products with a calculator where it is a real one, so
+that both sides sample turns of the same lengths at temperature 1 and call the same tool as often. Each side then trains for
+a few optimizer steps in a process of its own, in turns with the other; what counts is the median wall time of a step after
+the first two, generation, tool calls, rewards and update included. CPU seconds are compared too, for machines that others
+use. The peer runs in its environment of `scripts/environments/build.py`, with the same torch, in the micro-batch that is
+fastest for it (the first round tries several). Prints one JSON line. It refuses to compare where tokens or calls a sample
+are more than 3 % apart (even, calculator), or 10 % (ragged, sums).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ GROUPS, GROUP_SIZE, LR, WARM_STEPS = 4, 8, 1e-6, 2
 SHARPER = 3.0
 TARGET = 3.0
 CLOCKS = ("wall", "cpu")
-MOST_APART = {"even": 0.03, "ragged": 0.10}
+MOST_APART = {"even": 0.03, "ragged": 0.10, "calculator": 0.03, "sums": 0.10}
+GAMES = {"random": ("even", "ragged"), "smollm2": ("calculator", "sums")}
 QUIET = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -53,13 +56,18 @@ QUIET = {
 
 def config_of(*, model: Path, steps: int, size: str | None = None) -> dict[str, Any]:
     """Return a run's configuration: to train the one in `model`, or with a `size` to make it there."""
-    if size is not None:
+    import _trl_game as game
+
+    is_real = size == "smollm2"
+    if size in SIZES:
         shape = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES[size]}
         source: dict[str, Any] = {
             "init": {**shape, "max_position_embeddings": 2048, "tie_word_embeddings": True},
             "tokenizer": {"corpus": f"{PLUGINS}:corpus", "vocab_size": 300},
             "chat_template": str(model / "chat_template.jinja"),
         }
+    elif is_real:
+        source = {"path": size, "chat_template": str(model / "chat_template.jinja")}
     else:
         source = {"path": str(model)}
     return {
@@ -67,18 +75,23 @@ def config_of(*, model: Path, steps: int, size: str | None = None) -> dict[str, 
         "model": source,
         "data": {"train": {"generator": f"{PLUGINS}:tasks"}},
         "rollout": {
-            "tools": {"functions": [f"{PLUGINS}:open_box"]},
-            "limits": {"max_turns": 9, "max_tokens_per_turn": 1024, "max_context": 2048},
+            "tools": {"functions": [f"{PLUGINS}:{tool.__name__}" for tool in game.tools()]},
+            "limits": {"max_turns": 9, "max_tokens_per_turn": game.max_tokens(), "max_context": 2048},
         },
         "engine": {"num_slots": GROUPS * GROUP_SIZE},
         "reward": {"routes": {"boxes": f"{PLUGINS}:by_chance"}},
         "algorithm": {"drop_zero_variance": False},
         "warm_start": {
             "conversations": f"{PLUGINS}:demonstrations",
-            "kwargs": {"num_conversations": 512},
-            "steps": 150,
+            "kwargs": {"num_conversations": 128 if is_real else 512},
+            "steps": 16 if is_real else 150,
             "batch_size": 8,
-            "optim": {"lr": 3e-3, "warmup_steps": 10, "schedule": "cosine", "betas": [0.9, 0.98]},
+            "optim": {
+                "lr": 5e-5 if is_real else 3e-3,
+                "warmup_steps": 4 if is_real else 10,
+                "schedule": "cosine",
+                "betas": [0.9, 0.98],
+            },
         },
         "train": {
             "steps": steps,
@@ -90,7 +103,13 @@ def config_of(*, model: Path, steps: int, size: str | None = None) -> dict[str, 
 
 
 def make_model(size: str, folder: Path) -> float:
-    """Train a model from random weights until it knows the game, save it; return the seconds that took."""
+    """Train a model until it knows the game, save it; return the seconds that took.
+
+    Args:
+        size: A name of `SIZES`, which starts from random weights, or `smollm2`.
+        folder: Where the model is written.
+    """
+    import _trl_game as game
     import torch
 
     from polyturn import build
@@ -106,10 +125,12 @@ def make_model(size: str, folder: Path) -> float:
     began = time.perf_counter()
     place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
     parts, sft = build.build_parts(place), place.config.warm_start
-    policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
-    run_sft(policy, build.warm_start_samples(parts), SftOptions(steps=sft.steps, batch_size=sft.batch_size))
-    with torch.no_grad():  # larger logits: at temperature 1 hardly a token strays from what was learnt
-        parts.model.get_parameter("model.norm.weight").mul_(SHARPER)
+    if game.kind() != "sums":
+        policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+        run_sft(policy, build.warm_start_samples(parts), SftOptions(steps=sft.steps, batch_size=sft.batch_size))
+    if size in SIZES:
+        with torch.no_grad():  # larger logits: at temperature 1 hardly a token strays from what was learnt
+            parts.model.get_parameter("model.norm.weight").mul_(SHARPER)
     hf.save_model(parts.model, folder, tokenizer=parts.context.codec.tokenizer)
     return time.perf_counter() - began
 
@@ -242,8 +263,9 @@ def main() -> None:
     parser.add_argument("--peer", choices=("trl", "ms_swift"), default="trl")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on both sides")
     parser.add_argument("--steps", type=int, default=5, help="of each run; the first two are not counted")
-    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["tiny"])
-    parser.add_argument("--games", nargs="+", choices=sorted(MOST_APART), default=list(MOST_APART))
+    parser.add_argument("--model", choices=sorted(GAMES), default="random", help="random weights, or a pretrained model")
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["tiny"], help="of the model of random weights")
+    parser.add_argument("--games", nargs="+", choices=sorted(MOST_APART), help="all of the model's where left out")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -254,15 +276,22 @@ def main() -> None:
         print(json.dumps({"warm_start_s": round(make_model(args.make[0], Path(args.make[1])), 1)}))
         return
     if args.quick:
-        args.rounds, args.steps, args.sizes, args.games = 1, 4, ["tiny"], ["even"]
+        args.rounds, args.steps, args.sizes, args.games = 1, 4, ["tiny"], GAMES[args.model][:1]
+    games = args.games or GAMES[args.model]
+    if strangers := sorted({*games} - {*GAMES[args.model]}):
+        parser.error(f"--model {args.model} plays {' and '.join(GAMES[args.model])}, and not {' and '.join(strangers)}")
     python = interpreter_of(args.peer)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        for size in args.sizes:
-            model = Path(name, size)
-            made = in_process([sys.executable, str(__file__), "--make", size, str(model)])
-            print(f"{size}: learnt the game in {made['warm_start_s']} s", file=sys.stderr)
-            for kind in args.games:
+        for size in args.sizes if args.model == "random" else [args.model]:
+            model = None
+            for kind in games:
+                if model is None or args.model != "random":  # a pretrained model plays each game from its own weights
+                    model = Path(name, f"{size}-{kind}")
+                    made = in_process(
+                        [sys.executable, str(__file__), "--make", size, str(model)], kind=kind, threads=args.threads
+                    )
+                    print(f"{size}: learnt {kind} in {made['warm_start_s']} s", file=sys.stderr)
                 micro = [GROUPS * GROUP_SIZE] if args.quick else [GROUPS * GROUP_SIZE, GROUP_SIZE]
                 found = compare(model, kind=kind, python=python, args=args, micro_batches=micro)
                 print(f"{size}, {kind}: {json.dumps(found)}", file=sys.stderr)
