@@ -66,6 +66,12 @@ class Times:
         self._engine = engine
         self._pins = pins
 
+    def begin_phase(self, phase: str, total: int) -> None:
+        """A rollout begins."""
+
+    def on_episode(self, *, total: int) -> None:
+        """An episode is over."""
+
     def on_group(self, group: Any, *, phase: str, total: int) -> None:
         """Pin the engine's process as soon as it is there."""
         if self._pins and self._engine.pid is not None:

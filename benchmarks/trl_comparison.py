@@ -148,6 +148,12 @@ class Clock:
     def start(self) -> None:
         self.last = time.perf_counter(), time.process_time()
 
+    def begin_phase(self, phase: str, total: int) -> None:
+        """A rollout begins."""
+
+    def on_episode(self, *, total: int) -> None:
+        """An episode is over."""
+
     def on_group(self, group: Any, *, phase: str, total: int) -> None:
         """A group is complete."""
 
@@ -264,6 +270,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch, on both sides")
     parser.add_argument("--steps", type=int, default=5, help="of each run; the first two are not counted")
     parser.add_argument("--model", choices=sorted(GAMES), default="random", help="random weights, or a pretrained model")
+    parser.add_argument("--models", type=Path, help="folder that keeps the models for another call")
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["tiny"], help="of the model of random weights")
     parser.add_argument("--games", nargs="+", choices=sorted(MOST_APART), help="all of the model's where left out")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -283,15 +290,16 @@ def main() -> None:
     python = interpreter_of(args.peer)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
+        folder = args.models or Path(name)
         for size in args.sizes if args.model == "random" else [args.model]:
             model = None
             for kind in games:
                 if model is None or args.model != "random":  # a pretrained model plays each game from its own weights
-                    model = Path(name, f"{size}-{kind}")
-                    made = in_process(
-                        [sys.executable, str(__file__), "--make", size, str(model)], kind=kind, threads=args.threads
-                    )
-                    print(f"{size}: learnt {kind} in {made['warm_start_s']} s", file=sys.stderr)
+                    model = folder / f"{size}-{kind}"
+                    if not model.exists():
+                        command = [sys.executable, str(__file__), "--make", size, str(model)]
+                        made = in_process(command, kind=kind, threads=args.threads)
+                        print(f"{size}: learnt {kind} in {made['warm_start_s']} s", file=sys.stderr)
                 micro = [GROUPS * GROUP_SIZE] if args.quick else [GROUPS * GROUP_SIZE, GROUP_SIZE]
                 found = compare(model, kind=kind, python=python, args=args, micro_batches=micro)
                 print(f"{size}, {kind}: {json.dumps(found)}", file=sys.stderr)

@@ -566,7 +566,8 @@ def in_order(game: Game, groups: list[list[Seen]], found: list[list[list[float]]
 
 
 def test_every_estimator_has_a_definition_here() -> None:
-    assert set(OWN) == set(DEFINITIONS) and not set(OPTIONS) - set(OWN)
+    refuses_negative_rewards = {"maxrl"}  # tests/unit/algorithms/test_estimators.py
+    assert set(OWN) == set(DEFINITIONS) | refuses_negative_rewards and not set(OPTIONS) - set(OWN)
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)

@@ -69,6 +69,13 @@ class PlainEstimatorOptions(EstimatorOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaxRlOptions(DividedOptions):
+    """Rewards divided by the group's mean: the likelihood of success in place of its rate."""
+
+    name: Literal["maxrl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineOptions(DividedOptions):
     """REINFORCE++ with the group's mean as a baseline."""
 
@@ -183,6 +190,7 @@ NamedEstimatorOptions = (
     GroupOptions
     | PassAtKOptions
     | PlainEstimatorOptions
+    | MaxRlOptions
     | BaselineOptions
     | ReinforceOptions
     | GpgOptions

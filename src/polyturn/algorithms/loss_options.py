@@ -45,7 +45,7 @@ class RatioOptions(LossOptions):
 class ClipOptions(RatioOptions):
     """A loss with these two arguments alone."""
 
-    name: Literal["cispo", "gspo", "gspo_sequence", "geo_mean"]
+    name: Literal["cispo", "gspo", "gspo_sequence", "luspo", "geo_mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +99,58 @@ class SapoOptions(LossOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DppoOptions(LossOptions):
+    """A bound on how far the probability of a token may move."""
+
+    name: Literal["dppo_tv", "dppo_kl"]
+    clip_low: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
+    """How far it may fall: a difference of probabilities (dppo_tv) or a divergence in nats (dppo_kl); null takes 0.2."""
+    clip_high: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
+    """How far it may rise; null takes 0.28."""
+    cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
+    """Bound of the importance weight; null takes 20."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VespoOptions(LossOptions):
+    """The smooth weight of VESPO."""
+
+    name: Literal["vespo"]
+    k_pos: Annotated[float, Field(ge=0)] | None = None
+    """Exponent of the sequence's ratio where the advantage is not negative; null takes 2."""
+    lambda_pos: Annotated[float, Field(ge=1e-4)] | None = None
+    """Decay there; null takes 3."""
+    k_neg: Annotated[float, Field(ge=0)] | None = None
+    """Exponent where the advantage is negative; null takes 3."""
+    lambda_neg: Annotated[float, Field(ge=1e-4)] | None = None
+    """Decay there; null takes 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroOptions(LossOptions):
+    """A square in place of a clip."""
+
+    name: Literal["dro"]
+    beta: Annotated[float, Field(gt=0)] | None = None
+    """Weight of the square of the log ratio; null takes 0.1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlainLossOptions(LossOptions):
     """A loss without arguments; `none` leaves that of a teacher, or none at all."""
 
     name: Literal["policy_gradient", "gpg", "none"]
 
 
-NamedLossOptions = PpoOptions | ClipOptions | ClipCovOptions | KlCovOptions | SapoOptions | PlainLossOptions
+NamedLossOptions = (
+    PpoOptions
+    | ClipOptions
+    | ClipCovOptions
+    | KlCovOptions
+    | SapoOptions
+    | DppoOptions
+    | VespoOptions
+    | DroOptions
+    | PlainLossOptions
+)
 """Those of our losses; the first of them is what a configuration without a name has."""

@@ -85,11 +85,19 @@ def _by_length(group: GroupComparison) -> Derivation:
     return Derivation(formula, f"{_n(group.own)} − {_n(baseline)}", group.own - baseline)
 
 
+def _by_mean(group: GroupComparison) -> Derivation:
+    number = group.own - group.mean
+    return Derivation(
+        "A = (r − mean) / mean", f"({_n(group.own)} − {_n(group.mean)}) / {_n(group.mean)}", number / (group.mean + 1e-6)
+    )
+
+
 _OF_GROUP: dict[str, Callable[[GroupComparison], Derivation]] = {
     "grpo": _scaled,
     "dr_grpo": _centred,
     "rloo": _leave_one_out,
     "opo": _by_length,
+    "maxrl": _by_mean,
 }
 _IN_SYMBOLS = {
     "grpo_passk": "A compares the best of k drawn members, with this one among them and without a condition",

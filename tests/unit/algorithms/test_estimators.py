@@ -37,7 +37,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
 
 TASK = Task(id="t", prompt=())
-ALL = [n for n in advantages if "test" not in n]
+ALL = [n for n in advantages if "test" not in n and n != "maxrl"]  # which refuses the negative rewards of these tests
 
 
 def play(rng: np.random.Generator, group: str, index: int) -> tuple[Trajectory, TrainSample]:
@@ -313,7 +313,7 @@ def _advantages_of(name: str, rewards: Sequence[Sequence[float]]) -> list[np.nda
     from polyturn.algorithms.advantages.base import traits_of
     from polyturn.compat.swift.advantage import estimate
 
-    estimator = functools.partial(estimate if name == "swift" else advantages.resolve(name), **OF_GROUPS[name])
+    estimator = functools.partial(estimate if name == "swift" else advantages.resolve(name), **OF_GROUPS.get(name, {}))
     batch = [_plain_group(f"g{i}", rewards_G) for i, rewards_G in enumerate(rewards)]
     if traits_of(estimator).scope == "batch":
         return [a for g in estimator(batch).advantages for m in g for a in m]
@@ -329,3 +329,15 @@ def _plain_group(id: str, rewards_G: Sequence[float]) -> GroupView:
         return MemberView(id=str(index), reward=reward, samples=(sample,), components={"a": reward})
 
     return GroupView(id=id, members=tuple(member(i, r) for i, r in enumerate(rewards_G)))
+
+
+def test_maxrl_divides_by_the_mean_reward() -> None:
+    """Tajwar et al. 2026: with rewards of 0 and 1, r / p - 1, and no signal where nothing succeeds."""
+    found = _advantages_of("maxrl", [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [2.0, 1.0, 0.0]])
+    wanted = [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, -1.0]
+    assert [float(a[-1]) for a in found] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(TrainingError, match=r"-0\.5"):
+        _advantages_of("maxrl", [[1.0, -0.5]])

@@ -73,6 +73,36 @@ def kl_cov(new, old, adv, t, marks):
     return -adv[t] * math.exp(new[t] - old[t]) + marks[t] * abs(new[t] - old[t])
 
 
+def _moved_on(new, old, adv, t, how_far) -> bool:
+    """Whether an advantage pushes a token on that has moved farther than its bound."""
+    pushed_on = adv[t] * (new[t] - old[t]) > 0
+    return pushed_on and how_far > (HIGH if adv[t] > 0 else LOW)
+
+
+def dppo_tv(new, old, adv, t, marks, frozen):
+    if _moved_on(frozen, old, adv, t, abs(math.exp(frozen[t]) - math.exp(old[t]))):
+        return 0.0
+    return -min(math.exp(frozen[t] - old[t]), 20.0) * adv[t] * new[t]
+
+
+def dppo_kl(new, old, adv, t, marks, frozen):
+    p, q = math.exp(frozen[t]), math.exp(old[t])
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    if _moved_on(frozen, old, adv, t, divergence):
+        return 0.0
+    return -min(math.exp(frozen[t] - old[t]), 20.0) * adv[t] * new[t]
+
+
+def dro(new, old, adv, t, marks):
+    return -(adv[t] * new[t] - 0.05 * (new[t] - old[t]) ** 2)
+
+
+def vespo(new, old, adv, t, marks, frozen):
+    w = math.exp(sum(frozen[i] - old[i] for i in sequence_of(t)))
+    k, decay = (2.0, 3.0) if adv[t] >= 0 else (3.0, 2.0)
+    return -(w**k) * math.exp(decay * (1 - w)) * adv[t] * new[t]
+
+
 def none(new, old, adv, t, marks):
     return 0.0
 
@@ -86,19 +116,24 @@ DEFINITIONS = {
     "sapo": sapo,
     "gspo": gspo,
     "gspo_sequence": gspo_sequence,
+    "luspo": gspo_sequence,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+    "vespo": vespo,
     "geo_mean": geo_mean,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "none": none,
 }
-FREEZES = {"cispo", "gspo"}
+FREEZES = {"cispo", "gspo", "dppo_tv", "dppo_kl", "vespo"}
 """Their definitions hold a copy of the log-probabilities that has no gradient."""
 
 
 def arrays(seed: int):
     rng = np.random.default_rng(seed)
-    old = rng.normal(-2, 1, 12)
-    return old + rng.normal(0, 0.3, 12), old, rng.normal(size=12), (rng.random(12) < 0.3).astype(float)
+    old = np.minimum(rng.normal(-2, 1, 12), -0.4)
+    return np.minimum(old + rng.normal(0, 0.3, 12), -0.01), old, rng.normal(size=12), (rng.random(12) < 0.3).astype(float)
 
 
 def defined(name: str, new, old, adv, t, marks, frozen) -> float:
@@ -227,7 +262,9 @@ def test_kl_cov_marks_the_largest():
     assert set(np.flatnonzero(marked)) == set(np.argsort(covariance(old, adv))[-5:])
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_sequence", "geo_mean", "cispo", "clip_cov"])
+@pytest.mark.parametrize(
+    "name", ["ppo_clip", "gspo", "gspo_sequence", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"]
+)
 def test_unset_bounds_are_those_of_the_loss(name):
     """A sequence's ratio stays within a thousandth; under the bounds of a token's nothing would ever be clipped."""
     new, old, adv, marks = (torch.tensor(a) for a in arrays(7))

@@ -12,6 +12,7 @@ import numpy as np
 
 from polyturn.algorithms.advantages.base import Rewards, centred, declare, on_weighted
 from polyturn.core.arrays import Floats
+from polyturn.core.errors import TrainingError
 from polyturn.core.sample import TrainSample
 
 Samples = Sequence[Sequence[TrainSample]]
@@ -108,6 +109,26 @@ def grpo_passk(
     scalars = np.empty(n)
     scalars[order] = (holding - mean) / (std + eps) if norm_by_std else holding - mean
     return _on_all(samples_G, scalars)
+
+
+@declare(min_group=2, only_compares=True)
+def maxrl(rewards_G: Rewards, samples_G: Samples, *, eps: float = 1e-6) -> list[list[Floats]]:
+    """Divide by the mean instead of the spread: A = (r - mean) / (mean + eps), for rewards that are not negative.
+
+    With rewards of 0 and 1 the mean is the success rate p, and dividing by it turns the gradient of p into that of log p: a
+    task that hardly ever succeeds weighs as much as the likelihood of its success asks for. Source: Tajwar et al. 2026
+    (Maximum Likelihood Reinforcement Learning, arXiv 2602.02710).
+
+    Raises:
+        TrainingError: a reward is negative.
+    """
+    values = np.asarray(rewards_G, dtype=np.float64)
+    if values.size and values.min() < 0:
+        raise TrainingError(
+            f"maxrl divides by the mean reward of a group, and a group has a reward of {values.min():g}; give rewards of 0 "
+            "and above (a KL in the reward makes them negative as well), or take another algorithm.advantage"
+        )
+    return _on_all(samples_G, centred(values) / (values.mean() + eps) if len(values) > 1 else np.zeros(len(values)))
 
 
 def _on_all(samples_G: Samples, scalars_G: Rewards) -> list[list[Floats]]:

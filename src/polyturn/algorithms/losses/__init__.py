@@ -1,7 +1,8 @@
 """Policy losses: per-token terms, before any weight or mean.
 
     token.py        ppo_clip (dapo), policy_gradient (gpg), cispo, sapo, none      the ratio of one token
-    sequence.py     gspo, gspo_sequence, geo_mean                                  the ratio of a sequence
+    sequence.py     gspo, gspo_sequence (luspo), geo_mean, vespo                   the ratio of a sequence
+    divergence.py   dppo_tv, dppo_kl, dro                                          how far a probability moved
     covariance.py   clip_cov, kl_cov                                               a few tokens of the step apart
 
 Separate from aggregation: a loss here says what one token contributes, `aggregate.py` says how much each token counts, and
@@ -21,11 +22,13 @@ from polyturn.algorithms.losses.base import (
     takes_option,
 )
 from polyturn.algorithms.losses.covariance import clip_cov, kl_cov
-from polyturn.algorithms.losses.sequence import geo_mean, gspo, gspo_sequence
+from polyturn.algorithms.losses.divergence import dppo_kl, dppo_tv, dro
+from polyturn.algorithms.losses.sequence import geo_mean, gspo, gspo_sequence, vespo
 from polyturn.algorithms.losses.token import cispo, none, policy_gradient, ppo_clip, sapo
 
 __all__ = [
-    "MAX_LOG_RATIO", "PolicyLoss", "Selection", "TokenLoss", "bind", "cispo", "clip_cov", "geo_mean", "gspo",
+    "MAX_LOG_RATIO", "PolicyLoss", "Selection", "TokenLoss", "bind", "cispo", "clip_cov", "dppo_kl",
+    "dppo_tv", "dro", "geo_mean", "gspo",
     "gspo_sequence", "kl_cov", "mark", "marks", "none", "policy_gradient", "policy_losses", "ppo_clip", "sapo",
-    "selection_of", "takes_option",
+    "selection_of", "takes_option", "vespo",
 ]  # fmt: skip

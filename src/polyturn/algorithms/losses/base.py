@@ -129,6 +129,12 @@ def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     return (sums_B / count_B)[row_T]  # [T]
 
 
+def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Sum of `values_T` over the tokens of its sequence, [T] for each token."""
+    unique_B, row_T = torch.unique(sequence_T, return_inverse=True)
+    return values_T.new_zeros(len(unique_B)).index_add(0, row_T, values_T)[row_T]
+
+
 def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
     """Return `loss` with its options, to be called as (logprobs_T, old_logprobs_T, advantages_T, sequence_T, marks_T).
 

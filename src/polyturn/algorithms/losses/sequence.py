@@ -8,6 +8,8 @@ Micro-batches hold whole samples, so these see every token of a sequence at once
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from polyturn.algorithms.losses.base import (
     log_ratio,
     ratio_stats,
     sequence_mean,
+    sequence_sum,
 )
 from polyturn.algorithms.losses.token import clipped
 
@@ -98,3 +101,35 @@ def geo_mean(
     mean_T = sequence_mean(chosen_T, sequence_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     loss_T = -sequence_mean(advantages_T, sequence_T) * mean_T.exp()
     return TokenLoss(loss_T, ratio_stats(log_T, chosen_T.detach() != log_T.detach()))
+
+
+def vespo(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    sequence_T: Tensor,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> TokenLoss:
+    """-phi(w) A logprob, w = exp(sum of log ratios over the sequence) and phi(w) = w^k exp(lambda (1 - w)), no gradient.
+
+    A smooth weight takes the place of the clip: 1 on policy, and towards 0 where a sequence became far likelier or less
+    likely. Source: Shen et al. 2026 (VESPO, arXiv 2602.10693), with w between 1e-8 and e^20 as its code has it.
+
+    Args:
+        sequence_T: [T] equal numbers for the tokens of one sequence.
+        k_pos: Exponent k where A >= 0.
+        lambda_pos: Decay lambda where A >= 0.
+        k_neg: Exponent where A < 0.
+        lambda_neg: Decay where A < 0.
+    """
+    log_T = log_ratio(logprobs_T, old_logprobs_T)
+    log_w_T = sequence_sum(log_T.detach(), sequence_T).clamp(math.log(1e-8), MAX_LOG_RATIO)
+    is_up_T = advantages_T >= 0
+    k_T = torch.where(is_up_T, k_pos, k_neg)
+    lambda_T = torch.where(is_up_T, lambda_pos, lambda_neg)
+    phi_T = (k_T * log_w_T + lambda_T * (1 - log_w_T.exp())).exp()
+    return TokenLoss(-phi_T * advantages_T * logprobs_T, {**ratio_stats(log_T), "sequence_weight": phi_T})

@@ -1,0 +1,101 @@
+"""Policy losses whose trust region is a divergence of the sampled token's probability, or a square, in place of a clipped
+ratio.
+
+    p = exp(logprob)      q = exp(old_logprob)      r = p / q      sg = without gradient
+
+A ratio of 2 is harmless for a token of probability 1e-4 and a large move for one of 0.4: PPO's clip treats them alike, and
+these do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyturn.algorithms.losses.base import TokenLoss, log_ratio, ratio_stats
+from polyturn.core.errors import ConfigError
+
+TINY = 1e-8
+"""Added to the probability of all other tokens, which is 0 in float32 for a token that is certain."""
+
+
+def dppo_tv(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    cap: float = 20.0,
+) -> TokenLoss:
+    """-sg(min(r, cap)) A logprob, and 0 where A pushes p on although p - q is above clip_high, or below -clip_low.
+
+    Source: Qi et al. 2026 (Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879), DPPO-Binary-TV:
+    |p - q| is the total variation of the two-outcome distributions "this token, or another".
+
+    Args:
+        clip_low: How far p may fall below q, a difference of probabilities.
+        clip_high: How far it may rise above.
+        cap: Bound of the importance weight r.
+    """
+    log_T = log_ratio(logprobs_T, old_logprobs_T)
+    moved_T = logprobs_T.detach().exp() - old_logprobs_T.detach().exp()
+    is_out_T = torch.where(advantages_T > 0, moved_T > clip_high, moved_T < -clip_low)
+    return _masked(logprobs_T, log_T, advantages_T, is_out_T, cap)
+
+
+def dppo_kl(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    cap: float = 20.0,
+) -> TokenLoss:
+    """`dppo_tv` with KL((q, 1 - q) || (p, 1 - p)), in nats, in place of the difference of probabilities.
+
+    Source: Qi et al. 2026 (arXiv 2602.04879), DPPO-Binary-KL.
+
+    Args:
+        clip_low: The divergence up to which A < 0 still makes a token less likely.
+        clip_high: The divergence up to which A > 0 still makes it likelier.
+        cap: Bound of the importance weight r.
+    """
+    log_T = log_ratio(logprobs_T, old_logprobs_T)
+    divergence_T = binary_kl(old_logprobs_T.detach(), logprobs_T.detach())
+    is_up_T = advantages_T > 0
+    is_beyond_T = divergence_T > torch.where(is_up_T, clip_high, clip_low)
+    is_pushed_on_T = torch.where(is_up_T, log_T.detach() > 0, log_T.detach() < 0)
+    return _masked(logprobs_T, log_T, advantages_T, is_beyond_T & is_pushed_on_T, cap)
+
+
+def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, beta: float = 0.1) -> TokenLoss:
+    """-(A logprob - beta / 2 (logprob - old_logprob)^2): no ratio and no clip; a square holds the policy near the old one.
+
+    Source: Richemond et al. 2024 (Offline Regularised Reinforcement Learning, DRO), token by token as verl's `dro` has it.
+
+    Args:
+        beta: Weight of the square; above 0.
+
+    Raises:
+        ConfigError: beta is not positive.
+    """
+    if not beta > 0:
+        raise ConfigError(f"dro has beta {beta}; it must be above 0")
+    far_T = logprobs_T - old_logprobs_T.detach()
+    return TokenLoss(
+        0.5 * beta * far_T.square() - advantages_T * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T))
+    )
+
+
+def binary_kl(log_q_T: Tensor, log_p_T: Tensor) -> Tensor:
+    """KL of "this token, or another" under q from the same under p, [T] in nats."""
+    q_T, p_T = log_q_T.exp(), log_p_T.exp()
+    return q_T * (log_q_T - log_p_T) + (1 - q_T) * torch.log((1 - q_T + TINY) / (1 - p_T + TINY))
+
+
+def _masked(logprobs_T: Tensor, log_T: Tensor, advantages_T: Tensor, is_out_T: Tensor, cap: float) -> TokenLoss:
+    weight_T = log_T.detach().exp().clamp(max=cap)
+    loss_T = torch.where(is_out_T, 0.0 * logprobs_T, -weight_T * advantages_T * logprobs_T)
+    return TokenLoss(loss_T, ratio_stats(log_T, is_out_T))
