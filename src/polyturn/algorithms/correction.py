@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from polyturn.algorithms.losses import MAX_LOG_RATIO
+from polyturn.algorithms.losses.divergence import binary_kl
 from polyturn.algorithms.options import CorrectionSettings
 from polyturn.core.errors import TrainingError
 from polyturn.core.metrics import Max, Mean, Metrics, Sum
@@ -112,6 +114,13 @@ def measure(log: NDArray[np.float64], name: str) -> NDArray[np.float64]:
     return np.exp(np.clip(value, -MAX_LOG_RATIO, MAX_LOG_RATIO)) if kind == "k1" else value
 
 
+def _binary_kl(sample: TrainSample, place: NDArray[np.intp]) -> NDArray[np.float64]:
+    """KL of "this token, or another" under mu from the same under pi, [n] in nats; KPop's mask."""
+    assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
+    mu, pi = (torch.from_numpy(a[place].astype(np.float64)) for a in (sample.rollout_logprobs, sample.old_logprobs))
+    return binary_kl(mu, pi).numpy()
+
+
 def _keep(
     sample: TrainSample, place: NDArray[np.intp], log: NDArray[np.float64], settings: CorrectionSettings
 ) -> NDArray[np.bool_]:
@@ -119,7 +128,7 @@ def _keep(
     if not len(place):
         return keep
     for name, (low, high) in settings.bounds.items():
-        value = measure(log, name)
+        value = _binary_kl(sample, place) if name == "token_binary_kl" else measure(log, name)
         keep &= (value >= low) & (value <= high)
     # By the smallest ratio alone: in a mean over thousands of tokens one that is impossible would not show.
     if settings.veto is not None and np.exp(log.min()) < settings.veto:

@@ -23,9 +23,11 @@ REJECTIONS = (
     *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
     "seq_max_k2",
     "seq_max_k3",
+    "token_binary_kl",
 )
 """Estimates that are held to bounds: the divergence of pi from mu, of a token or summed, averaged or maximal over a
-sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho."""
+sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho. token_binary_kl is
+KL(mu, pi) of "this token, or another"."""
 
 
 def by_name(value: Any) -> Any:
@@ -57,7 +59,7 @@ class CorrectionSettings:
     reject: Mapping[str, Bound | tuple[Bound, Bound]] = field(default_factory=dict)
     """Bounds beyond which tokens leave the loss, for instance {seq_mean_k1: [0.99, 1.01]}: token, seq_sum, seq_mean or
     seq_max, and k1 (bounds of the ratio; one number is the upper, its inverse the lower), k2 or k3 (one, the upper). A
-    segment leaves with all of its tokens."""
+    segment leaves with all of its tokens. token_binary_kl (one, the upper) is that of "this token, or another"."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A segment with any ratio below this leaves the loss, for instance 1e-4: the trainer finds a token nearly impossible
     that was sampled."""
@@ -119,10 +121,15 @@ class KlOptions:
     """The KL per token, in nats, that the weight is steered to; null keeps the weight at `coef`."""
     horizon: Annotated[float, Field(gt=0)] = 10_000
     """Trajectories over which the weight follows its target."""
+    importance: bool = False
+    """Multiply the term of the loss by the token's ratio, with its gradient, so that tokens that an older policy sampled
+    estimate the KL of the one that is trained (DeepSeek 2025, DeepSeek-V3.2, section 3.1)."""
 
     def __post_init__(self) -> None:
         if self.target is not None and not self.coef:
             raise ConfigError(f"algorithm.kl.target is {self.target} and its coef is 0; set coef to a first weight")
+        if self.importance and self.place == "reward":
+            raise ConfigError("algorithm.kl.importance is for a KL in the loss, and this one is in the reward; leave it out")
 
     @property
     def name(self) -> str:

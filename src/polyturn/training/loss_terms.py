@@ -19,6 +19,7 @@ from torch import Tensor
 from polyturn.algorithms.aggregate import check_average
 from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import PolicyLoss, bind, geo_mean, ppo_clip
+from polyturn.algorithms.losses.base import log_ratio
 from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError, TrainingError
@@ -166,6 +167,8 @@ class PolicyTerms(Objective):
         if settings.kl.coef:
             assert batch.ref_logprobs_S is not None  # the policy scores what samples lack before
             kl_S = self._kl(logprobs_S, batch.ref_logprobs_S)
+            if settings.kl.importance:
+                kl_S = kl_S * log_ratio(logprobs_S, old_S).exp()
             loss_S = loss_S + kl_coef * kl_S
             parts_S["loss/kl"] = kl_coef * kl_S.detach()
             stats_S["policy/kl_to_reference"] = kl_S.detach()

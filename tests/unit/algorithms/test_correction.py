@@ -60,7 +60,7 @@ def test_normalised_weights_have_mean_one():
     assert np.mean(np.concatenate([s.correction[s.loss_weights != 0] for s in found])) == pytest.approx(1.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", REJECTIONS)
+@pytest.mark.parametrize("name", [name for name in REJECTIONS if name != "token_binary_kl"])
 def test_tokens_out_of_bounds_are_rejected(name):
     batch = [sample(str(i), logs) for i, logs in enumerate(BATCH)]
     bounds = Bounds(0.8, 1.3) if name.endswith("k1") else Bounds(-math.inf, 0.05)
@@ -78,6 +78,20 @@ def test_tokens_out_of_bounds_are_rejected(name):
         num_rejected += kept.count(0.0)
     assert 0 < num_rejected < 10
     assert reduce(found.metrics)["tokens/dropped_rejected"] == num_rejected
+
+
+def test_token_is_rejected_by_its_binary_divergence():
+    """KL of (mu, 1 - mu) from (pi, 1 - pi): the same ratio is far for a likely token only."""
+    batch = [sample(str(i), logs) for i, logs in enumerate(BATCH[:3])]
+    found = correct(batch, CorrectionSettings(weight="none", reject={"token_binary_kl": 0.05})).samples
+    mu = math.exp(-1.5)
+    kept = []
+    for logs in BATCH[:3]:
+        pis = [math.exp(-1.5 + x) for x in logs]
+        kls = [mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi)) for pi in pis]
+        kept.append([float(kl <= 0.05) for kl in kls])
+    assert [trained(after, before, after.loss_weights) for before, after in zip(batch, found, strict=True)] == kept
+    assert 0 < sum(map(sum, kept)) < 9
 
 
 def test_impossible_token_vetoes_its_sequence():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from polyturn.compat.verl_config.compose import compose_file, compose_name
 from polyturn.compat.verl_config.convert import CONVERTERS
@@ -302,6 +303,20 @@ def test_megatron_keys_without_effect_are_reported():
     ulysses = of_megatron(f"{ACTOR}.strategy=megatron", f"+{ACTOR}.ulysses_sequence_parallel_size=2")
     assert "distributed" not in ulysses.native["train"]
     assert "megatron.context_parallel_size" in str(ulysses.notices())
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("dppo_tv", {"name": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "cap": 3.0}),
+        ("dro", {"name": "dro", "beta": 0.5}),
+    ],
+)
+def test_loss_keeps_its_own_bounds(mode: str, options: dict[str, Any]):
+    """verl's dppo reads clip_ratio as a divergence and clip_ratio_c as the cap of its weight."""
+    loss = translated(f"{ACTOR}.policy_loss.loss_mode={mode}", f"+{ACTOR}.policy_loss.dro_beta=0.5").native
+    assert native(loss, "algorithm.loss") == options
+    TypeAdapter(RunConfig).validate_python(loss)
 
 
 def test_written_loggers_become_trackers_where_installed(monkeypatch: pytest.MonkeyPatch):

@@ -152,6 +152,21 @@ def test_reference_stays_while_the_policy_moves():
     assert reduce(made.forward_backward(given).metrics)["loss/kl"] == pytest.approx(metrics["loss/kl"], rel=1e-4)
 
 
+def test_kl_is_weighted_by_the_ratio_if_asked():
+    """The estimate is r k3, r = exp(logprob - old), with the gradient of both."""
+    given = [
+        s.replace(old_logprobs=np.full(len(s), -3.0, np.float32), ref_logprobs=np.full(len(s), -4.0, np.float32))
+        for s in samples()
+    ]
+    made = policy(reference=True, algorithm=AlgorithmOptions(kl=KlOptions(coef=0.5, importance=True)))
+    metrics = reduce(made.forward_backward(given).metrics)
+    new = np.concatenate([score[s.loss_weights != 0] for s, score in zip(given, made.score(given), strict=True)]).astype(
+        float
+    )
+    k3 = np.exp(-4.0 - new) - 1 - (-4.0 - new)
+    assert metrics["loss/kl"] == pytest.approx(0.5 * (np.exp(new + 3.0) * k3).mean(), rel=1e-4)
+
+
 def test_time_and_tokens_are_counted():
     made = policy()
     metrics = reduce(merge([made.forward_backward(samples()).metrics, made.optim_step()]))

@@ -16,7 +16,7 @@ from polyturn.algorithms.losses.base import TokenLoss, log_ratio, ratio_stats
 from polyturn.core.errors import ConfigError
 
 TINY = 1e-8
-"""Added to the probability of all other tokens, which is 0 in float32 for a token that is certain."""
+"""Added to the probability of all other tokens, which may round to 0 or below for a token that is certain."""
 
 
 def dppo_tv(
@@ -92,7 +92,9 @@ def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, bet
 def binary_kl(log_q_T: Tensor, log_p_T: Tensor) -> Tensor:
     """KL of "this token, or another" under q from the same under p, [T] in nats."""
     q_T, p_T = log_q_T.exp(), log_p_T.exp()
-    return q_T * (log_q_T - log_p_T) + (1 - q_T) * torch.log((1 - q_T + TINY) / (1 - p_T + TINY))
+    return q_T * (log_q_T - log_p_T) + (1 - q_T) * torch.log(
+        ((1 - q_T).clamp(min=0) + TINY) / ((1 - p_T).clamp(min=0) + TINY)
+    )
 
 
 def _masked(logprobs_T: Tensor, log_T: Tensor, advantages_T: Tensor, is_out_T: Tensor, cap: float) -> TokenLoss:
