@@ -141,7 +141,7 @@ def test_bound_may_be_infinite() -> None:
 def test_no_option_of_a_part_is_a_number_without_meaning(union: Any, value: str) -> None:
     """A bound may be infinite, which means none, and some weights below 0; no value may make every loss NaN."""
     section = "advantage" if union is NamedEstimatorOptions else "loss"
-    may_be = {"clip_low": ".inf", "clip_high": ".inf", "dual_clip": ".inf"}
+    may_be = {"clip_low": ".inf", "clip_high": ".inf", "dual_clip": ".inf", "cap": ".inf"}
     signed = {"clip_cov_lb", "clip_cov_ub", "outcome_weight", "step_weight"}
     for options in get_args(union):
         name, *_ = kinds_of(options)["name"]
