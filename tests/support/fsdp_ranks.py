@@ -39,6 +39,7 @@ from support.rank_matrix import (
     OPTIM,
     VOCAB,
     Case,
+    base_of,
     difference,
     exact_model,
     folder_of,
@@ -293,6 +294,29 @@ def measure(out):
     """Write what each function found, as the first rank has it."""
     found = {call.__name__: call() for call in (losses, faults, dropout, in_parts, leader)}  # a leader ends the group
     if found["leader"] is not None:
+        out.write_text(json.dumps(found))
+
+
+def measure_reduction(out):
+    """Write how far the bfloat16 model's gradient, summed over the ranks, is from the float64 sum of what each rank adds."""
+    case, rng = Case(kind="qwen3", is_bfloat16=True), np.random.default_rng(dist.get_rank())
+    weights = (np.arange(24) >= 4).astype(np.float32)
+    arrays = {"loss_weights": weights, "turn_ids": np.zeros(24, np.int32)}
+    ids, noise = rng.integers(0, VOCAB, 24).astype(np.int32), rng.normal(size=24).astype(np.float32)
+    samples = [TrainSample(id=SampleId("g", str(dist.get_rank()), 0), token_ids=ids, advantages=noise, **arrays)]
+    kept = []
+    for placement in (None, placement_of(case, "fsdp", CPU)):
+        made = make(case, base_of(case, CPU), placement, reference=False)
+        made.forward_backward(samples)
+        kept.append({n: p.grad for n, p in made.backend.optimizer._masters.items() if p.grad is not None})
+    alone, over_ranks = kept
+    found = {}
+    for name, part in alone.items():
+        total = part.double()
+        dist.all_reduce(total)
+        if total.norm() > 1e-6:
+            found[name] = float((over_ranks[name].full_tensor().double() - total).norm() / total.norm())
+    if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
 
 

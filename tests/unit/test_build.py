@@ -14,6 +14,7 @@ import torch
 
 from polyturn import build
 from polyturn.algorithms.advantages import grpo
+from polyturn.build.model import build_codec, build_outline
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
@@ -214,3 +215,31 @@ def test_short_prompt_is_checked_without_encoding(tmp_path: Path, parts: build.P
     monkeypatch.setattr(type(parts.context.codec), "encode", lambda *args: pytest.fail("a short prompt was encoded"))
     build.check_run(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     build.check_run(parts, list(tasks.train), name="data.train")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "expected"),
+    [
+        (None, "auto", torch.float32),
+        (None, "bfloat16", torch.bfloat16),
+        ("old", "auto", torch.float32),
+        ("new", "auto", torch.bfloat16),
+        ("new", "float32", torch.float32),
+    ],
+)
+def test_parameters_are_bfloat16_where_the_gpu_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str | None, dtype: str, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: gpu == "new")
+    config = place(tmp_path, f"model.dtype={dtype}")
+    assert build_outline(config, build_codec(config).tokenizer).dtype == expected
+
+
+def test_gpu_without_bfloat16_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    config = place(tmp_path, "model.dtype=bfloat16")
+    with pytest.raises(ConfigError, match=r"Tesla T4.*model\.dtype=float32"):
+        build_outline(config, build_codec(config).tokenizer)

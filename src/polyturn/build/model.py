@@ -116,7 +116,10 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model, moved to the GPU if there is one and the model has weights."""
     import torch
 
+    from polyturn.training.process_group import use_tensor_cores
+
     if torch.cuda.is_available() and model.device.type != "meta":
+        use_tensor_cores()
         model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
     return model
 
@@ -154,6 +157,13 @@ def load_frozen(place: ConfigSource, path: str, *, like: PreTrainedModel, dtype:
 def _dtype(name: str) -> torch.dtype:
     import torch
 
+    if name == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(
+            f"model.dtype is bfloat16, and {torch.cuda.get_device_name()} computes no bfloat16; set model.dtype=float32"
+        )
+    if name == "auto":
+        has_it = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_it else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
@@ -221,8 +221,11 @@ class Sharded(OverRanks):
         network.context = self._context
         network.encoders = encoders = tuple(towers_of(network.backbone))
         mesh = self._mesh["dp"]
+        # Gradients of bfloat16 parameters would else be added up in bfloat16, rank after rank.
+        is_low = any(p.dtype.itemsize < 4 for p in network.parameters())
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_low else None)
         for module in (*layers_of(network.backbone, encoders), *network.heads, network):
-            sharded = fully_shard(module, mesh=mesh)
+            sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
             # Summed, for the coefficients hold the average already; by plain sums, because gloo has none that scale too.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)

@@ -37,8 +37,14 @@ def join(*, local_rank: int, is_alone: bool = False) -> torch.device:
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        use_tensor_cores()
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=size)
     return device
+
+
+def use_tensor_cores() -> None:
+    """Let float32 matrix products on a GPU round their inputs to TF32, which is about eight times faster there."""
+    torch.set_float32_matmul_precision("high")
 
 
 @functools.cache

@@ -84,6 +84,13 @@ def test_two_gpus_train_on_128k_tokens(tmp_path):
 
 
 @pytest.mark.cluster
+def test_bfloat16_gradients_are_summed_in_float32(tmp_path):
+    """Over 8 ranks the sum is rounded once, to half of bfloat16's last place; added up in bfloat16 it is farther off."""
+    found = results_of_ranks("support.fsdp_ranks:measure_reduction", 8, tmp_path / "found.json")
+    assert len(found) > 10 and max(found.values()) < 2**-8 * 0.55
+
+
+@pytest.mark.cluster
 def test_each_rank_writes_its_part_of_a_checkpoint(results):
     shares = [found["written"] for found in results["shards"]]
     assert shares == pytest.approx([0.5, 0.5], abs=0.1)

@@ -48,8 +48,9 @@ class AnyModelConfig(Section):
     """A chat template that replaces the tokenizer's own: `hermes`, which shows tools, a file, or Jinja source."""
     template_kwargs: dict[str, Any] = {}
     """Passed to the chat template at every render, for instance {enable_thinking: false}."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the parameters, in training and in the embedded engine. With bfloat16 the optimizer keeps float32 masters."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the parameters, in training and in the embedded engine. auto takes bfloat16 on a CUDA GPU that has it, and float32
+    elsewhere. With bfloat16 the optimizer keeps float32 masters, and gradients are summed in float32."""
     lora: LoraSettings | None = None
     """Train an adapter; null trains all weights."""
 
