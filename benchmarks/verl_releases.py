@@ -9,8 +9,7 @@ the command lines that it would start; each is then composed, translated and val
 the script's place in the checkout and, outside, from a copy of examples and recipe alone. The table goes between the markers
 of the page; what `verl_tests.py` found, `--tests FILE`, stands behind those. `--names` writes the
 names of all keys with their releases, which tell a misspelt key in a section that means nothing here from one that verl has;
-`--modules` (of src/polyturn/compat/verl/modules.txt) those of all modules with digests, which tell verl's own
-from a project's, and from changed ones.
+`--modules` (of src/polyturn/compat/verl/modules.txt) those of all modules, which tell verl's own from a project's.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.compat.finder import digest
 from polyturn.compat.verl_config.command import HydraArguments, config_path, parse_arguments
 from polyturn.compat.verl_config.compose import BASE_NAMES, OF_VERL, Unresolved, compose_name
 from polyturn.compat.verl_config.overrides import leaves
@@ -72,10 +70,7 @@ def main() -> None:
         asked.names.write_text("".join(name_lines(names(asked.wheels))), encoding="utf-8")
         return
     if asked.modules:
-        lines = [
-            " ".join([name, *sorted(digests)]) + "\n"
-            for name, digests in sorted(modules(asked.wheels, asked.checkouts).items())
-        ]
+        lines = [f"{name}\n" for name in sorted(modules(asked.wheels))]
         asked.modules.write_text("".join(lines), encoding="utf-8")
         return
     more = cells(json.loads(asked.tests.read_text())) if asked.tests else {}
@@ -145,18 +140,12 @@ def name_lines(found: Mapping[str, list[str]]) -> list[str]:
     return [f"{head}: {' '.join(keys)}\n" for head, keys in lines.items()]
 
 
-def modules(folder: Path, checkouts: Path | None) -> dict[str, set[str]]:
-    """Return the names of the modules of the wheels, with digests of their files there and in the checkouts."""
-    found: dict[str, set[str]] = {}
+def modules(folder: Path) -> set[str]:
+    """Return the names of the modules of the wheels."""
+    found: set[str] = set()
     for _, wheel in wheels(folder):
         with zipfile.ZipFile(wheel) as archive:
-            for file in archive.namelist():
-                if file.split("/")[0] == "verl" and file.endswith(".py"):
-                    found.setdefault(_module(file), set()).add(digest(archive.read(file)))
-    for checkout in [] if checkouts is None else [checkouts / release for release, _ in wheels(folder)]:
-        for path in checkout.glob("verl/**/*.py"):
-            if (name := _module(str(path.relative_to(checkout)))) in found:
-                found[name].add(digest(path.read_bytes()))
+            found |= {_module(file) for file in archive.namelist() if file.split("/")[0] == "verl" and file.endswith(".py")}
     return found
 
 

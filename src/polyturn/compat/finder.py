@@ -11,22 +11,18 @@ whose attributes are set through it. A root whose library is installed is left a
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from polyturn.core.errors import did_you_mean
-
-logger = logging.getLogger(__name__)
 
 _OURS = Path(__file__).resolve().parents[1]
 _OWN = frozenset({"__name__", "__path__", "__spec__", "__loader__", "__package__", "__file__", "__doc__", "__class__"})
@@ -42,10 +38,11 @@ class Namespace:
     packages: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Package -> its body: the modules whose names it shows. Packages without a body need no entry."""
     library: Path | None = None
-    """A file with the names of all modules of the library itself, none of which is a project's own, each with the digests
-    of its file in the releases."""
+    """A file with the names of all modules of the library itself, none of which is a project's own."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Modules that are not offered, and those below them -> a sentence: why, or what does the same here."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names that modules of the library have and those here have not -> why, or what does the same here."""
 
     def package_names(self) -> frozenset[str]:
         """Return every package: those with a body, and all that stand above a module."""
@@ -99,44 +96,30 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         if fullname != root and not fullname.startswith(f"{root}."):
             return None
         if (alias := self.namespace.modules.get(fullname)) is not None:
-            self._tell_if_changed(fullname)
             return importlib.machinery.ModuleSpec(fullname, _AliasLoader(alias))
         if fullname in self._packages:
-            self._tell_if_changed(fullname)
             body = self.namespace.packages.get(fullname, ())
-            return importlib.machinery.ModuleSpec(fullname, _PackageLoader(body), is_package=True)
+            return importlib.machinery.ModuleSpec(fullname, _PackageLoader(body, self._refusal), is_package=True)
         if fullname not in self._library and (own := _find_own(fullname)) is not None:
             return own
         raise ModuleNotFoundError(self._why_not(fullname), name=fullname)
 
     @functools.cached_property
-    def _library(self) -> Mapping[str, Sequence[str]]:
-        """Return the library's own modules, with the digests of their files."""
+    def _library(self) -> frozenset[str]:
+        """Return the library's own modules."""
         file = self.namespace.library
-        return {} if file is None else {name: digests for name, *digests in map(str.split, _lines(file))}
+        return frozenset() if file is None else frozenset(file.read_text(encoding="utf-8").split())
 
-    def changed(self, root: Path) -> list[str]:
-        """Return which of the library's modules are, below the folder `root`, as in no release."""
-        return [name for name in self._library if self._is_changed(_file_of(root, name), name)]
+    def _refusal(self, fullname: str) -> str | None:
+        """Return why a package has no such name; None for one that may be a project's own, or asks for nothing known.
 
-    def _is_changed(self, file: Path | None, fullname: str) -> bool:
-        digests = self._library.get(fullname)
-        if file is None or not digests or _OURS in file.resolve().parents:
-            return False
-        return digest(file.read_bytes()) not in digests
-
-    def _tell_if_changed(self, fullname: str) -> None:
-        """Warn of a module of the library that somebody changed in a checkout, because the change has no effect."""
-        files = (_file_of(Path(entry), fullname) for entry in sys.path)
-        file = next((file for file in files if file is not None), None)
-        if self._is_changed(file, fullname):
-            logger.warning(
-                "%s is as in no release of %s; %s answers in its place, so what was changed there has no effect: inherit "
-                "from its classes in a module of your own",
-                file,
-                self.namespace.root,
-                self.namespace.modules.get(fullname, "polyturn"),
-            )
+        `from package import name` hides an error that `import package.name` raises, so the package itself has to say it.
+        """
+        name = fullname.rpartition(".")[2]
+        if (why := self.namespace.names.get(name)) is not None:
+            return f"cannot import {name!r}: polyturn, which stands in for {self.namespace.root}, does not offer it; {why}"
+        is_known = fullname in self._library or any(f"{fullname}.".startswith(f"{n}.") for n in self.namespace.instead)
+        return self._why_not(fullname) if is_known and fullname not in self._known else None
 
     def _why_not(self, fullname: str) -> str:
         parent = fullname.rpartition(".")[0]
@@ -165,9 +148,9 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 class AliasPackage(ModuleType):
     """A made-up package. Names that are not its own are those of its body, also when they are set or deleted."""
 
-    def __init__(self, name: str, body: Sequence[str]) -> None:
+    def __init__(self, name: str, body: Sequence[str], refusal: Callable[[str], str | None]) -> None:
         super().__init__(name, None)
-        self.__dict__["_body_names"] = tuple(body)
+        self.__dict__.update(_body_names=tuple(body), _refusal=refusal)
 
     def _bodies(self) -> list[ModuleType]:
         return [importlib.import_module(name) for name in self.__dict__["_body_names"]]
@@ -184,6 +167,8 @@ class AliasPackage(ModuleType):
         body = None if name.startswith("__") else self._body(name)
         if body is not None:
             return vars(body)[name]
+        if not name.startswith("__") and (refusal := self.__dict__["_refusal"](f"{self.__name__}.{name}")) is not None:
+            raise ImportError(refusal, name=f"{self.__name__}.{name}")
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -202,15 +187,17 @@ class AliasPackage(ModuleType):
             delattr(body, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *(name for module in self._bodies() for name in vars(module))} - {"_body_names"})
+        return sorted(
+            {*self.__dict__, *(name for module in self._bodies() for name in vars(module))} - {"_body_names", "_refusal"}
+        )
 
 
 class _PackageLoader(importlib.abc.Loader):
-    def __init__(self, body: Sequence[str]) -> None:
-        self._body = body
+    def __init__(self, body: Sequence[str], refusal: Callable[[str], str | None]) -> None:
+        self._body, self._refusal = body, refusal
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return AliasPackage(spec.name, self._body)
+        return AliasPackage(spec.name, self._body, self._refusal)
 
     def exec_module(self, module: ModuleType) -> None:
         for name in self._body:
@@ -243,21 +230,6 @@ class _AliasLoader(importlib.abc.Loader):
         spec = importlib.util.find_spec(self._target)
         loader = None if spec is None else spec.loader
         return loader.get_source(self._target) if isinstance(loader, importlib.abc.InspectLoader) else None
-
-
-def digest(source: bytes) -> str:
-    """Return by which digits a file's content is known."""
-    return hashlib.sha256(source).hexdigest()[:8]
-
-
-def _file_of(root: Path, fullname: str) -> Path | None:
-    """Return the file of a module or a package below a folder."""
-    path = Path(root, *fullname.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines()
 
 
 def _find_own(fullname: str) -> importlib.machinery.ModuleSpec | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from polyturn.compat.finder import Namespace
+from polyturn.compat.not_offered import NAMES, SWIFT_NAMES, TRAINER
 
 _NATIVE = {
     "verl.interactions.base": "polyturn.interactions.base",
@@ -44,7 +45,7 @@ _HERE = {
     "verl.tools.utils.search_r1_like_utils": "polyturn.compat.verl.search_r1_like_utils",
     "verl.tools.utils.mcp_clients.McpClientManager": "polyturn.compat.verl.mcp_clients",
     "verl.tools.utils.mcp_clients.utils": "polyturn.compat.verl.mcp_clients",
-    "verl.experimental.reward_loop.reward_manager.limited": "polyturn.compat.verl.token_bucket",
+    "verl.experimental.reward_loop.reward_manager.limited": "polyturn.compat.verl.limited",
     "verl.experimental.reward_loop.reward_manager.base": "polyturn.compat.verl.reward_loop",
     "verl.experimental.reward_loop.reward_manager.naive": "polyturn.compat.verl.reward_loop",
     "verl.experimental.reward_loop.reward_manager.registry": "polyturn.compat.verl.reward_loop",
@@ -54,10 +55,8 @@ _HERE = {
     "verl.workers.rollout.replica": "polyturn.compat.verl.agent_loop",
     "verl.workers.rollout.schemas": "polyturn.compat.verl.rollout_schemas",
     "verl.utils.rollout_trace": "polyturn.compat.verl.rollout_trace",
-    "verl.utils.profiler": "polyturn.compat.verl.profiler",
     "verl.utils.torch_functional": "polyturn.compat.verl.torch_functional",
     "verl.trainer.ppo.core_algos": "polyturn.compat.verl.core_algos",
-    "verl.trainer.ppo.rollout_corr_helper": "polyturn.compat.verl.rollout_corr_helper",
     "verl.trainer.config.algorithm": "polyturn.compat.verl.configs",
     "verl.workers.config.actor": "polyturn.compat.verl.configs",
     "verl.base_config": "polyturn.compat.verl.configs",
@@ -65,20 +64,19 @@ _HERE = {
     "verl.utils.fs": "polyturn.compat.verl.hdfs_io",
     "verl.experimental.agent_loop.agent_loop": "polyturn.compat.verl.agent_loop",
     "verl.experimental.agent_loop.tool_parser": "polyturn.compat.verl.tool_parser",
+    "verl.experimental.agent_loop.single_turn_agent_loop": "polyturn.compat.verl.single_turn_agent_loop",
     "verl.experimental.agent_loop.tool_agent_loop": "polyturn.compat.verl.tool_agent_loop",
     "verl.experimental.agent_loop.utils": "polyturn.compat.verl.agent_loop_utils",
     "verl.protocol": "polyturn.compat.verl.protocol",
     "verl.utils.dataset.rl_dataset": "polyturn.compat.verl.rl_dataset",
     "verl.experimental.dataset.sampler": "polyturn.compat.verl.sampler",
     "verl.utils.model": "polyturn.compat.verl.torch_functional",
-    "verl.utils.py_functional": "polyturn.compat.verl.py_functional",
-    "verl.utils.ray_utils": "polyturn.compat.verl.py_functional",
+    "verl.utils.ray_utils": "polyturn.compat.verl.agent_loop_utils",
     "verl.utils.import_utils": "polyturn.compat.verl.import_utils",
-    "verl.utils.metric.utils": "polyturn.compat.verl.metric",
-    "verl.trainer.ppo.metric_utils": "polyturn.compat.verl.metric_utils",
-    "verl.utils.tensordict_utils": "polyturn.compat.verl.tensordict_utils",
+    "verl.utils.chat_template": "polyturn.compat.verl.chat_template",
+    "verl.utils.tokenizer.chat_template": "polyturn.compat.verl.chat_template",
+    "verl.utils.tokenizer.tokenizer": "polyturn.compat.verl.tokenizer",
     "verl.utils.hdfs_io": "polyturn.compat.verl.hdfs_io",
-    "verl.utils.tokenizer": "polyturn.compat.verl.tokenizer",
     "verl.workers.reward_manager.naive": "polyturn.compat.verl.reward_manager",
     "verl.workers.reward_manager.batch": "polyturn.compat.verl.reward_manager",
     "verl.workers.reward_manager.dapo": "polyturn.compat.verl.reward_manager",
@@ -93,16 +91,15 @@ _SFT = "Supervised training is `polyturn sft CONFIG`."
 _GENERATION = (
     "`polyturn rollout CONFIG` writes completions, `polyturn eval` scores them, `polyturn rescore` with another reward."
 )
-_TRAINER = (
-    "verl's trainer and its workers are not here, and a program built of them does not run; what polyturn trains is what "
-    "verl.trainer.main_ppo is asked for, with rewards, tools, interactions, agent loops, estimators and losses of your own."
-)
+_TRAINER = f"This is why: {TRAINER}."
 _INSTEAD = {
     **dict.fromkeys((f"verl.trainer.{name}" for name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer")), _SFT),
     **dict.fromkeys((f"verl.trainer.main_{name}" for name in ("generation", "generation_server", "eval")), _GENERATION),
     **dict.fromkeys((f"verl.{name}" for name in ("single_controller", "models", "checkpoint_engine")), _TRAINER),
     **dict.fromkeys((f"verl.trainer.{name}" for name in ("ppo.ray_trainer", "ppo.v1", "constants_ppo")), _TRAINER),
     **dict.fromkeys((f"verl.workers.{name}" for name in ("fsdp_workers", "megatron_workers", "actor", "critic")), _TRAINER),
+    **dict.fromkeys((f"verl.trainer.ppo.{name}" for name in ("metric_utils", "rollout_corr_helper")), _TRAINER),
+    **dict.fromkeys((f"verl.utils.{name}" for name in ("metric", "py_functional", "tensordict_utils")), _TRAINER),
     "verl.model_merger": "The folder `model` of a checkpoint is a Hugging Face folder, and needs no merging.",
 }
 
@@ -112,20 +109,25 @@ VERL = Namespace(
     packages={
         "verl": ("polyturn.compat.verl.protocol",),
         "verl.utils": ("polyturn.compat.verl.tokenizer",),
+        "verl.utils.profiler": ("polyturn.compat.verl.profiler",),
+        "verl.utils.tokenizer": ("polyturn.compat.verl.tokenizer",),
         "verl.utils.dataset": ("polyturn.compat.verl.rl_dataset",),
-        "verl.utils.metric": ("polyturn.compat.verl.metric",),
-        "verl.workers.reward_manager": ("polyturn.compat.verl.reward_manager",),
-        "verl.experimental.reward_loop.reward_manager": ("polyturn.compat.verl.reward_loop",),
+        "verl.workers.reward_manager": ("polyturn.compat.verl.reward_manager", "polyturn.compat.verl.limited"),
+        "verl.experimental.reward_loop": ("polyturn.compat.verl.reward_loop",),
+        "verl.experimental.reward_loop.reward_manager": ("polyturn.compat.verl.reward_loop", "polyturn.compat.verl.limited"),
         "verl.experimental.reward.reward_loop": ("polyturn.compat.verl.reward_loop",),
         "verl.trainer.config": ("polyturn.compat.verl.configs",),
         "verl.workers.config": ("polyturn.compat.verl.configs",),
         "verl.utils.reward_score.sandbox_fusion": ("polyturn.compat.verl.code_scorers",),
         "verl.utils.reward_score.prime_code": ("polyturn.compat.verl.prime_code",),
-        "verl.utils.reward_score": ("polyturn.rewards.default",),
-        "verl.experimental.agent_loop": ("polyturn.compat.verl.agent_loop", "polyturn.compat.verl.tool_agent_loop"),
+        "verl.utils.reward_score": ("polyturn.rewards.default", "polyturn.compat.verl.reward_score"),
+        "verl.experimental.agent_loop": tuple(
+            f"polyturn.compat.verl.{name}" for name in ("agent_loop", "single_turn_agent_loop", "tool_agent_loop")
+        ),
     },
     library=Path(__file__).parent / "verl" / "modules.txt",
     instead=_INSTEAD,
+    names=NAMES,
 )
 
 _SWIFT = "polyturn.compat.swift"
@@ -156,10 +158,11 @@ SWIFT = Namespace(
         "swift.rewards.rm_plugin": f"{_SWIFT}.rm_plugin",
     },
     packages={
+        "swift": _ENGINE,
         "swift.infer_engine": _ENGINE,
         "swift.llm": _ENGINE,
         "swift.llm.infer": _ENGINE,
-        "swift.llm.template": (f"{_SWIFT}.template",),
+        "swift.llm.template": (f"{_SWIFT}.template", "polyturn.serving.protocol"),
         "swift.loss_scale": (f"{_SWIFT}.loss_scale",),
         "swift.plugin": (*_MULTI_TURN, f"{_SWIFT}.loss_scale", *_REWARDS),
         "swift.plugin.loss_scale": (f"{_SWIFT}.loss_scale",),
@@ -170,6 +173,7 @@ SWIFT = Namespace(
         "swift.template": (f"{_SWIFT}.template",),
         "swift.utils": (f"{_SWIFT}.utils",),
     },
+    names=SWIFT_NAMES,
 )
 
 NAMESPACES = {VERL.root: VERL, SWIFT.root: SWIFT}

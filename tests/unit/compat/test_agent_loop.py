@@ -19,6 +19,7 @@ from polyturn.compat.verl.agent_loop import (
 )
 from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 from polyturn.compat.verl.profiler import simple_timer
+from polyturn.compat.verl.single_turn_agent_loop import SingleTurnAgentLoop
 from polyturn.compat.verl.tool_parser import FunctionCall, Qwen3XMLToolParser, ToolParser
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
@@ -87,6 +88,20 @@ async def test_ids_that_were_not_sampled_are_never_trained(caplog: pytest.LogCap
     assert not trajectory.segments[0].loss_weights.any()
     assert trajectory.turns[0].info["unsampled_masked_tokens"] == trajectory.num_sampled_tokens
     assert "did not sample there" in caplog.text
+
+
+async def test_single_turn_loop_can_be_inherited() -> None:
+    class Short(SingleTurnAgentLoop):
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+            out = await super().run(sampling_params, **kwargs)
+            assert len(out.response_ids) == len(out.response_mask) == len(out.response_logprobs or [])
+            assert out.extra_fields["turn_scores"] == out.extra_fields["tool_rewards"] == []
+            return out.model_copy(update={"extra_fields": {**out.extra_fields, "mine": 1}})
+
+    trajectory = await play_loop(Short, ["four"])
+    assert (trajectory.stop_reason, trajectory.error) == (StopReason.STOP, None)
+    assert trains_what_was_sampled(trajectory)
+    assert [turn.message.text for turn in trajectory.turns] == ["four"] and trajectory.turns[0].info["mine"] == 1
 
 
 async def test_rewritten_history_opens_a_segment_for_each_output() -> None:

@@ -14,6 +14,8 @@ from polyturn.algorithms import losses
 from polyturn.algorithms.advantages import BatchAdvantages, GroupView, MemberView, advantages, bind_estimator, traits_of
 from polyturn.compat.verl import core_algos as algos
 from polyturn.compat.verl import torch_functional as functional
+from polyturn.compat.verl.configs import ActorConfig, PolicyLossConfig
+from polyturn.compat.verl.core_algos import compute_policy_loss_dro, compute_policy_loss_vanilla
 from polyturn.core.errors import ConfigError
 from polyturn.core.sample import SampleId, TrainSample
 
@@ -233,3 +235,23 @@ def test_masked_statistics_of_estimators() -> None:
     assert functional.logprobs_from_logits(logits, torch.tensor(1)).exp().item() == pytest.approx(0.75)
     assert functional.entropy_from_logits(torch.zeros(4)).item() == pytest.approx(math.log(4))
     assert functional.clip_by_value(values[0, :2], 2.0, torch.tensor([2.5, 2.5])).tolist() == [2.0, 2.5]
+
+
+OLD_LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5, -9.0], [-1.0, -1.0, -1.0, -9.0]])
+NEW_LOGPROBS = torch.tensor([[-1.5, -1.0, -0.5, 0.0], [-1.1, -0.9, -1.0, 0.0]])
+LOSS_MASK = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+
+
+def test_losses_read_an_actors_config() -> None:
+    config = ActorConfig(
+        policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=0.5), global_batch_info={"batch_num_tokens": 12}
+    )
+    advantages = torch.ones_like(OLD_LOGPROBS)
+    loss, _ = compute_policy_loss_dro(NEW_LOGPROBS, OLD_LOGPROBS, advantages, LOSS_MASK, "token-mean", config)
+    expected = ((0.25 * (OLD_LOGPROBS - NEW_LOGPROBS).square() - OLD_LOGPROBS) * LOSS_MASK).sum() / 12
+    torch.testing.assert_close(loss, expected)
+    halved, _ = compute_policy_loss_vanilla(NEW_LOGPROBS, OLD_LOGPROBS, advantages, LOSS_MASK, config=config)
+    whole, _ = compute_policy_loss_vanilla(NEW_LOGPROBS, OLD_LOGPROBS, advantages, LOSS_MASK, config=ActorConfig())
+    torch.testing.assert_close(2 * halved, whole)
+    with pytest.raises(ConfigError, match="dro_beta"):
+        compute_policy_loss_dro(NEW_LOGPROBS, OLD_LOGPROBS, advantages, LOSS_MASK, "token-mean", ActorConfig())

@@ -16,15 +16,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from polyturn.compat.verl import hdfs_io, math_dapo
+from polyturn.compat.verl.agent_loop_utils import get_event_loop
 from polyturn.compat.verl.base_tool import BaseTool
-from polyturn.compat.verl.configs import AlgoConfig, omega_conf_to_dataclass, update_dict_with_config
+from polyturn.compat.verl.configs import AlgoConfig, omega_conf_to_dataclass
 from polyturn.compat.verl.import_utils import deprecated
+from polyturn.compat.verl.limited import AsyncTokenBucket, TokenBucket
 from polyturn.compat.verl.mcp_clients import MCPClientManager
-from polyturn.compat.verl.py_functional import get_event_loop
 from polyturn.compat.verl.reward_manager import parallel_compute_score_async
 from polyturn.compat.verl.sandbox_fusion_tools import PoolMode, SandboxFusionTool, init_execution_pool
 from polyturn.compat.verl.search_r1_like_utils import perform_single_search_batch
-from polyturn.compat.verl.token_bucket import AsyncTokenBucket, TokenBucket
 from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.tools.schema import ToolResponse
 
@@ -178,9 +178,6 @@ def test_config_becomes_the_object_of_its_class() -> None:
     for config, cls in (({"a": 1}, None), ({"a": 1}, dict)):
         with pytest.raises(ConfigError):
             omega_conf_to_dataclass(config, cls)
-    known = {"a": 0, "c": 0}
-    update_dict_with_config(known, OmegaConf.create({"a": 5}))
-    assert known == {"a": 5, "c": 0}
 
 
 def test_small_helpers_of_projects() -> None:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import polyturn.compat.verl
 from polyturn import compat
-from polyturn.compat.verl import reward_manager
+from polyturn.compat.verl import chat_template, reward_manager, torch_functional
 from polyturn.compat.verl.agent_loop_utils import (
     add_generation_prompt_for_gpt_oss,
     build_gpt_oss_tool_response_text,
@@ -25,6 +25,7 @@ from polyturn.compat.verl.agent_loop_utils import (
 from polyturn.compat.verl.protocol import DataProto
 from polyturn.compat.verl.tokenizer import normalize_token_ids
 from polyturn.core.errors import RewardError, UnknownNameError
+from polyturn.testing.tiny_models import tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
 
@@ -79,6 +80,40 @@ def test_ids_are_read_from_any_form_of_a_tokenizer() -> None:
         assert normalize_token_ids(given) == [1, 2]
     with pytest.raises(TypeError, match="list-like"):
         normalize_token_ids("ab")
+
+
+def test_parts_of_a_template_are_found() -> None:
+    tokenizer = tiny_tokenizer()
+    user = [{"role": "user", "content": "a"}]
+    system, opening = chat_template.extract_system_prompt_and_generation(tokenizer)
+    whole = chat_template.apply_chat_template(tokenizer, user, tokenize=False)
+    assert system == chat_template.initialize_system_prompt(tokenizer)
+    assert whole.endswith(tokenizer.decode(opening)) and whole.startswith(tokenizer.decode(system))
+    separator = tokenizer.decode(chat_template.initialize_turn_separator(tokenizer))
+    end = tokenizer.eos_token
+    assert chat_template.apply_chat_template(tokenizer, user, tokenize=False, add_generation_prompt=False).endswith(
+        f"a{end}{separator}"
+    )
+
+
+def test_conversation_without_user_is_rendered_behind_one() -> None:
+    class Strict:
+        def apply_chat_template(self, messages: list[dict[str, Any]], *, tokenize: bool, **options: Any) -> Any:
+            if messages[0]["role"] != "user":
+                raise ValueError("no user query")
+            text = "".join(m["role"][0] for m in messages)
+            return [ord(c) for c in text] if tokenize else text
+
+    said = [{"role": "assistant", "content": "x"}]
+    assert chat_template.apply_chat_template(Strict(), said) == [ord("a")]
+    assert chat_template.apply_chat_template(Strict(), said, tokenize=False) == "a"
+    with pytest.raises(ValueError, match="no user query"):
+        chat_template.apply_chat_template(Strict(), [*said, {"role": "user", "content": "y"}])
+
+
+def test_text_is_tokenized_to_a_length() -> None:
+    ids, mask = torch_functional.tokenize_and_postprocess_data("a b", tiny_tokenizer(), 16, 0)
+    assert ids.shape == mask.shape == (1, 16) and mask[0, 0] == 0 and mask[0, -1] == 1
 
 
 def scored_batch(**columns: object) -> DataProto:

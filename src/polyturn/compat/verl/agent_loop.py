@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.messages import Message

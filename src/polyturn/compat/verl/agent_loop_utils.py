@@ -1,10 +1,14 @@
-"""verl.experimental.agent_loop.utils: paths of the files that loops are configured by, and the format of gpt-oss."""
+"""verl.experimental.agent_loop.utils: paths of the files that loops are configured by, the format of gpt-oss, and the event
+loop of a thread (`verl.utils.ray_utils`)."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 
 
 def resolve_config_path(config_path: str) -> str:
@@ -35,3 +39,13 @@ def build_gpt_oss_tool_response_text(messages: Sequence[Mapping[str, Any]], tool
     """Return what tools say to gpt-oss after a turn, each under its name, with the opening of the assistant's turn."""
     said = [format_gpt_oss_tool_response_manually(m["content"], n) for m, n in zip(messages, tool_call_names, strict=True)]
     return add_generation_prompt_for_gpt_oss("".join(said))
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that runs, or that of this thread, made where there is none."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        loop = asyncio.get_event_loop_policy().new_event_loop()
+        asyncio.set_event_loop(loop)
+        return loop

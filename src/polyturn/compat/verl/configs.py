@@ -14,24 +14,17 @@ from typing import Any, ClassVar
 
 from omegaconf import Container, OmegaConf
 
-from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.core.errors import ConfigError
 
 
 class BaseConfig(Mapping[str, Any]):
     """Options that are read as attributes and as a mapping; those with a default need not be given."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    takes_others: ClassVar[bool] = True
-    """Whether there are fields without a default here."""
 
     def __init__(self, **given: Any) -> None:
-        """Take the fields.
-
-        Raises:
-            UnknownNameError: there is no such field.
-        """
-        for name in () if self.takes_others else given.keys() - self.defaults.keys():
-            raise UnknownNameError(f"{type(self).__name__} has no field {name!r}.{did_you_mean(name, self.defaults)}")
+        """Take the fields."""
         vars(self).update({**self.defaults, **given})
 
     def __getitem__(self, key: str) -> Any:
@@ -64,70 +57,6 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
         raise ConfigError(f"{dataclass_type!r} must be a dataclass")
     given: Any = config
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), OmegaConf.create(given)))
-
-
-def update_dict_with_config(dictionary: dict[str, Any], config: Any) -> None:
-    """Replace the values of a dict that a config has too."""
-    dictionary.update({key: getattr(config, key) for key in dictionary if hasattr(config, key)})
-
-
-class RolloutCorrectionConfig(BaseConfig):
-    """Settings of `rollout_corr_helper`, and verl's names of common choices."""
-
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "rollout_is": "sequence",
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-        "rollout_rs_threshold_lower": None,
-        "rollout_token_veto_threshold": None,
-        "bypass_mode": False,
-        "loss_type": "ppo_clip",
-    }
-    takes_others: ClassVar[bool] = False
-
-    @classmethod
-    def decoupled_token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Weigh each token."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_token_icepop(cls, threshold: str = "0.5_5.0") -> RolloutCorrectionConfig:
-        """Weigh each token; drop weights outside the bounds."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_seq_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Weigh each sequence."""
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_seq_is_rs(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.5_2.0"
-    ) -> RolloutCorrectionConfig:
-        """Weigh each sequence, and reject by its weight."""
-        return cls(rollout_is_threshold=is_threshold, rollout_rs="seq_sum_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs(cls, rs_threshold: str | float = "0.999_1.001") -> RolloutCorrectionConfig:
-        """Reject sequences by the geometric mean of their ratios."""
-        return cls(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """Weigh each sequence, and reject by the geometric mean of its ratios."""
-        return cls(rollout_is_threshold=is_threshold, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """Weigh each token, and reject sequences by the geometric mean of their ratios."""
-        found = cls.decoupled_geo_rs_seq_tis(is_threshold, rs_threshold)
-        return cls(**{**found, "rollout_is": "token"})
 
 
 class AlgoConfig(BaseConfig):

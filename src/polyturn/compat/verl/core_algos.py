@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyturn.algorithms import kl, losses
 from polyturn.algorithms.advantages import advantages
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 from polyturn.compat.verl.batch_estimator import AdvFn, as_estimator
 from polyturn.compat.verl.estimators import (
     compute_gae_advantage_return,

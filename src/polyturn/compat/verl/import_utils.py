@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 
 
 def load_module(module_path: str | None, module_name: str | None = None) -> ModuleType | None:
@@ -56,15 +58,6 @@ def load_extern_object(module_path: str | None, object_name: str) -> Any:
     return getattr(module, object_name)
 
 
-def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
-    """Return an object of a Python file; None for no path.
-
-    Raises:
-        AttributeError: the file has none of that name.
-    """
-    return load_extern_object(file_path, str(type_name)) if file_path else None
-
-
 def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     """Return what `package.module.Name` names.
 
@@ -79,12 +72,6 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     if not hasattr(found, name):
         raise AttributeError(f"the {description} {name!r} is not in the module {module!r}")
     return getattr(found, name)
-
-
-def import_external_libs(external_libs: str | Sequence[str] | None = None) -> None:
-    """Import modules by their names."""
-    for name in [external_libs] if isinstance(external_libs, str) else external_libs or ():
-        importlib.import_module(name)
 
 
 def deprecated(replacement: str = "") -> Callable[[Any], Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from polyturn.cli.end_process import end_process
 from polyturn.cli.main import guarded, prepare_process
+from polyturn.compat.not_offered import refuse
 
 
 def __getattr__(name: str) -> Any:
@@ -17,7 +18,7 @@ def __getattr__(name: str) -> Any:
         from polyturn.compat.verl.sampler import create_rl_sampler
 
         return create_rl_sampler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return refuse(name)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from polyturn.compat.verl.token_bucket import TokenBucket
+from polyturn.compat.verl.limited import TokenBucket
 from polyturn.core.errors import UnknownNameError, did_you_mean
 from polyturn.tools.mcp import Pace
 from polyturn.tools.mcp_client import list_tools, read_servers

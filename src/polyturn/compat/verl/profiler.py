@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+
 
 @contextlib.contextmanager
 def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:

@@ -1,37 +1,28 @@
-"""verl.protocol: `DataProto`, a batch as reward functions and agent loops read it: tensors, other columns, and facts of all.
+"""verl.protocol: `DataProto`, a batch as reward managers, samplers and agent loops read it: tensors, columns, facts.
 
     data = DataProto.from_dict(tensors={"responses": ids_BR}, non_tensors={"uid": ["a", "b"]}, meta_info={"step": 1})
-    data[0].batch["responses"]   data[[1, 0]]   data.union(more)   DataProto.concat([data, more])
+    data[0].batch["responses"]   data[[1, 0]]   data.select(["responses"])   data.union(more)
 
-What fails raises a BatchError, where verl asserts. What spreads a batch over Ray's workers (futures, dispatch) is not here,
-because no worker takes one.
+What fails raises a BatchError, where verl asserts. What spreads a batch over workers or keeps it in a file is not here,
+because no worker takes one: `not_offered.py` names it.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from polyturn.compat.verl.batch_bytes import (
-    deserialize_single_tensor,
-    deserialize_tensordict,
-    serialize_single_tensor,
-    serialize_tensordict,
-)
-from polyturn.compat.verl.batch_errors import check, mini_batches
-from polyturn.compat.verl.batch_union import same, union_numpy_dict, union_tensor_dict
+from polyturn.compat.not_offered import METHODS, __getattr__  # noqa: F401  (answers for names that are not here)
 
-__all__ = [
-    "DataProto", "DataProtoItem", "collate_fn", "deserialize_single_tensor", "deserialize_tensordict", "fold_batch_dim",
-    "pad_dataproto_to_divisor", "serialize_single_tensor", "serialize_tensordict", "unfold_batch_dim", "union_numpy_dict",
-    "union_tensor_dict", "unpad_dataproto",
-]  # fmt: skip
+__all__ = ["DataProto", "DataProtoItem", "collate_fn", "pad_dataproto_to_divisor", "unpad_dataproto"]
+
+
+class BatchError(ValueError, AssertionError):
+    """A batch cannot be made or changed as asked; code that was written for verl catches an AssertionError."""
 
 
 @dataclass
@@ -57,10 +48,10 @@ class DataProto:
     def __post_init__(self) -> None:
         self.check_consistency()
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Take what `__getstate__` returned."""
-        self.__dict__.update(state)
-        self.check_consistency()
+    def __getattr__(self, name: str) -> Any:
+        """Say why a method of verl's batch is not here."""
+        why = f": {METHODS[name]}" if name in METHODS else ""
+        raise AttributeError(f"DataProto has no {name!r} here{why}")
 
     def check_consistency(self) -> None:
         """Check that the tensors have one axis of rows, and every column is an array with as many.
@@ -92,7 +83,7 @@ class DataProto:
             tensors: Column -> tensor.
             non_tensors: Column -> objects.
             meta_info: What holds for all rows.
-            num_batch_dims: How many leading axes number the rows; more than one for tensors alone.
+            num_batch_dims: 1, because rows have one axis.
             auto_padding: Of no effect, because no worker needs equal parts.
 
         Raises:
@@ -134,31 +125,6 @@ class DataProto:
                 tensors[key] = value
         return cls.from_dict(tensors, columns, facts, num_batch_dims)
 
-    def to_tensordict(self) -> Any:
-        """Return a tensordict, as `from_tensordict` reads it."""
-        from polyturn.compat.verl.tensordict_utils import get_tensordict
-
-        columns = {key: column.tolist() for key, column in self.non_tensor_batch.items()}
-        tensors = {} if self.batch is None else dict(self.batch.items())
-        return get_tensordict({**tensors, **columns}, self.meta_info)
-
-    def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to a file."""
-        with Path(filepath).open("wb") as file:
-            pickle.dump(self, file)
-
-    @staticmethod
-    def load_from_disk(filepath: str | Path) -> DataProto:
-        """Return a batch of a file that `save_to_disk` wrote. Read none of a stranger: reading one can run code.
-
-        Raises:
-            BatchError: the file holds something else.
-        """
-        with Path(filepath).open("rb") as file:
-            found = pickle.load(file)
-        check(isinstance(found, DataProto), f"{str(filepath)!r} holds a {type(found).__name__}, not a DataProto")
-        return found  # type: ignore[no-any-return]
-
     def to(self, device: Any) -> Self:
         """Move the tensors to a device, and return this batch."""
         self.batch = None if self.batch is None else self.batch.to(device)
@@ -189,24 +155,6 @@ class DataProto:
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Return the rows of a range."""
         return self[start:end:step]  # type: ignore[no-any-return]
-
-    def reorder(self, indices: Any) -> None:
-        """Put the rows into another order, in this batch."""
-        ordered = self[indices]
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
-
-    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Give tensors other names, and return this batch.
-
-        Raises:
-            BatchError: there are not as many new names as old ones.
-        """
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        check(len(old) == len(new), f"{len(old)} tensors are to have {len(new)} new names")
-        for former, name in zip(old, new, strict=True):
-            self.batch.rename_key_(former, name)
-        return self
 
     def select(
         self,
@@ -243,37 +191,10 @@ class DataProto:
             BatchError: a column or a fact is in both and differs.
         """
         if other.batch is not None:
-            self.batch = other.batch if self.batch is None else union_tensor_dict(self.batch, other.batch)
-        union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        for key, fact in other.meta_info.items():
-            check(key not in self.meta_info or same(self.meta_info[key], fact), f"the fact {key!r} is in both and differs")
-            self.meta_info[key] = fact
+            self.batch = other.batch if self.batch is None else _merged(self.batch, other.batch)
+        _merged(self.non_tensor_batch, other.non_tensor_batch)
+        _merged(self.meta_info, other.meta_info)
         return self
-
-    def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Any = None
-    ) -> Iterator[DataProto]:
-        """Return mini-batches of so many epochs; `dataloader_kwargs` go to a torch DataLoader over the rows.
-
-        Raises:
-            BatchError: the rows cannot be parted equally.
-        """
-        batches = mini_batches(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
-        return (self[which] for which in batches)
-
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """Return as many batches of equal size.
-
-        Raises:
-            BatchError: the rows cannot be parted equally.
-        """
-        parts = len(self) % chunks == 0
-        check(parts, f"only support equal chunk. Got size of DataProto {len(self)} and chunk {chunks}.")
-        return self.split(len(self) // chunks)
-
-    def split(self, split_size: int) -> list[DataProto]:
-        """Return batches of `split_size` rows; the last one may have fewer."""
-        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Return every row so many times: each behind itself (`interleave`), or the whole batch behind itself."""
@@ -281,36 +202,9 @@ class DataProto:
         repeated: DataProto = self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
         return repeated
 
-    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Return each row as often as its number in `repeat_times` [B] says.
-
-        Raises:
-            BatchError: there is not a number for each row.
-        """
-        times = np.asarray(repeat_times)
-        check(times.shape == (len(self),), f"give a number for each of the {len(self)} rows; there are {times.shape}")
-        return self[np.repeat(np.arange(len(self)), times)]  # type: ignore[no-any-return]
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Return each row as `n_split` rows, with a part of each column of `split_keys` and all of the others."""
-        parted = set(split_keys or ())
-        rows = np.repeat(np.arange(len(self)), n_split)
-
-        def parts(key: str, column: Any) -> Any:
-            if key in parted:
-                column = np.array(column.tolist(), dtype=object) if column.ndim == 1 else column
-                return column.reshape(len(rows), column.shape[1] // n_split, *column.shape[2:])
-            return column[rows]
-
-        tensors = {} if self.batch is None else {key: parts(key, tensor) for key, tensor in self.batch.items()}
-        columns = {key: parts(key, column) for key, column in self.non_tensor_batch.items()}
-        return type(self).from_dict(tensors, columns, self.meta_info)
-
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Return the rows of several batches with the same columns, one batch behind the other.
-
-        The fact `metrics`, a mapping or a list of them in each, becomes a mapping of lists.
 
         Raises:
             BatchError: a fact of two batches differs.
@@ -319,18 +213,18 @@ class DataProto:
 
         batch = None if data[0].batch is None else torch.cat([one.batch for one in data])
         columns = {key: np.concatenate([one.non_tensor_batch[key] for one in data]) for key in data[0].non_tensor_batch}
-        facts: dict[str, Any] = {}
-        metrics: dict[str, list[Any]] = {}
-        for one in data:
-            for key, value in one.meta_info.items():
-                if key == "metrics":
-                    for mapping in value if isinstance(value, list) else [value]:
-                        for name, number in mapping.items():
-                            metrics.setdefault(name, []).append(number)
-                    continue
-                check(key not in facts or same(facts[key], value), f"Conflicting values for meta_info key '{key}'")
-                facts[key] = value
-        return type(data[0])(batch, columns, {**facts, **({"metrics": metrics} if metrics else {})})
+        first, *others = data
+        for key, value in ((key, value) for one in others for key, value in one.meta_info.items()):
+            is_same = key not in first.meta_info or same(first.meta_info[key], value)
+            check(is_same, f"Conflicting values for meta_info key '{key}'")
+        facts = {key: value for one in data for key, value in one.meta_info.items()}
+        return type(first)(batch, columns, facts)
+
+
+def check(is_right: bool, otherwise: str) -> None:
+    """Raise a BatchError unless something holds."""
+    if not is_right:
+        raise BatchError(otherwise)
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
@@ -352,27 +246,6 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data[:-pad_size] if pad_size else data  # type: ignore[no-any-return]
 
 
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Return [B, …] columns as [new_batch_size, B // new_batch_size, …].
-
-    Raises:
-        BatchError: the rows cannot be parted equally.
-    """
-    check(len(data) % new_batch_size == 0, f"{len(data)} rows cannot be parted into {new_batch_size}")
-    batch = data.batch.view(new_batch_size, -1)
-    batch.auto_batch_size_(batch_dims=1)
-    columns = {key: v.reshape(new_batch_size, -1, *v.shape[1:]) for key, v in data.non_tensor_batch.items()}
-    return type(data)(batch, columns, data.meta_info)
-
-
-def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Return columns whose first `batch_dims` axes are one."""
-    batch = data.batch.copy()
-    batch.auto_batch_size_(batch_dims=batch_dims)
-    columns = {key: v.reshape(-1, *v.shape[batch_dims:]) for key, v in data.non_tensor_batch.items()}
-    return type(data)(batch.reshape(-1), columns, data.meta_info)
-
-
 def _rows(which: Any) -> Any:
     """Return an array of rows as the tensor that tensordicts are indexed by."""
     import torch
@@ -391,3 +264,31 @@ def _column(values: Any) -> Any:
 
 def _some(columns: Mapping[str, Any], keys: Sequence[str] | None) -> dict[str, Any]:
     return dict(columns) if keys is None else {key: columns[key] for key in keys}
+
+
+def _merged(one: Any, two: Any) -> Any:
+    """Take the entries of the second mapping into the first, and return it; what both have must be the same."""
+    known = set(one.keys())
+    for key, value in two.items():
+        is_same = key not in known or same(one[key], value)
+        check(is_same, f"`{key}` is in both batches, and they are not the same object")
+        one[key] = value
+    return one
+
+
+def same(one: Any, two: Any) -> bool:
+    """Return whether two values are equal down to their parts, of the same types; NaN equals NaN."""
+    if one is two or type(one) is not type(two):
+        return one is two
+    if isinstance(one, np.ndarray):
+        if one.dtype != object:
+            return np.array_equal(one, two, equal_nan=one.dtype.kind in "fc")
+        return one.shape == two.shape and same(one.tolist(), two.tolist())
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, float):
+        return one == two or (one != one and two != two)
+    equal = getattr(one, "equal", None)  # a tensor's
+    return bool(equal(two) if equal else one == two)

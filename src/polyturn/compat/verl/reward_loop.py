@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 from polyturn.compat.verl.reward_manager import RawRewardFn, register, texts
 from polyturn.rewards.default import default_compute_score
 

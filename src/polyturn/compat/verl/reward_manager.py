@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 from polyturn.compat.verl.import_utils import load_extern_object
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
 from polyturn.core.registry import is_same_source
@@ -96,9 +97,7 @@ class NaiveRewardManager(AbstractRewardManager):
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
         """Return the rewards [B, R]; those that the batch has already, in `rm_scores`, are returned as they are."""
         if "rm_scores" in data.batch:
-            known = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
-            scored = data.batch["rm_scores"]
-            return {"reward_tensor": scored, "reward_extra_info": known} if return_dict else scored
+            return with_known_rewards(data, return_dict)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         info: dict[str, list[Any]] = defaultdict(list)
         shown: Counter[Any] = Counter()
@@ -232,6 +231,12 @@ async def parallel_compute_score_async(
 def run_reward_scoring(evaluation_func: RawRewardFn, *args: Any, **kwargs: Any) -> list[float]:
     """Do the same outside an event loop."""
     return asyncio.run(parallel_compute_score_async(evaluation_func, *args, **kwargs))
+
+
+def with_known_rewards(data: Any, return_dict: bool) -> Any:
+    """Return the rewards that a batch has already."""
+    known = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
+    return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": known} if return_dict else data.batch["rm_scores"]
 
 
 def texts(data: Any, tokenizer: Any) -> list[str]:

@@ -24,6 +24,7 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 from polyturn.compat.verl.tokenizer import hf_processor, hf_tokenizer
 from polyturn.compat.verl.torch_functional import compute_position_id_with_mask, postprocess_data
 from polyturn.core.errors import ConfigError, DataError, one_line

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
@@ -98,3 +102,11 @@ def postprocess_data(
     if truncation not in kept:
         raise NotImplementedError(f"sequence_length={length} is larger than max_length={max_length} ({truncation=})")
     return input_ids[..., kept[truncation]], attention_mask[..., kept[truncation]]
+
+
+def tokenize_and_postprocess_data(
+    prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: str = "error"
+) -> tuple[Tensor, Tensor]:
+    """Return the ids and the mask [1, max_length] of a text, as `postprocess_data` makes them."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return postprocess_data(encoded["input_ids"], encoded["attention_mask"], max_length, pad_token_id, left_pad, truncation)

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from polyturn.cli.console import program
 from polyturn.cli.run_as import find_like
-from polyturn.compat import finder
 from polyturn.compat.verl_config.compose import BASE, Composed, base_folder, compose_file, compose_name
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.translate import translate
@@ -21,9 +20,6 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
-
-MAX_CHANGED = 8
-"""Number of changed modules a warning names."""
 
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
@@ -57,7 +53,7 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
     loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
     for notice in translation.notices():
         logger.info("%s", notice)
-    tell_changes()
+    tell_unread_checkout()
 
     from polyturn.api.console import quiet_transformers
     from polyturn.build import ConfigSource
@@ -74,17 +70,13 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
     native.train(place, loaded.resolved, again=again, resume=when, dry_run=dry_run)
 
 
-def tell_changes() -> None:
-    """Warn of what somebody changed in the modules of a checkout of verl: a run here does without them."""
-    changed = [] if (tree := base_folder()) == BASE else finder("verl").changed(tree.parents[2])
-    if changed:
-        more = f" and {len(changed) - MAX_CHANGED} more" if len(changed) > MAX_CHANGED else ""
+def tell_unread_checkout() -> None:
+    """Warn in a checkout of verl that a run here does without the checkout's modules, changed ones included."""
+    if (tree := base_folder()) != BASE:
         logger.warning(
-            "%s: as in no release of verl, and without effect here, are %s%s; what was changed there belongs in files of "
-            "your own (rewards, tools, interactions, agent loops, estimators, losses), which the config names",
+            "%s: modules of verl are not loaded from this checkout, so what was changed in them has no effect here; it "
+            "belongs in files of your own (rewards, tools, interactions, agent loops, losses), which the config names",
             tree.parents[2],
-            ", ".join(changed[:MAX_CHANGED]),
-            more,
         )
 
 
