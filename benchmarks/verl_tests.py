@@ -43,16 +43,12 @@ REPOSITORY = "https://github.com/verl-project/verl"
 RECIPES = "https://github.com/verl-project/verl-recipe"
 UNTIL = "2026-02-01T00:00:00Z"
 AREAS = {
-    "batch": r"tests/test_protocol(_v2)?_on_cpu",
     "interaction": r"interactions/|multi_interaction|w_interaction",
     "parser": r"tool_parser",
     "tool": r"tests/tools/|async_rollout_(mcp|search|sf|w)_tools|call_tool_on_cpu|tool_call_id_on_cpu",
     "scorer": (
         r"utils/reward_score/|workers/reward_manager|reward_loop/test_(async_token|math_verify|rate_limited)"
         r"|reward/test_.*_on_cpu"
-    ),
-    "core_algos": (
-        r"trainer/ppo/test_(core_algos|reinforce_pp|loss_agg|dynamic_policy|value_loss|rollout_corr)|test_multi_trajectories"
     ),
 }
 """Area -> the paths of its tests; the first one that fits."""
