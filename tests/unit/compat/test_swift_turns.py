@@ -109,6 +109,28 @@ class SecondTry(Writes):
         return RolloutOutput(response=response, messages=history[:-1], response_token_ids=written(chosen, self.way))
 
 
+@pytest.mark.parametrize("listed", [[0], [2], [0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("masked", [False, True])
+async def test_turn_without_ids_is_trained_from_its_sampled_ids(listed: list[int], masked: bool) -> None:
+    async def some(engine: Any, request: Any, config: Any) -> RolloutOutput:
+        lists: list[list[int]] = []
+        for turn in range(3):
+            response = await engine.infer_async(request, config)
+            request.messages.append(assistant(response.choices[0].message.content))
+            lists += [response.choices[0].token_ids] if turn in listed else []
+            if turn < 2:
+                request.messages.append({"role": "user", "content": "Again."})
+        masks = [[0] * len(ids) for ids in lists] if masked else []
+        return RolloutOutput(
+            response=response, messages=request.messages, response_token_ids=lists, response_loss_mask=masks
+        )
+
+    trajectory = await play(running(some), ["a", "b a", "c"])
+    assert trajectory.error is None
+    trained = [all(weights) for _, weights in sampled(trajectory)]
+    assert trained == [turn not in listed or not masked for turn in range(3)]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheduler", [OutputOfEachTurn, OneOutput, Step])
 @given(says=st.lists(st.sampled_from(REPLIES), min_size=1, max_size=5))

@@ -156,7 +156,10 @@ class _SampledTurns:
 def _held(
     turns: _SampledTurns, output: RolloutOutput, spoken: Sequence[tuple[int, int]], last: int, name: str
 ) -> dict[int, Floats | None]:
-    """Return the turns that an output holds, each with the weights of its tokens; None is 1 for each."""
+    """Return the turns that an output holds, each with the weights of its tokens; None is 1 for each.
+
+    Ids in a list of the scheduler's own stand for the text of some turn, and which one is not known: then a turn needs ids.
+    """
     if not output.response_token_ids:
         is_ours = any(one.response is output.response for one in turns.asked)
         return dict.fromkeys(sorted({i for _, i in spoken} | ({last} if is_ours else set())))
@@ -173,6 +176,7 @@ def _held(
         )
     held: dict[int, Floats | None] = {}
     seen: set[_TurnPlace] = set()
+    is_foreign = False
     for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
         mask = masks[k] if masks else [1] * len(places)
         known = [place for place in places if place is not None]
@@ -193,6 +197,12 @@ def _held(
                 weights = held.setdefault(place.turn, np.zeros(turns.asked[place.turn].turn.num_tokens, np.float32))
                 assert weights is not None
                 weights[place.at] = float(value > 0)
+        is_foreign = is_foreign or (bool(places) and not known)
+    num_lists = sum(length > 0 for length in lengths)
+    if num_lists < len({at for at, _ in spoken}) and not is_foreign:
+        # Turns without ids beside those with ids: the messages hold them, so all that was sampled in them is trained.
+        for _, i in spoken:
+            held.setdefault(i, None)
     return held
 
 
