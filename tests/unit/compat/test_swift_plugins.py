@@ -176,6 +176,8 @@ def test_openenv_reply_is_json_or_a_message() -> None:
     assert scheduler.parse_action("hey") == {"message": "hey"}
     assert scheduler.parse_action("[1]") == {"message": "[1]"}
     assert scheduler.format_observation({"é": 1}) == '{"é": 1}'
+    assert scheduler.format_observation('a "b"') == '"a \\"b\\""'
+    assert scheduler.format_observation({(1, 2): 3}) == "{(1, 2): 3}"
     assert scheduler.max_concurrent_envs == 4
 
 

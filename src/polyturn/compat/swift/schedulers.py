@@ -254,8 +254,11 @@ class OpenEnvScheduler(GYMScheduler):
         return found if isinstance(found, dict) else {"message": body if found is None else str(found)}
 
     def format_observation(self, observation: Any) -> str:
-        """Return an observation as the text that the model reads."""
-        return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False, default=str)
+        """Return an observation as the text that the model reads: JSON, also of a text."""
+        try:
+            return json.dumps(observation, ensure_ascii=False, default=str)
+        except (TypeError, ValueError):
+            return str(observation)
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
         """Open and reset an environment for each request."""
