@@ -9,9 +9,12 @@ Plain mutable values, because user code edits them in place. Nothing here genera
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid as unique
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -227,10 +230,33 @@ class RolloutOutput(BaseModel):
         """Keep media in the infos as strings that survive JSON."""
         for name, kind in MEDIA.items():
             if self.rollout_infos.get(name):
-                self.rollout_infos[name] = as_sources(kind, self.rollout_infos[name])
+                self.rollout_infos[name] = as_handed_over(kind, self.rollout_infos[name])
         return self
 
 
 def as_sources(kind: str, items: Any) -> list[Any]:
     """Return one medium, or a list of them, as a list of data URIs, paths and addresses."""
     return [to_source(kind, item) for item in (items if isinstance(items, list | tuple) else [items])]
+
+
+def as_handed_over(kind: str, items: Any) -> list[Any]:
+    """Return one medium, or a list of them, as reward functions get them: images of files, bytes or Pillow in base64."""
+    if kind != "image":
+        return as_sources(kind, items)
+    return [_in_base64(item) for item in (items if isinstance(items, list | tuple) else [items])]
+
+
+def _in_base64(image: Any) -> Any:
+    if isinstance(image, Mapping) and "bytes" in image:
+        image = image["bytes"] or image["path"]
+    if isinstance(image, str):
+        return base64.b64encode(Path(image).read_bytes()).decode() if _is_file(image) else image
+    source = to_source("image", image)
+    return source.partition(";base64,")[2] if isinstance(source, str) else source
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # too long for a path: it is base64
+        return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -16,12 +18,16 @@ from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler
 from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
+from polyturn.compat.swift.shapes import check_scheduler
 from polyturn.compat.swift.template import ContextType
+from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.protocol import (
     ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
     InferRequest,
     RequestConfig,
     RolloutInferRequest,
@@ -200,3 +206,76 @@ def test_react_scale_leaves_out_written_observations() -> None:
     pieces, weights = REACTLossScale().get_loss_scale("Thought: a\nObservation: b\nThought: c")
     assert "".join(pieces) == "Thought: a\nObservation: b\nThought: c"
     assert [p for p, w in zip(pieces, weights, strict=True) if not w] == [" b"]
+
+
+def test_helpers_of_an_own_loop_take_what_they_like() -> None:
+    class Own(MultiTurnScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any: ...
+
+        def step(self, text: str) -> str:
+            return text
+
+        def check_finished(self) -> bool:
+            return True
+
+    class Steps(MultiTurnScheduler):
+        def step(self, text: str) -> str:
+            return text
+
+    check_scheduler(Own, where="mine")
+    with pytest.raises(ConfigError, match=r"Steps\.step"):
+        check_scheduler(Steps, where="mine")
+
+
+def test_scheduler_of_whole_groups_is_refused_before_the_run() -> None:
+    class Groups(MultiTurnScheduler):
+        async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+            assert len(infer_requests) > 1
+            return await super().async_infer(infer_requests, request_config, **kwargs)
+
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"mine: Groups overrides `async_infer`"):
+        check_scheduler(Groups, where="mine")
+    with pytest.raises(ConfigError, match="async_infer"):
+        SwiftScheduler(Groups)
+
+
+class BareEngine:
+    """An engine of a script outside a run, which answers or fails."""
+
+    def __init__(self, problem: BaseException | None = None) -> None:
+        self.problem = problem
+
+    async def infer_async(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+        if self.problem is not None:
+            raise self.problem
+        message = ChatMessage(role="assistant", content="4")
+        choice = ChatCompletionResponseChoice(index=0, message=message, finish_reason="stop", token_ids=[1])
+        return ChatCompletionResponse("m", [choice], UsageInfo(1, 1, 2))
+
+
+@pytest.mark.parametrize("problem", [None, ValueError("engine"), asyncio.CancelledError()])
+async def test_trajectory_end_is_called_on_every_exit_of_a_bare_engine(problem: BaseException | None) -> None:
+    ends: list[tuple[list[str], BaseException | None]] = []
+
+    class Mine(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            return {"infer_request": infer_request}
+
+        async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> None:
+            ends.append(([one.uuid for one in requests], error))
+
+    request = RolloutInferRequest(messages=[{"role": "user", "content": "2+2?"}], uuid="u")
+    with contextlib.suppress(ValueError, asyncio.CancelledError):
+        await Mine(BareEngine(problem), 2).run(request, RequestConfig())
+    assert ends == [(["u"], problem)]
+
+
+def test_images_of_infos_are_handed_over_in_base64(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"png")
+    response = ChatCompletionResponse("m", [], UsageInfo(1, 2, 3))
+    given = [str(file), b"png", {"bytes": b"png"}, {"bytes": None, "path": str(file)}, "cG5n", "https://x/y.png"]
+    infos = RolloutOutput(response=response, rollout_infos={"images": given}).rollout_infos
+    assert infos["images"] == ["cG5n", "cG5n", "cG5n", "cG5n", "cG5n", "https://x/y.png"]

@@ -24,6 +24,7 @@ from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
 from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler, multi_turns
+from polyturn.compat.swift.shapes import refuse_batches
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -92,6 +93,7 @@ class SwiftScheduler(MultiTurnScheduler):
         self._class = found if isinstance(found, type) else type(found)
         if not issubclass(self._class, RolloutScheduler):
             raise ConfigError(f"the scheduler is {found!r:.100}; it must be a RolloutScheduler or a MultiTurnScheduler")
+        refuse_batches(self._class)
         self.shared = bool(self._class.shared)
         self._prototype: RolloutScheduler | None = None
         self._lives: dict[str, _Live] = {}
@@ -121,7 +123,7 @@ class SwiftScheduler(MultiTurnScheduler):
         live = self._lives[episode.id] = _Live(scheduler, to_request(episode.task, uuid=episode.id))
         outputs: list[RolloutOutput] = []
         try:
-            returned = await self._infer(episode, scheduler, live.request, config)
+            returned = await scheduler_run(scheduler, live.request, config)
             outputs = _checked(returned, type(scheduler).__name__, episode.id)
         except EngineOver:
             pass
@@ -201,15 +203,6 @@ class SwiftScheduler(MultiTurnScheduler):
             made.max_turns = turns
         return made
 
-    async def _infer(
-        self, episode: Episode, scheduler: RolloutScheduler, request: RolloutInferRequest, config: RequestConfig
-    ) -> Any:
-        if type(scheduler).async_infer is not RolloutScheduler.async_infer:
-            return await episode.call(self, scheduler.async_infer, [request], config, has_deadline=False)
-        if not inspect.iscoroutinefunction(scheduler.run):
-            raise SchedulerError(f"{type(scheduler).__name__}.run must be async: it awaits infer_engine.infer_async")
-        return await scheduler_run(scheduler, request, config)
-
     def _reason(self, engine: EpisodeEngine) -> StopReason:
         if engine.over is not None:
             return engine.over
@@ -224,8 +217,10 @@ async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferReques
     """Await a user's `run`; what it raises becomes an error that names it and the trajectory.
 
     Raises:
-        SchedulerError: it raised.
+        SchedulerError: it raised, or is not async.
     """
+    if not inspect.iscoroutinefunction(scheduler.run):
+        raise SchedulerError(f"{type(scheduler).__name__}.run must be async: it awaits infer_engine.infer_async")
     try:
         return await scheduler.run(request, config)
     except (PolyturnError, EngineOver, asyncio.CancelledError):
@@ -268,9 +263,7 @@ def to_request(task: Task, *, uuid: str) -> RolloutInferRequest:
 
 def _runs_own_loop(scheduler: RolloutScheduler) -> bool:
     """Return whether the user wrote the loop, so that only its outputs say which turns count."""
-    cls = type(scheduler)
-    is_base = cls.run.__module__ == RolloutScheduler.__module__ and cls.async_infer is RolloutScheduler.async_infer
-    return not is_base
+    return type(scheduler).run.__module__ != RolloutScheduler.__module__
 
 
 def _checked(returned: Any, name: str, uuid: str) -> list[RolloutOutput]:

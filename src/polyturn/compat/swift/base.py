@@ -21,6 +21,7 @@ from typing import Any
 
 from polyturn.compat.swift.turns import Turns, append_reply, as_request, extract_logprobs_from_choice, ids_of
 from polyturn.core.errors import SchedulerError, did_you_mean
+from polyturn.core.signature import num_positional
 from polyturn.serving.protocol import (
     MEDIA,
     ChatCompletionResponse,
@@ -28,6 +29,7 @@ from polyturn.serving.protocol import (
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
+    as_handed_over,
     as_sources,
 )
 
@@ -251,7 +253,22 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> RolloutOutput | list[RolloutOutput]:
-        """Drive a trajectory to its end."""
+        """Drive a trajectory to its end; `on_trajectory_end` is the episode's to call where an episode runs it."""
+        if isinstance(self.infer_engine, SchedulerEngine):
+            return await self._drive(infer_request, request_config, **kwargs)
+        error: BaseException | None = None
+        try:
+            return await self._drive(infer_request, request_config, **kwargs)
+        except BaseException as problem:
+            error = problem
+            raise
+        finally:
+            arguments = ([infer_request], error)[: num_positional(self.on_trajectory_end)]
+            await self._ask(self.on_trajectory_end, *arguments)
+
+    async def _drive(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> RolloutOutput | list[RolloutOutput]:
         engine, request, turns = self.infer_engine, infer_request, Turns()
         assert engine is not None
         infos: dict[str, Any] = {}
@@ -358,7 +375,8 @@ def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> N
         return
     if not isinstance(extra, Mapping):
         raise SchedulerError(f"rollout_infos is {extra!r:.100} in trajectory {request.uuid!r}; it must be a dict")
-    extra = {k: as_sources(MEDIA[k], v) if k in MEDIA and v else v for k, v in extra.items()}
+    media = {k: as_sources(MEDIA[k], v) for k, v in extra.items() if k in MEDIA and v}
+    extra = {k: as_handed_over(MEDIA[k], v) if k in media else v for k, v in extra.items()}
     try:
         json.dumps({k: v for k, v in extra.items() if k not in MEDIA})
     except (TypeError, ValueError) as problem:
@@ -366,9 +384,8 @@ def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> N
             f"rollout_infos of trajectory {request.uuid!r} cannot be written as JSON: {problem}"
         ) from problem
     infos.update(extra)
-    for name in MEDIA:
-        if extra.get(name):
-            setattr(request, name, list(extra[name]))
+    for name, sources in media.items():
+        setattr(request, name, sources)
 
 
 def _turn_score(said: Mapping[str, Any], current: int) -> float | None:
