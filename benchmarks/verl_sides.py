@@ -1,4 +1,4 @@
-"""Call verl's shipped tools and its request object, or what answers under their names here, and write down what came of it.
+"""Call verl's shipped tools, or what answers under their names here, and write down what came of it.
 
     PYTHONPATH=UNPACKED_WHEEL python benchmarks/verl_sides.py verl facts.json        an environment in which verl works
     python benchmarks/verl_sides.py polyturn facts.json
@@ -13,8 +13,6 @@ import asyncio
 import functools
 import hashlib
 import json
-import logging
-import re
 import sys
 import threading
 import time
@@ -27,15 +25,6 @@ from types import SimpleNamespace
 from typing import Any
 
 Facts = dict[str, Any]
-MODES = ("disable", "strict", "ignore_strippable")
-SAID = {"same": ("four", "four"), "cut": ("four", "for"), "space": ("four ", " four"), "inner": ("a \n b", "a b!")}
-"""What a message says, and what its ids say."""
-
-LINE = re.compile(
-    r"Inconsistent training and inference tokenization detected \(\w+\)|Showing 10 characters before and after the diffs"
-    r"|Found differences:|idx .*"
-)
-"""What users look for in the lines of a warning."""
 
 
 def passage(text: str) -> Facts:
@@ -217,51 +206,11 @@ def names() -> Facts:
     return {f"names {kind.__name__}": {one.name: one.value for one in kind} for kind in kinds}
 
 
-def warnings() -> Facts:
-    """Return the lines in which a request tells where its ids and a full render differ, in each mode."""
-    import torch
-    from verl.workers.rollout.schemas import AsyncRolloutRequest
-
-    from polyturn.testing.tiny_models import tiny_tokenizer
-
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.extend(record.getMessage().splitlines())
-
-    logging.getLogger().addHandler(Keep())
-    tokenizer: Any = tiny_tokenizer()
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    parts = ("ids", "attention_mask", "position_ids", "loss_mask")
-    nothing = ["loss_mask", *(f"{of}_{part}" for of in ("prompt", "response") for part in parts)]
-    found: Facts = {}
-    for mode in MODES:
-        for name, (said, ids) in SAID.items():
-            lines.clear()
-            request = AsyncRolloutRequest(
-                request_id="r",
-                state="pending",
-                messages=[{"role": "user", "content": "2+2?"}],
-                max_prompt_len=512,
-                processing_class=tokenizer,
-                tokenization_sanity_check_mode=mode,
-                use_inference_chat_template=False,
-                reward_scores={},
-                **dict.fromkeys(nothing),
-            )
-            sampled = torch.tensor([tokenizer.encode(ids, add_special_tokens=False)])
-            request.add_assistant_message(tokenizer, said, content_ids=sampled)
-            request.finalize(tokenizer, {})
-            found[f"warning {mode} {name}"] = [part.group() for line in lines if (part := LINE.match(line))]
-    return found
-
-
 def main() -> None:
     """Write the facts of a side to a file."""
     side, out = sys.argv[1:]
     prepare(side)
-    facts = asyncio.run(tools(Service())) | names() | warnings()
+    facts = asyncio.run(tools(Service())) | names()
     as_json = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False)
     lines = (f" {as_json(call)}: {as_json(facts[call])}" for call in sorted(facts))
     Path(out).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
