@@ -104,6 +104,7 @@ LEFT_OUT: dict[str, str] = {
     "metrics: engine/kv_use": "for how long how much was in use",
     "metrics: rollout/loop_blocked": "whether this machine was busy",
     "rows: entropies": "came later than the fixtures, and tests of its own look at it",
+    "rows: messages.written": "came later than the fixtures, and tests of its own look at it",
     "rows: generate_s": "how long it took",
     "rows: tools_s": "how long it took",
     "rows: interaction_s": "how long it took",
@@ -275,7 +276,7 @@ def _opened(value: Any) -> Any:
         return [_opened(one) for one in value]
     if isinstance(value, str) and value[:1] in {"{", "["}:
         with contextlib.suppress(ValueError):
-            return json.loads(value)
+            return json.loads(value, object_hook=lambda one: {k: v for k, v in one.items() if k != "written"})
     return value
 
 

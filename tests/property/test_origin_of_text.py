@@ -26,10 +26,9 @@ from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall, with_origin
 from polyturn.rollout.edits import shorten
+from polyturn.rollout.events import read_events, replay, write_events
 from polyturn.rollout.history import History
 from polyturn.rollout.history_edits import go_on, rewrite
-from polyturn.rollout.journal import replay
-from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.stop_strings import Stopped
@@ -198,11 +197,10 @@ def shown(
 
 def _journaled(history: History, encoder: DeltaEncoder, prompt: list[Message]) -> History:
     """Return the history that a journal of this one gives."""
-    writer, reader = JournalCodec(prompt), JournalCodec(prompt)
-    events = json.loads(json.dumps(writer.encode(history.events)))
-    reader.read(json.loads(json.dumps(writer.take_new())))
+    assert history.events is not None
+    events = json.loads(json.dumps(write_events(history.events)))
     other = History(encoder, PlainParser(), prompt)
-    replay(other, reader.decode(events))
+    replay(other, read_events(events))
     other.events = history.events
     assert other.messages == history.messages and np.array_equal(other.context, history.context)
     return other

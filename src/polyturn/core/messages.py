@@ -59,6 +59,9 @@ class Message:
     origin: Origin | None = field(default=None, compare=False)
     """The author. None is not said: a task's prompt is then its owner's, anything else the environment's. It is no
     part of what a message says, so messages that say the same are equal."""
+    written: str | None = field(default=None, compare=False)
+    """The model's own text, to the letter: tags, calls and all in their order, without the token that ends the turn and
+    without what the generation prompt had opened. None for a message that no model of this run wrote."""
 
     def __post_init__(self) -> None:
         # Media become sources here, so that every record of a message can be compared, pickled and written as JSON.

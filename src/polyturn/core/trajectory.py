@@ -15,13 +15,13 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
-from polyturn.core.errors import AlignmentError
+from polyturn.core.errors import AlignmentError, DataError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
@@ -174,6 +174,10 @@ def _join(parts: list[NDArray[_Scalar]], dtype: type[_Scalar]) -> NDArray[_Scala
     return array
 
 
+TextOf = Literal["answer", "turn", "turns"]
+"""The model's part of a trajectory as a text: the last message without reasoning and calls, the last one to the letter, or
+every message to the letter, with a line break between them."""
+
 RAISED_AT = "raised_at"
 """Of the metrics of a call whose tool crashed: the line that raised."""
 
@@ -247,6 +251,24 @@ class Trajectory(Record):
             if not turn.is_continued:
                 out += [turn.message, *turn.observation]
         return tuple(out)
+
+    def text_of(self, which: TextOf) -> str:
+        """Return one of the texts that reward functions read; empty if the model wrote nothing.
+
+        Raises:
+            DataError: the text of a turn with reasoning or calls is not recorded: in a store of an older version, say.
+        """
+        if which == "answer":
+            return self.turns[-1].message.text if self.turns else ""
+        turns = [turn for turn in self.turns if not turn.is_continued] if which == "turns" else self.turns[-1:]
+        if lost := next(
+            (t for t in turns if t.message.written is None and (t.message.reasoning or t.message.tool_calls)), None
+        ):
+            raise DataError(
+                f"turn {lost.index} of trajectory {self.id!r} has reasoning or calls and no record of the model's own text; "
+                "set reward.text to 'answer'"
+            )
+        return "\n".join(t.message.text if t.message.written is None else t.message.written for t in turns)
 
     @property
     def turn_scores(self) -> tuple[float | None, ...]:

@@ -32,7 +32,6 @@ from polyturn.rewards.calls import Batch, CallRateLimit, RunningEpisodes
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.registry import CHECKS, COMPARING, QUICK, truth_of
-from polyturn.rewards.rendered_text import written
 from polyturn.tools.result_shape import finite
 
 ANSWER = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -135,7 +134,7 @@ class RewardFunction:
             else:
                 told = {
                     "data_source": trajectory.task.data_source,
-                    "solution_str": written(trajectory, self._options.text),
+                    "solution_str": trajectory.text_of(self._options.text),
                     "ground_truth": trajectory.task.ground_truth,
                     "extra_info": extra_info(trajectory, tool_rewards),
                 }

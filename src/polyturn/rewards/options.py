@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from polyturn.rewards.rendered_text import TextOf
+from polyturn.core.trajectory import TextOf
 
 DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
 """Weights of a reward's components where a config names none; `overlong` always weighs 1."""
@@ -79,8 +79,8 @@ class CallOptions:
     """Seconds of what a reward function does by itself; beyond, the trajectory fails. Programs in a sandbox and comparisons
     of mathematics have limits of their own, and waiting for them, for a turn or for a thread does not count."""
     text: TextOf = "answer"
-    """The text of `solution_str`: the last message without reasoning and calls, the last turn as it was
-    written, or every turn as it was written. Never what a tool or an interaction said."""
+    """The text of `solution_str`: the last message without reasoning and calls, the last turn to the
+    letter as the model wrote it, or every turn so. Never what a tool or an interaction said."""
     rate: CallRate = CallRate()
     batch: BatchOptions = BatchOptions()
     num_processes: Annotated[int, Field(ge=1)] | None = None

@@ -15,7 +15,6 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, judge, math, math_dapo, search_r1
 from polyturn.rewards.default import ROUTES
-from polyturn.rewards.rendered_text import written
 
 __all__ = ["BUILT_IN_ROUTES", "CHECKS", "COMPARING", "QUICK", "ground_truth", "last_answer", "rewards", "truth_of"]
 
@@ -71,13 +70,13 @@ def score_math_dapo(trajectory: Trajectory) -> dict[str, Any]:
 @rewards.register("geo3k")
 def score_geo3k(trajectory: Trajectory) -> float:
     r"""Score the last turn, its reasoning included: the answer in `\boxed{…}`, and the form."""
-    return geo3k.compute_score(written(trajectory, "turn"), ground_truth(trajectory))
+    return geo3k.compute_score(trajectory.text_of("turn"), ground_truth(trajectory))
 
 
 @rewards.register("search_r1")
 def score_search_r1(trajectory: Trajectory) -> float:
     """Score what the last turn has in `<answer>`, by comparison with the right answers."""
-    return search_r1.compute_score(written(trajectory, "turn"), ground_truth(trajectory))
+    return search_r1.compute_score(trajectory.text_of("turn"), ground_truth(trajectory))
 
 
 @rewards.register("code")
@@ -109,7 +108,7 @@ CHECKS: tuple[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], object]], 
 
 def last_answer(trajectory: Trajectory) -> str:
     """Return the text of the model's last message; empty if it wrote none."""
-    return written(trajectory, "answer")
+    return trajectory.text_of("answer")
 
 
 def ground_truth(trajectory: Trajectory) -> Any:

@@ -24,7 +24,7 @@ from polyturn.interactions.registry import missing_interaction_name, unknown_int
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
-from polyturn.rollout.journal_codec import Journal
+from polyturn.rollout.journal_protocol import Journal
 from polyturn.rollout.limits import Limits
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec

@@ -115,25 +115,24 @@ def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kep
     return Kept(low, kept, keep[len(kept) :])
 
 
-def as_written(messages: Sequence[Message], pairs: Sequence[tuple[Message, str]]) -> Sequence[Message]:
-    """Return messages with what the model wrote back in the content, for templates that have no field for reasoning.
+def as_written(messages: Sequence[Message], *, opened: str) -> Sequence[Message]:
+    """Return messages with their reasoning in the content, as the model wrote it, for templates without a field for it.
+
+    A message whose reasoning or content a plug-in has changed is returned as it is.
 
     Args:
-        messages: Those to be shown. A message is told by its identity: the same object stands for the same text wherever it
-            is shown again, in an edited history and in a fork, and one that a plug-in made is shown as it is.
-        pairs: Messages with reasoning, and their texts to the letter.
+        messages: The messages to render.
+        opened: The beginning of the reasoning that the generation prompt writes; no completion holds it.
     """
-    if not pairs:
-        return messages
-    written = {id(message): text for message, text in pairs}
-    return [_with_reasoning(m, written[id(m)]) if id(m) in written else m for m in messages]
+    return [m if not m.reasoning or m.written is None else _with_reasoning(m, m.written, opened) for m in messages]
 
 
 _THOUGHT = re.compile(r"(\s*)<think>(.*?)(?:(</think>)(.*))?", re.DOTALL)
 
 
-def _with_reasoning(message: Message, text: str) -> Message:
-    """Return the message whose content is `text` up to the end of what it said, without the calls, its reasoning apart."""
+def _with_reasoning(message: Message, text: str, opened: str) -> Message:
+    """Return the message with `text` as its content, up to the end of the answer, without calls, its reasoning a part."""
+    text = text if text.lstrip().startswith("<think>") else opened + text
     if message.text:
         start = text.rfind(message.text)
         if start < 0:  # the content stands in pieces around calls
@@ -144,10 +143,12 @@ def _with_reasoning(message: Message, text: str) -> Message:
         if not raw or raw not in text:
             return message
         text = text.partition(raw)[0].rstrip()
-    found = _THOUGHT.fullmatch(text)
-    if found is None:
+    match = _THOUGHT.fullmatch(text)
+    if match is None:
         return message
-    before, thought, closing, after = found.groups()
+    before, thought, closing, after = match.groups()
+    if thought.strip() != (message.reasoning or "").strip() or (after or "").strip() != message.text.strip():
+        return message
     parts = (
         {"type": "text", "text": before},
         {"type": "reasoning", "text": thought, "is_open": closing is None},

@@ -6,10 +6,7 @@ A rendered prompt extends the segment that it continues token for token; otherwi
 sampled before is prompt. Nothing is encoded before the next generation needs it, and sampled ids are never re-made. A fork
 is a copy with a place of its own in the same segments.
 
-Each thing that happens is an event, kept with the ids and the messages that came of it, so that a journal can let a new
-history of the same prompt stand where this one does (`replay`), without an encoder, a parser or a plug-in being asked again:
-
-    ("shown", …)  ("sampled", …)  ("answered", …)  ("edited", …)  ("given", …)  ("continued", …)  ("weighed", …)
+Each change is an event (`rollout/events.py`), which a journal keeps and replays.
 """
 
 from __future__ import annotations
@@ -26,21 +23,18 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.builder import BuilderState, TrajectoryBuilder
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, to_openai, with_origin
-from polyturn.core.trajectory import SpanRef, without_routes
+from polyturn.core.trajectory import SpanRef
 from polyturn.rollout.edits import as_written, with_known_origin
+from polyturn.rollout.events import Answered, Continued, Edited, Event, IdsGiven, Prompted, Shown, TurnSampled, Weighed
 from polyturn.rollout.limits import EpisodeProgress
-from polyturn.rollout.next_prompt import NO_IDS, Append, Continue, Given, Next, Prompt, Render
+from polyturn.rollout.next_prompt import NO_IDS, Append, Continue, Given, Next, Prompt, Render, all_media
 from polyturn.rollout.open_turn import OpenTurn, Reply
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
 BOTH = "a step that lets the assistant message go on cannot answer it with messages as well"
-
-Event = tuple[Any, ...]
-"""The name of what happened, and its values: what a journal keeps."""
 
 
 class Mark(NamedTuple):
@@ -75,7 +69,7 @@ class History:
         self.prompt_tokens = 0
         """Number of its tokens."""
         self.num_cut = 0
-        """Sampled tokens that were cut away, those of forks not counted."""
+        """TurnSampled tokens that were cut away, those of forks not counted."""
         self.num_user_turns = 0
         """Number of replies of the interaction."""
         self.is_canonical = not renders_history
@@ -88,8 +82,6 @@ class History:
         self._last_id: int | None = None
         self._rejoins = False
         """Another branch may have appended here: the next prompt looks for a segment that it continues."""
-        self._written: list[tuple[Message, str]] = []
-        """The model's text where it reasoned; shared with forks."""
         self._has_user_reply = False
         """Whether the last answer came from the interaction."""
         self._response_tokens = 0
@@ -117,7 +109,7 @@ class History:
         is_whole = not self.builder.is_open or isinstance(self.next, Render) or self._renders_history
         return (*self._messages, *self.waiting) if is_whole else self.waiting
 
-    def _happened(self, *event: Any) -> None:
+    def _happened(self, event: Event) -> None:
         if self.events is not None:
             self.events.append(event)
 
@@ -151,11 +143,11 @@ class History:
         extend = functools.partial(self.encoder.extend, waiting, last_id=self._last_id, history=self._messages)
         if self.builder.is_open and edit is None and not (self._renders_history and waiting):
             ids = coming.addition if isinstance(coming, Continue) else extend() if waiting else NO_IDS
-            return Prompt(ids, False, len(ids), self.builder.num_tokens + len(ids), _media(waiting))
+            return Prompt(ids, False, len(ids), self.builder.num_tokens + len(ids), all_media(waiting))
         messages = [*self._messages, *waiting]
-        media = _media(messages)
+        media = all_media(messages)
         try:
-            ids = self.encoder.start(as_written(messages[:-1] if edit and edit.last else messages, self._written))
+            ids = self.encoder.start(self._as_written(messages[:-1] if edit and edit.last else messages))
         except TemplateError as problem:
             if edit is None:
                 raise
@@ -205,9 +197,11 @@ class History:
         if ref is not None and last is not None:
             last.spans.append(ref)
         self._response_tokens += prompt.num_new
-        span = None if ref is None else builder.span(ref)
-        segment = builder.place.segment
-        self._happened("shown", prompt.is_whole, segment, span, prompt.num_new, prompt.length, prompt.media)
+        if self.events is not None:
+            ids, segment = NO_IDS if ref is None else builder.span(ref).ids, builder.place.segment
+            self._happened(
+                Shown(is_whole=prompt.is_whole, segment=segment, ids=ids, num_new=prompt.num_new, length=prompt.length)
+            )
 
     def sample(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
         """Append a completion, as it was sampled, and return the turn that it makes.
@@ -242,12 +236,17 @@ class History:
         self.num_cut += ended.num_dropped
         self._response_tokens += turn.num_tokens
         self.turns.append(turn)
-        if self.events is not None:
-            # Routes go beside the spans, because they are also those of tokens before them.
-            spans = [without_routes(self.builder.span(ref)) for ref in turn.spans]
-            figures = (completion.finish_reason, completion.policy_versions, dict(completion.info))
-            ends = (ended.stop, ended.num_dropped, index, cut_by)
-            self._happened("sampled", message, text, spans, *figures, *ends, completion.routed_experts)
+        self._happened(
+            TurnSampled(
+                message=message,
+                text=text,
+                completion=completion,
+                stop=ended.stop,
+                num_dropped=ended.num_dropped,
+                index=index,
+                cut_by=cut_by,
+            )
+        )
         return turn
 
     # Reading.
@@ -273,11 +272,11 @@ class History:
 
     def full_render(self) -> Ids:
         """Return the ids of the whole conversation as the template writes it, for the sanity check."""
-        return self.encoder.full(as_written(self._messages, self._written))
+        return self.encoder.full(self._as_written(self._messages))
 
     def length_of(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt of `messages` has."""
-        return len(self.encoder.start(as_written(messages, self._written)))
+        return len(self.encoder.start(self._as_written(messages)))
 
     def read_completion(self, ids: Ids, *, turn: int) -> tuple[Message, str]:
         """Read a completion as the message that goes on or begins with it; return that, and the completion's own text."""
@@ -287,26 +286,25 @@ class History:
     def read(self, text: str, *, turn: int) -> Message:
         """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
         parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self.encoder.tools)
-        message = Message(
+        return Message(
             role="assistant",
             content=parsed.content,
             tool_calls=parsed.tool_calls,
             reasoning=parsed.reasoning,
             origin=Origin.MODEL,
+            written=text,
         )
+
+    def _as_written(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages for a full render; a template without a field for reasoning reads it in the content."""
         codec = self.encoder.codec
-        if parsed.reasoning and not codec.template.has_reasoning_field:
-            # What the generation prompt opened stands in no completion, and a history that is rendered lacks it.
-            opened = "" if text.lstrip().startswith("<think>") else codec.opened_reasoning
-            self.keep_reasoning(message, opened + text)
-        return message
+        return messages if codec.template.has_reasoning_field else as_written(messages, opened=codec.opened_reasoning)
 
     # What happens in it. None of these encodes a message; each is an event.
 
     def play_as(self, agent: str) -> None:
         """Name its agent, before the prompt is shown."""
-        self.builder.agent = agent
-        self._happened("named", agent)
+        self.set_prompt(self._messages, agent=agent)
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
@@ -327,14 +325,14 @@ class History:
     def show_ids(self, ids: Ids) -> None:
         """Let `ids` be the whole next prompt, whatever the messages say."""
         self.next, self.is_canonical = Given(ids_array(ids)), False
-        self._happened("given", self.next.ids)
+        self._happened(IdsGiven(ids=self.next.ids))
 
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token."""
         values = np.asarray(weights, np.float32)
         values = values if values.ndim else np.full(turn.num_tokens, values, np.float32)
         self.builder.reweigh(turn.sampled_spans, values)
-        self._happened("weighed", turn.index, values)
+        self._happened(Weighed(index=turn.index, weights=values))
 
     def fork(
         self,
@@ -359,7 +357,6 @@ class History:
 
     def _copy(self) -> History:
         """Return the same history, whose builder is the same too."""
-        # `_written` stays shared: a message that a fork shows again is told by its identity, whoever wrote it.
         other = copy.copy(self)
         other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
         other.events, other.num_cut = None, 0
@@ -367,18 +364,14 @@ class History:
 
     # What the above come to, each an event, which a journal replays with the same values.
 
-    def set_prompt(self, messages: Sequence[Message]) -> None:
-        """Let the prompt, which is not shown yet, be `messages`."""
+    def set_prompt(self, messages: Sequence[Message], *, agent: str | None = None) -> None:
+        """Let the prompt, which is not shown yet, be `messages`, and its agent `agent`, if one is given."""
+        self.builder.agent = agent or self.builder.agent
         self._messages, self._openai = list(messages), to_openai(messages)
         self.num_prompt = len(self._messages)
         """Number of leading messages that are the prompt, which no context policy leaves out."""
         self.next = Append(self.waiting)
-        self._happened("prompt", list(messages))
-
-    def keep_reasoning(self, message: Message, text: str) -> None:
-        """Keep the text of a message to the letter, for templates that have no field for reasoning."""
-        self._written.append((message, text))
-        self._happened("reasoned", message, text)
+        self._happened(Prompted(agent=self.builder.agent, messages=tuple(messages)))
 
     def answer(self, messages: Sequence[Message], is_user: bool) -> None:
         """Let `messages` wait to be shown; `is_user` says whether the interaction wrote them."""
@@ -386,14 +379,17 @@ class History:
             self.next = self.next._replace(messages=tuple(messages))
         self._has_user_reply = is_user
         self.num_user_turns += is_user
-        self._happened("answered", messages, is_user)
+        self._happened(Answered(messages=tuple(messages), is_user=is_user))
 
     def edit(self, messages: Sequence[Message], waiting: Sequence[Message], said: str | None, addition: Ids) -> None:
         """Replace the history; `waiting` is shown behind it, or its last message goes on from `said` behind `addition`."""
+        pairs = enumerate(zip(self._messages, messages, strict=False))
+        kept = next((i for i, (a, b) in pairs if a is not b), min(len(self._messages), len(messages)))
         self._messages, self._openai = list(messages), to_openai(messages)
         self.next = Render(tuple(waiting), None if said is None else Continue(said, addition))
         self.is_canonical = False
-        self._happened("edited", list(messages), waiting, said, addition)
+        behind = tuple(messages[kept:])
+        self._happened(Edited(num_kept=kept, messages=behind, waiting=tuple(waiting), said=said, addition=addition))
 
     def continue_turn(self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message) -> int:
         """Keep `num_kept` tokens of the last turn, which then reads as `own`, and with `text` behind it as `whole`."""
@@ -407,9 +403,5 @@ class History:
         turn.observation += (Message(role="assistant", content=text, origin=Origin.ENVIRONMENT),)
         self._messages[-1], self._openai[-1] = whole, whole.to_openai()
         self.next, self.is_canonical = Continue(turn.said_before + kept + text, addition), False
-        self._happened("continued", num_kept, kept, text, addition, own, whole)
+        self._happened(Continued(num_kept=num_kept, kept=kept, text=text, addition=addition, own=own, whole=whole))
         return dropped
-
-
-def _media(messages: Sequence[Message]) -> tuple[Media, ...]:
-    return tuple(medium for message in messages for medium in message.media)

@@ -1,8 +1,9 @@
 """EpisodeJournal: a live episode in a journal, behind each complete turn, so that another process goes on with it.
 
-    {"new": [records], "events": [["sampled", …], ["answered", …], …], "turns": {"3": …}, "state": {…}}      a line
+    {"line": 2, "versions": [40], "texts": […], "events": [["TurnSampled", …], …], "turns": {"3": …}, "state": {…}}
+    {"line": 3, "versions": [40], "texts": […], "trajectory": {…}}                          it is over and scored
 
-A line has what happened to the history since the line before (`history`, ids included), the turns whose answers or
+A line has the events of the history since the line before (`rollout/events.py`, ids included), the turns whose answers or
 scores changed, and what tools, interaction and scheduler keep. To resume is to replay the events of all lines and to let the
 plug-ins take up what the last line has of them.
 
@@ -17,41 +18,92 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from polyturn.core.arrays import Floats
 from polyturn.core.errors import NoSnapshotError, PolyturnError, SnapshotError, one_line
-from polyturn.core.generation import Completion, FinishReason, SamplingParams
+from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.media import Media
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Scheduler
-from polyturn.core.serde import from_json
+from polyturn.core.serde import from_json, to_json
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import Task
-from polyturn.core.trajectory import Span, Trajectory
+from polyturn.core.trajectory import ToolResult, Trajectory
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.history import Event, History
-from polyturn.rollout.journal_codec import (
-    Journal,
-    JournalCodec,
-    JournaledEpisode,
-    read_trajectory,
-    to_text,
-    write_trajectory,
-)
-from polyturn.rollout.next_prompt import NO_IDS, Prompt
+from polyturn.rollout.events import Event, TurnSampled, read_events, replay, write_events
+from polyturn.rollout.journal_protocol import Journal, JournaledEpisode
 from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.stop_strings import Stopped
 
-__all__ = ["EpisodeJournal", "Journal", "JournaledEpisode", "replay"]
+__all__ = ["EpisodeJournal", "Journal", "JournaledEpisode"]
 
-FORMAT = 4
+FORMAT = 5
 """Of what is kept; a conversation that was kept in another one starts from its task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """The parts of a turn that answered and scored it."""
+
+    observation: tuple[Message, ...]
+    tool_results: tuple[ToolResult, ...]
+    scores: str
+    """JSON, as is `info`: plug-ins decide what they hold."""
+    info: str
+    timings: Mapping[str, float]
+
+
+_LONG = 128
+"""Characters from which on a text, such as an image, is written once."""
+_TEXT = "#text"
+
+
+class _Texts:
+    """The long texts of an episode's lines, each written once and then named by its number: {"#text": 3}."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def pack(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a line with numbers in the place of long texts, and with those that are new."""
+        first = len(self._texts)
+        packed = {name: self._pack(value) for name, value in line.items()}
+        return {"texts": self._texts[first:], **packed}
+
+    def unpack(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the line that `pack` was given; lines are unpacked in their order."""
+        for text in line["texts"]:
+            self._number(text)
+        return {name: self._unpack(value) for name, value in line.items() if name != "texts"}
+
+    def _number(self, text: str) -> int:
+        if text not in self._numbers:
+            self._numbers[text] = len(self._texts)
+            self._texts.append(text)
+        return self._numbers[text]
+
+    def _pack(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return value if len(value) < _LONG else {_TEXT: self._number(value)}
+        if isinstance(value, dict):
+            packed = {name: self._pack(one) for name, one in value.items()}
+            return {_TEXT: list(packed.items())} if _TEXT in value else packed
+        if isinstance(value, list):
+            return value if value and isinstance(value[0], int | float) else [self._pack(one) for one in value]
+        return value
+
+    def _unpack(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            text = value.get(_TEXT)
+            if isinstance(text, int):
+                return self._texts[text]
+            return {name: self._unpack(one) for name, one in (value.items() if text is None else text)}
+        return [self._unpack(one) for one in value] if isinstance(value, list) else value
 
 
 class EpisodeJournal:
@@ -61,11 +113,14 @@ class EpisodeJournal:
         self.stop: StopReason | None = None
         """Why the conversation had ended, where it goes on with being scored."""
         self._journal, self._task, self._id = journal, task, id
-        self._codec = JournalCodec(task.prompt)
         self._scheduler: Scheduler | None = None
         self._hooks = SnapshotHooks(label="")
         """The scheduler's hooks."""
         self._num_kept = 0
+        self._num_lines = 0
+        self._texts = _Texts()
+        self._plugins: str | None = None
+        """The snapshots of the last line, as JSON."""
         self._seen: dict[int, Any] = {}
         """The answers and scores of the turns as they stand in the journal, by index."""
         self._is_begun = False
@@ -90,11 +145,10 @@ class EpisodeJournal:
         held = self._usable()
         if held is None or "trajectory" not in held.lines[-1]:
             return None
-        for line in held.lines:
-            self._codec.read(line["new"])
         self._held = None
         self._journal.count("resumed")
-        return read_trajectory(self._codec, held.lines[-1]["trajectory"], self._id, self._task)
+        *_, last = map(self._texts.unpack, held.lines)
+        return _read_trajectory(last["trajectory"], self._id, self._task)
 
     def can_resume(self) -> bool:
         """Return whether a complete turn is held; counted, where something is held that cannot be used."""
@@ -113,31 +167,34 @@ class EpisodeJournal:
         held, self._held = self._held, None
         assert held is not None
         history, resources, changed = episode.history, episode.resources, dict[str, Any]()
-        for line in held.lines:
-            self._codec.read(line["new"])
-            replay(history, self._codec.decode(line["events"]))
-            changed.update(self._codec.decode(line["turns"]))
+        lines = [self._texts.unpack(line) for line in held.lines]
+        for line in lines:
+            replay(history, read_events(line["events"]))
+            changed.update(line["turns"])
+            self._plugins = line["state"]["plugins"] or self._plugins
         for turn in history.turns:
-            _change(turn, changed[str(turn.index)])
-        state = self._codec.decode(held.lines[-1]["state"])
+            _change(turn, from_json(_Answer, changed[str(turn.index)]))
+        state = lines[-1]["state"]
         if state["tools"] is not None:
             episode.list_tools(json.loads(state["tools"]))
         episode.sample_as(from_json(SamplingParams, state["sampling"]), stops=state["stops"])
         resources.turns = list(history.turns)
         resources.spent(elapsed_s=state["elapsed_s"], duration_s=state["duration_s"])
-        kept = json.loads(state["plugins"])
+        assert self._plugins is not None
+        kept = json.loads(self._plugins)
         await resources.restore(kept["environment"])
         self._offered_by(scheduler)
         if self._hooks.restore is not None:
             await episode.call(scheduler, self._hooks.restore, episode, kept["scheduler"])
-        self._num_kept, self._is_begun = len(history.turns), True
+        self._num_kept, self._num_lines, self._is_begun = len(history.turns), len(held.lines), True
         self.stop = None if state["stop"] is None else StopReason(state["stop"])
         self._journal.count("resumed")
 
     def restart(self, problem: PolyturnError) -> None:
         """Count an episode that could not be restored; it starts from its task."""
         self._journal.count("restarted", reason=one_line(problem).replace(self._id, "…"))
-        self._codec, self._num_kept, self._is_begun, self.stop = JournalCodec(self._task.prompt), 0, False, None
+        self._num_kept, self._num_lines, self._is_begun, self.stop = 0, 0, False, None
+        self._plugins, self._texts = None, _Texts()
 
     def _usable(self) -> JournaledEpisode | None:
         """Return what is held; None, counted, where nothing of it can be used."""
@@ -183,18 +240,19 @@ class EpisodeJournal:
                 "scheduler": None if snapshot is None else await episode.call(self._scheduler, snapshot, episode),
             }
             # Now what its owners go on changing; the rest, which nobody changes, in the thread.
-            plugins, turns = to_text(kept), self._changed(history.turns)
+            plugins, turns = _to_text(kept), self._changed(history.turns)
             events, history.events = history.events, []
             state = {
-                "tools": None if episode.listed_tools is None else to_text(episode.listed_tools),
+                "tools": None if episode.listed_tools is None else _to_text(episode.listed_tools),
                 "sampling": _settings_of(episode.sampling),
                 "stops": list(episode.stops),
                 "elapsed_s": resources.elapsed_s,
                 "duration_s": resources.duration_s,
                 "stop": None if stop is None else stop.value,
+                "plugins": None if plugins == self._plugins else plugins,
             }
-            self._num_kept = len(history.turns)
-            await self._write({"events": events, "turns": turns, "state": state}, plugins)
+            self._num_kept, self._plugins = len(history.turns), plugins
+            await self._write(events, turns, state)
         except NoSnapshotError as problem:
             await self._give_up(str(problem))
         except PolyturnError as problem:
@@ -207,8 +265,12 @@ class EpisodeJournal:
         if not self._is_begun or self._is_broken or self._journal.why_not is not None or trajectory.is_failed:
             return
 
+        number = self._next_line()
+        versions = (span.policy_version for segment in trajectory.segments for span in segment.spans)
+
         def line() -> Mapping[str, Any]:
-            return self._with_new({"trajectory": write_trajectory(self._codec, trajectory)})
+            line = {"line": number, "versions": _distinct(versions), "trajectory": _write_trajectory(trajectory)}
+            return self._texts.pack(line)
 
         try:
             await self._journal.write(self._id, line)
@@ -222,35 +284,40 @@ class EpisodeJournal:
         line = {"begun": self._digest, "why_not": self._why_not}
         await self._journal.write(self._id, lambda: line)
 
-    async def _write(self, values: Mapping[str, Any], plugins: str) -> None:
+    async def _write(self, events: list[Event], turns: Mapping[str, _Answer], state: Mapping[str, Any]) -> None:
+        number = self._next_line()
+        versions = (v for event in events if isinstance(event, TurnSampled) for _, v in event.completion.policy_versions)
+
         def line() -> Mapping[str, Any]:
-            try:
-                state = {**values["state"], "plugins": self._codec.encode_text(plugins)}
-                return self._with_new(self._codec.encode({**values, "state": state}))
-            except BaseException:
-                self._is_broken = True
-                raise
+            kept = {"events": write_events(events), "turns": to_json(turns), "state": state}
+            return self._texts.pack({"line": number, "versions": _distinct(versions), **kept})
 
-        await self._journal.write(self._id, line)
+        try:
+            await self._journal.write(self._id, line)
+        except BaseException:
+            self._is_broken = True
+            raise
 
-    def _with_new(self, line: dict[str, Any]) -> Mapping[str, Any]:
-        new = self._codec.take_new()
-        return {"from": len(self._codec) - len(new), "new": new, **line}
+    def _next_line(self) -> int:
+        self._num_lines += 1
+        return self._num_lines
 
-    def _changed(self, turns: list[OpenTurn]) -> dict[str, dict[str, Any]]:
+    def _changed(self, turns: list[OpenTurn]) -> dict[str, _Answer]:
         """Return what answered and scored those turns that are not as the line before has them."""
         changed = {}
         for turn in turns:
             seen = (turn.observation, turn.tool_results, dict(turn.scores), dict(turn.info), dict(turn.timings))
             if self._seen.get(turn.index) != seen:
                 self._seen[turn.index] = seen
-                changed[str(turn.index)] = {
-                    "observation": turn.observation,
-                    "tool_results": turn.tool_results,
-                    "scores": to_text(turn.scores),
-                    "info": to_text(turn.info),
-                    "timings": dict(turn.timings),
-                }
+                for result in turn.tool_results:
+                    _to_text(result.metrics)  # a value that JSON cannot write is an error, and no text in its place
+                changed[str(turn.index)] = _Answer(
+                    observation=turn.observation,
+                    tool_results=turn.tool_results,
+                    scores=_to_text(turn.scores),
+                    info=_to_text(turn.info),
+                    timings=dict(turn.timings),
+                )
         return changed
 
     async def _give_up(self, reason: str) -> None:
@@ -263,67 +330,55 @@ class EpisodeJournal:
         self._hooks = SnapshotHooks.of(scheduler, label=f"the scheduler {type(scheduler).__name__}")
 
 
-def replay(history: History, events: Sequence[Event]) -> None:
-    """Apply the `events` of another history of the same prompt; nothing is encoded or parsed."""
-    kept, history.events = history.events, None
-    for name, *values in events:
-        _REPLAYED[name](history, *values)
-    history.events = kept
-
-
-def _shown(
-    history: History,
-    is_whole: bool,
-    segment: int,
-    span: Span | None,
-    num_new: int,
-    length: int,
-    media: Sequence[Media],
-) -> None:
-    ids, held = NO_IDS if span is None else span.ids, history.builder.build()
-    if is_whole and segment < len(held):
-        ids = np.concatenate([held[segment].token_ids, ids])
-    history.show(Prompt(ids, is_whole, num_new, length, tuple(media)))
-
-
-def _sampled(history: History, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
-    finish, versions, info, stop, num_dropped, index, cut_by, *routes = rest
-    given = [span.logprobs for span in spans if span.logprobs is not None]
-    completion = Completion(
-        token_ids=np.concatenate([span.ids for span in spans]),
-        logprobs=np.concatenate(given) if given else None,
-        finish_reason=FinishReason(finish),
-        policy_versions=tuple((start, version) for start, version in versions),
-        routed_experts=routes[0] if routes else None,
-        info=info,
-    )
-    history.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
-
-
-def _weighed(history: History, index: int, weights: Floats) -> None:
-    history.weigh(next(turn for turn in history.turns if turn.index == index), weights)
-
-
-_REPLAYED: dict[str, Callable[..., Any]] = {
-    "named": History.play_as,
-    "reasoned": History.keep_reasoning,
-    "prompt": History.set_prompt,
-    "shown": _shown,
-    "sampled": _sampled,
-    "answered": History.answer,
-    "edited": History.edit,
-    "given": History.show_ids,
-    "continued": History.continue_turn,
-    "weighed": _weighed,
-}
-"""Name of an event -> the function that lets it happen again."""
-
-
-def _change(turn: OpenTurn, values: Mapping[str, Any]) -> None:
+def _change(turn: OpenTurn, answer: _Answer) -> None:
     """Give a turn what answered and scored it."""
-    turn.observation, turn.tool_results = tuple(values["observation"]), tuple(values["tool_results"])
-    turn.scores, turn.info = json.loads(values["scores"]), json.loads(values["info"])
-    turn.timings = dict(values["timings"])
+    turn.observation, turn.tool_results = answer.observation, answer.tool_results
+    turn.scores, turn.info = json.loads(answer.scores), json.loads(answer.info)
+    turn.timings = dict(answer.timings)
+
+
+def _distinct(versions: Iterable[int | None]) -> list[int]:
+    return sorted({version for version in versions if version is not None})
+
+
+def _write_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory without its id and its task, of which only the prompt may differ from the run's task."""
+    names = (f.name for f in dataclasses.fields(trajectory) if f.name not in ("id", "task"))
+    return {"prompt": to_json(trajectory.task.prompt), **{name: to_json(getattr(trajectory, name)) for name in names}}
+
+
+def _read_trajectory(data: Mapping[str, Any], id: str, task: Task) -> Trajectory:
+    """Return the trajectory that `_write_trajectory` wrote."""
+    prompt = from_json(tuple[Message, ...], data["prompt"])
+    task = task if prompt == task.prompt else dataclasses.replace(task, prompt=prompt)
+    fields = {name: value for name, value in data.items() if name != "prompt"}
+    trajectory = from_json(Trajectory, {**fields, "id": id, "task": task})
+    return dataclasses.replace(trajectory, metrics=data["metrics"])  # whole numbers stay such
+
+
+def _to_text(value: Any) -> str:
+    """Return what a plug-in left as JSON.
+
+    Raises:
+        SnapshotError: JSON cannot write it.
+    """
+    if value == {}:
+        return "{}"  # as most are
+    try:
+        return json.dumps(value, default=_simple)
+    except (TypeError, ValueError) as problem:
+        raise SnapshotError(f"{value!r:.80} cannot be written as JSON: {problem}") from problem
+
+
+def _simple(value: Any) -> Any:
+    """Return numbers of NumPy as Python's; the rest is refused."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
 
 
 @functools.lru_cache(maxsize=256)

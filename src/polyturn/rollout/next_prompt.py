@@ -8,6 +8,7 @@ Given(ids)          the caller's own ids                    for agents that writ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from polyturn.core.arrays import Ids, ids_array
@@ -63,3 +64,8 @@ class Prompt(NamedTuple):
     """Tokens of the whole prompt."""
     media: tuple[Media, ...] = ()
     """The images and other media that `ids` show."""
+
+
+def all_media(messages: Iterable[Message]) -> tuple[Media, ...]:
+    """Return the images and other media of messages, in order."""
+    return tuple(medium for message in messages for medium in message.media)

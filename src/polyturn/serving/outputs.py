@@ -19,7 +19,6 @@ from polyturn.core.generation import FinishReason
 from polyturn.core.media import media_of
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Span, SpanSource, Trajectory, Turn
-from polyturn.rewards.rendered_text import as_written
 from polyturn.serving.protocol import (
     MEDIA,
     ChatCompletionResponse,
@@ -149,7 +148,7 @@ def _conversation(trajectory: Trajectory, until: int) -> list[dict[str, Any]]:
     for turn in trajectory.turns[:until]:
         if not turn.is_continued:
             messages += [turn.message, *(turn.observation if turn.index + 1 < until else ())]
-    return [{"role": "assistant", "content": as_written(m)} if m.role == "assistant" else m.to_openai() for m in messages]
+    return [m.to_openai() if m.written is None else {"role": m.role, "content": m.written} for m in messages]
 
 
 def _tokens(trajectory: Trajectory, turns: Sequence[Turn]) -> _Tokens:

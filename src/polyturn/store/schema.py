@@ -75,6 +75,7 @@ NESTED: dict[str, dict[str, pa.DataType]] = {
         "name": pa.string(),
         "tool_call_id": pa.string(),
         "origin": pa.string(),
+        "written": pa.string(),
     },
     "tool_calls": {
         "message": pa.int32(),

@@ -2,8 +2,8 @@
 
     runs/x/journal/step-000040.jsonl      what the weights of checkpoint 40 or before sampled, and is not yet trained
                    {"s": "g81/3", "begun": "5e1…", "why_not": null}              an episode is in flight
-                   {"s": "g81/3", "from": 2, "new": [{"k": "span", …}], "state": {…}}       behind a complete turn
-                   {"s": "g81/3", "from": 9, "new": […], "trajectory": {…}}                 it is over and scored
+                   {"s": "g81/3", "line": 1, "versions": [40], "events": […], "state": {…}}      behind a complete turn
+                   {"s": "g81/3", "line": 2, "versions": [40], "trajectory": {…}}                it is over and scored
 
 What a line says is the episode's business (`rollout/journal.py`); this file decides which lines a resumed run may use: those
 of groups that the checkpoint has not trained, sampled by weights that it stands for. A line is handed to the operating
@@ -360,11 +360,11 @@ def _read_lines(lines: Iterable[tuple[bytes, _Place]]) -> dict[str, _Found]:
             episode = line["s"]
             if "begun" in line:
                 found[episode] = _Found(held=JournaledEpisode(digest=line["begun"], why_not=line["why_not"]), first=place)
-            elif "new" not in line:
+            elif "line" not in line:
                 found[episode].held.why_not, found[episode].given_up = line["why_not"], place
             else:
                 others = found[episode].others
-                while others and others[-1][0]["from"] >= line["from"]:
+                while others and others[-1][0]["line"] >= line["line"]:
                     others.pop()  # a run that went on behind an earlier turn wrote this line
                 others.append((line, place))
         except (ValueError, KeyError, TypeError):  # half a line: the kill fell there
@@ -377,9 +377,9 @@ def _choose(found: _Found, *, step: int, oldest: int) -> list[_Place]:
     places: list[_Place] = []
     held = found.held
     for line, place in found.others:
-        if held.lines and line["from"] != held.lines[-1]["from"] + len(held.lines[-1]["new"]):
+        if line["line"] != len(held.lines) + 1:
             break  # a line is missing: the disk was full for a while
-        versions = [r["policy_version"] for r in line["new"] if r["k"] == "span" and r["policy_version"] is not None]
+        versions = line["versions"]
         if versions and max(versions) > step:
             if not held.lines:
                 held.why_not = held.why_not or "weights that came after the checkpoint sampled it"

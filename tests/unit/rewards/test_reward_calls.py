@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.core.errors import ConfigError, RewardError
+from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, ToolCall
@@ -23,7 +23,6 @@ from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import extra_info
 from polyturn.rewards.options import BatchOptions, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
-from polyturn.rewards.rendered_text import written
 from polyturn.rewards.router import RewardRef, RewardRouter, Weighing
 from support.isolated import need_isolation
 
@@ -205,22 +204,31 @@ def test_rate_spreads_calls_outside_their_deadline() -> None:
 
 def thinking() -> Trajectory:
     call = ToolCall(id="c", name="calc", raw='<tool_call>{"name": "calc"}</tool_call>')
-    return trajectory(turn("First.", tool_calls=(call,)), turn("#### 7", reasoning="7 it is."))
+    first = turn("First. Then.", tool_calls=(call,), written=f"First. {call.raw} Then.")
+    return trajectory(first, turn("#### 7", reasoning="7 it is.", written="[THINK]7 it is.[/THINK]#### 7"))
 
 
 @pytest.mark.parametrize(
     ("which", "text"),
     [
         ("answer", "#### 7"),
-        ("turn", "<think>7 it is.</think>#### 7"),
-        ("turns", 'First.<tool_call>{"name": "calc"}</tool_call>\n<think>7 it is.</think>#### 7'),
+        ("turn", "[THINK]7 it is.[/THINK]#### 7"),
+        ("turns", 'First. <tool_call>{"name": "calc"}</tool_call> Then.\n[THINK]7 it is.[/THINK]#### 7'),
     ],
 )
 async def test_scored_text_is_the_models_own(which: Any, text: str) -> None:
-    assert written(thinking(), which) == text
-    assert written(trajectory(), which) == ""
+    assert thinking().text_of(which) == text
+    assert trajectory().text_of(which) == ""
     router = RewardRouter(function=lambda solution_str: float(solution_str == text), calls=CallOptions(text=which))
     assert (await router.score(thinking())).total == 1.0
+
+
+def test_unrecorded_text_is_an_error() -> None:
+    record = trajectory(turn("Yes."), turn("#### 7", reasoning="7 it is."))
+    assert record.text_of("answer") == "#### 7"
+    for which in ("turn", "turns"):
+        with pytest.raises(DataError, match=r"set reward\.text"):
+            record.text_of(which)
 
 
 @pytest.mark.parametrize(

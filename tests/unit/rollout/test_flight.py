@@ -10,10 +10,8 @@ import pytest
 
 from polyturn.core.env import envs
 from polyturn.core.generation import GenerateRequest
-from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -235,17 +233,12 @@ async def test_unkept_history_collects_no_events(tmp_path: Path) -> None:
     assert held[1:] == [None, None]
 
 
-def test_image_is_written_once() -> None:
-    image = "data:image/png;base64," + "A" * 5000
-    book, other = JournalCodec(), JournalCodec()
-    message = Message(role="user", content=({"type": "image", "image": image},))
-    written = book.encode({"messages": [message, message], "media": list(message.media)})
-    new = book.take_new()
-    assert sum("A" * 5000 in str(record) for record in new) == 1
-    other.read(new)
-    read = other.decode(written)
-    assert read["messages"][0] is read["messages"][1] and read["messages"][0] == message
-    assert tuple(read["media"]) == message.media
+async def test_long_text_is_written_once_whatever_names_it(tmp_path: Path) -> None:
+    """A model may name its arguments as the journal names its texts."""
+    odd = call("add", a=2, b=2, **{"#text": 0, "note": "n" * 200})
+    found = await check_like_whole(tmp_path, [odd, odd, "#### 4"], lambda: {"tools": [add]})
+    assert found.turns[0].message.tool_calls[0].arguments == {"a": 2, "b": 2, "#text": 0, "note": "n" * 200}
+    assert (tmp_path / "parts" / "step-000000.jsonl").read_text().count('"' + "n" * 200 + '"') == 1
 
 
 class Notes(BaseTool):

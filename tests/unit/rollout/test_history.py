@@ -13,10 +13,9 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
+from polyturn.rollout.events import read_events, replay, write_events
 from polyturn.rollout.history import History
 from polyturn.rollout.history_edits import go_on, rewrite, shorten_to_fit
-from polyturn.rollout.journal import replay
-from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.next_prompt import Append, Continue, Given, Render
 from polyturn.rollout.open_turn import OpenTurn, Reply
@@ -145,12 +144,10 @@ def test_replayed_events_restore_a_history(edit: Callable[[History], None], comi
     first.events = []
     edit(first)
     assert isinstance(first.next, coming)
-    writer, reader = JournalCodec(PROMPT), JournalCodec(PROMPT)
-    events = json.loads(json.dumps(writer.encode(first.events)))
-    reader.read(json.loads(json.dumps(writer.take_new())))
+    events = json.loads(json.dumps(write_events(first.events)))
     parser = SilentParser()
     second = history(parser, renders_history=renders_history)
-    replay(second, reader.decode(events))
+    replay(second, read_events(events))
     parser.may_parse = True
     for _ in range(2):
         assert second.messages == first.messages and np.array_equal(second.context, first.context)

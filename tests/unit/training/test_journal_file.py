@@ -12,10 +12,6 @@ from polyturn.core.errors import SnapshotError
 from polyturn.training.journal_file import JournalFile
 
 
-def span(version: int | None) -> dict[str, Any]:
-    return {"k": "span", "policy_version": version}
-
-
 class Life:
     """One process with a journal; its lines stand for turns of so many records."""
 
@@ -34,7 +30,7 @@ class Life:
     def turn(self, episode: str, *, version: int = 2) -> None:
         start = self.froms.get(episode, 1)
         self.froms[episode] = start + 1
-        self.write(episode, {"from": start, "new": [span(version)], "state": f"behind {start}"})
+        self.write(episode, {"line": start, "versions": [version], "state": f"behind {start}"})
 
     def write(self, episode: str, line: dict[str, Any]) -> None:
         asyncio.run(self.journal.write(episode, lambda: line))
@@ -85,7 +81,7 @@ def test_resumed_episode_replaces_later_turns(tmp_path: Path):
     life.turn("g4/0", version=3)
     second = Life(tmp_path, step=2, resumes=True)
     second.froms["g4/0"] = 2
-    second.write("g4/0", {"from": 2, "new": [span(2)], "state": "behind the other 2"})
+    second.write("g4/0", {"line": 2, "versions": [2], "state": "behind the other 2"})
     assert Life(tmp_path, step=2, resumes=True).held("g4/0") == ["behind 1", "behind the other 2"]
 
 
@@ -142,7 +138,7 @@ def test_journal_without_checkpoints_does_not_pile_up(tmp_path: Path):
     for step in range(3, 41):
         episode = f"g{step}/0"
         life.begins(episode)
-        life.write(episode, {"from": 1, "new": [span(step - 1)], "state": f"of {step}", "more": "x" * 200_000})
+        life.write(episode, {"line": 1, "versions": [step - 1], "state": f"of {step}", "more": "x" * 200_000})
         life.journal.forget([step], oldest=step - 1)
         largest = max(largest, path.stat().st_size)
     assert largest < 2_000_000, f"of {38 * 200_000} bytes that were written"

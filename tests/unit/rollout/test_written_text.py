@@ -1,0 +1,64 @@
+"""The model's own text stays on its message, whatever a parser makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from polyturn.core.messages import Message
+from polyturn.rewards.options import CallOptions
+from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.edits import as_written
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.tokens.parsers import parsers
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+CHANNELS = "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final<|message|>Four."
+
+
+def parser(name: str, reasoning: str) -> Any:
+    return parsers.resolve(name)(reasoning=reasoning)
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning", "text"),
+    [
+        ("hermes", "mistral", "[THINK]x[/THINK]\\boxed{4}"),
+        ("hermes", "qwen3", "\\boxed{4} <think>x</think>"),
+        ("hermes", "qwen3", "<think>\n\nx\n</think>\n\n\\boxed{4}"),
+        ("hermes", "qwen3", "<think>x, and"),
+        ("hermes", "qwen3", f"Before. {CALL} Between. {CALL} Behind."),
+        ("gpt-oss", "gpt-oss", CHANNELS),
+    ],
+)
+@pytest.mark.parametrize("which", ["turn", "turns"])
+async def test_reward_reads_the_text_of_any_parser(name: str, reasoning: str, text: str, which: Any) -> None:
+    texts: list[str] = []
+
+    def score(solution_str: str) -> float:
+        texts.append(solution_str)
+        return 0.0
+
+    router = RewardRouter(function=score, calls=CallOptions(text=which))
+    context = scripted_context([text], limits=Limits(max_turns=1))
+    context = dataclasses.replace(context, parser=parser(name, reasoning), rewarder=router)
+    trajectory = await run_episode(context, task(data_source=None), id="e0")
+    assert trajectory.turns[0].message.written == text
+    assert texts == [text]
+
+
+async def test_form_is_scored_as_the_model_wrote_it() -> None:
+    row = task(data_source="hiyouga/geometry3k")
+    context = scripted_context(["\\boxed{4} <think>x</think>"], limits=Limits(max_turns=1))
+    reward = (await run_episode(context, row, id="e0")).reward
+    assert reward is not None and reward.total == pytest.approx(0.9), "right, in the wrong form"
+
+
+def test_changed_message_is_not_rendered_as_written() -> None:
+    message = Message(role="assistant", content="4", reasoning="2 and 2", written="<think>2 and 2</think>4")
+    changed = [dataclasses.replace(message, **{field: "other"}) for field in ("content", "reasoning")]
+    assert [m.reasoning for m in as_written([message, *changed], opened="")] == [None, "2 and 2", "other"]
