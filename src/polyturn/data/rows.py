@@ -138,15 +138,15 @@ class _RowReader:
         kwargs = self.tools_kwargs(_first(extra, row, "tools_kwargs", "tool_kwargs"))
         chosen = self.names(_first(extra, row, "tool_selection"), "tool_selection")
         chosen = native if chosen is None else chosen
-        needs = _first(extra, row, "need_tools_kwargs") or False
-        if not isinstance(needs, bool):
+        needs = _first(extra, row, "need_tools_kwargs")
+        if not isinstance(needs, bool | None):
             self.fail(f"'need_tools_kwargs' must be true or false, not {_show(needs)}")
-        if chosen is None and kwargs is not None:
-            chosen = tuple(kwargs)
+        if chosen is None and (kwargs is not None or needs is False):
+            chosen = tuple(kwargs or ())
         return {
             "tools": () if is_single else chosen,
             "skips_unknown_tools": chosen is not native,
-            "needs_tools": needs and not is_single,
+            "needs_tools": needs is True and not is_single,
             "tools_kwargs": kwargs or {},
             "interaction": None if is_single else self.interaction(row, extra, truth),
         }

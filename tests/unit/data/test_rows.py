@@ -83,6 +83,9 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "empty kwargs mean none": ({"tools_kwargs": {}}, {"tools": ()}),
     "missing kwargs mean all": ({"tools_kwargs": None}, {"tools": None}),
     "need": ({"need_tools_kwargs": True}, {"needs_tools": True}),
+    "no need": ({"extra_info": {"need_tools_kwargs": False}}, {"tools": (), "needs_tools": False}),
+    "no need, but kwargs": ({"need_tools_kwargs": False, "tools_kwargs": {"a": {}}}, {"tools": ("a",)}),
+    "no need, but a selection": ({"need_tools_kwargs": False, "tool_selection": ["a"]}, {"tools": ("a",)}),
     "need in extra_info": ({"extra_info": {"need_tools_kwargs": True}}, {"needs_tools": True}),
     "kwargs of other rows": (
         {
