@@ -177,8 +177,12 @@ class RolloutContext:
         return is_on and (self._num_finished - 1) % self.sanity_every == 0
 
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
-        """Warn of a difference between held ids and a full render that nothing explains, once in a run."""
-        if difference.kind == sanity.UNEXPLAINED and difference.kind not in self.told:
+        """Warn of a difference between held ids and a full render, once for each kind and run.
+
+        Mode `strict` warns of every kind, the others of those that nothing explains.
+        """
+        is_due = self.sanity_mode == "strict" or difference.kind == sanity.UNEXPLAINED
+        if is_due and difference.kind not in self.told:
             self.told[difference.kind] += 1
             logger.warning(
                 "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept",

@@ -209,10 +209,14 @@ async def test_full_context_is_handled_by_its_policy(policy: ContextPolicy, num_
     check_tokens(t)
 
 
-def test_every_nth_episode_is_compared_with_a_full_render(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_nth_episode_is_compared_with_a_full_render() -> None:
     context = scripted_context([], sanity_every=3)
     assert [context.is_sanity_due() for _ in range(5)] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("strict", KINDS), ("ignore_strippable", ("other",))])
+def test_strict_mode_warns_once_of_each_kind(mode: str, warned: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    context = scripted_context([], sanity_mode=mode)
     for kind in (*KINDS, *KINDS):
         context.warn_of(Difference(kind=kind, index=3, full_index=3, block=0, held="a b", full="a  b"), where="g1/0")
-    (record,) = caplog.records
-    assert "other at token 3" in record.getMessage(), "only a difference without an explanation, once"
+    assert [kind for kind in KINDS for r in caplog.records if f"{kind} at token 3" in r.getMessage()] == list(warned)
