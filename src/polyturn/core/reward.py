@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.interrupts import pass_interrupt
 
 MAX_REWARD = 1e15
 """The largest size of a reward or a score: squares of such, summed over a batch, are still finite in float32."""
@@ -27,7 +27,7 @@ def as_score(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except PLUGIN_RAISES as problem:  # a tensor of two numbers raises RuntimeError, and a class of an author's what it likes
+    except BaseException as problem:  # a tensor of two numbers raises RuntimeError, and a class of an author's what it likes
         pass_interrupt(problem)
         return None
     return number if abs(number) <= MAX_REWARD else None  # NaN compares as false
@@ -39,7 +39,7 @@ def as_flag(value: Any) -> bool | None:
         return None
     try:
         return bool(value)
-    except PLUGIN_RAISES as problem:  # an array of several, and whatever an author's class raises
+    except BaseException as problem:  # an array of several, and whatever an author's class raises
         pass_interrupt(problem)
         return None
 
@@ -48,7 +48,7 @@ def shown(value: Any, max_chars: int = 100) -> str:
     """Return what a plug-in or a judge gave in place of what was wanted, on one line of a sentence about it."""
     try:
         return " ".join(repr(value).split())[:max_chars]
-    except PLUGIN_RAISES as problem:  # more digits than are written out, nested too deep, or what an author's class raises
+    except BaseException as problem:  # more digits than are written out, nested too deep, or what an author's class raises
         pass_interrupt(problem)
         return f"a {type(value).__name__} that cannot be written out"
 
