@@ -482,7 +482,8 @@ class Episode:
                 other.history.builder.rename(aside.label)
         if is_unanswered:
             # As behind a completion, which is where tools and interaction may be called from.
-            other.turns[-1] = other.turns[-1].unanswered()
+            sampled = other.history.sampled_spans(other.turns[-1])
+            other.turns[-1] = other.turns[-1].unanswered(sampled=sampled)
             other.lifecycle.move(RequestState.GENERATING)
         shared.forks.append(Fork(other.id, other.history, other.lifecycle))
         return other

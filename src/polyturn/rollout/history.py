@@ -24,7 +24,7 @@ from polyturn.core.builder import BuilderState, TrajectoryBuilder
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, to_openai, with_origin
-from polyturn.core.trajectory import SpanRef
+from polyturn.core.trajectory import SpanRef, SpanSource
 from polyturn.rollout.edits import as_written, with_known_origin
 from polyturn.rollout.events import Answered, Continued, Edited, Event, IdsGiven, Prompted, Shown, TurnSampled, Weighed
 from polyturn.rollout.limits import EpisodeProgress
@@ -262,6 +262,11 @@ class History:
             context_tokens=self.builder.num_tokens if prompt is None else prompt.length,
         )
 
+    def sampled_spans(self, turn: OpenTurn) -> list[SpanRef]:
+        """Return the spans of a turn's completion."""
+        spans = ((ref, self.builder.span(ref)) for ref in turn.spans)
+        return [ref for ref, span in spans if span.source is SpanSource.SAMPLED and span.turn == turn.index]
+
     def mark(self) -> Mark:
         """Return where it stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
         return Mark(self.builder.place, self._copy())
@@ -331,7 +336,7 @@ class History:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token."""
         values = np.asarray(weights, np.float32)
         values = values if values.ndim else np.full(turn.num_tokens, values, np.float32)
-        self.builder.reweigh(turn.sampled_spans, values)
+        self.builder.reweigh(self.sampled_spans(turn), values)
         self._happened(Weighed(index=turn.index, weights=values))
 
     def fork(
@@ -394,7 +399,7 @@ class History:
     def continue_turn(self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message) -> int:
         """Keep `num_kept` tokens of the last turn, which then reads as `own`, and with `text` behind it as `whole`."""
         turn = self.turns[-1]
-        dropped = self.builder.cut(turn.sampled_spans, keep=num_kept)
+        dropped = self.builder.cut(self.sampled_spans(turn), keep=num_kept)
         self._response_tokens -= turn.num_tokens - num_kept
         if dropped:
             turn.num_tokens = num_kept

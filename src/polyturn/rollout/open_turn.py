@@ -48,17 +48,11 @@ class OpenTurn:
         """Why the completion stopped."""
         return self.completion.finish_reason
 
-    @property
-    def sampled_spans(self) -> list[SpanRef]:
-        """The spans of the completion, one for each policy version."""
-        return self.spans[: len(self.completion.policy_versions)]
-
-    def unanswered(self) -> OpenTurn:
-        """Return the same turn before anything answered it, for a fork that lets it be answered once more."""
-        spans = self.sampled_spans
+    def unanswered(self, *, sampled: Sequence[SpanRef]) -> OpenTurn:
+        """Return the same turn, of the spans `sampled` alone, for a fork that lets it be answered once more."""
         timings = {name: value for name, value in self.timings.items() if name in ("start", "generate")}
         blank: dict[str, Any] = {"tool_results": (), "observation": (), "scores": {}, "info": {}}
-        return replace(self, spans=spans, timings=timings, **blank)
+        return replace(self, spans=list(sampled), timings=timings, **blank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,6 +187,17 @@ def test_message_cannot_go_on_before_a_waiting_answer(edit: Callable[[History], 
         edit(found)
 
 
+def test_sampled_spans_are_found_in_any_order():
+    found = history()
+    turn = say(found, "3")
+    found.record(turn, Reply(messages=(user("No."),)))
+    say(found, "4")
+    turn.spans.reverse()
+    found.weigh(turn, 0.5)
+    (segment,) = found.builder.build()
+    assert set(segment.loss_weights[segment.turn_ids == turn.index].tolist()) == {0.0, 0.5}
+
+
 def test_ids_of_an_agent_are_not_shortened():
     found = history()
     answers(found)
