@@ -15,11 +15,12 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from polyturn.core.errors import ConfigError, PolyturnError, raised_by_author
 
 if TYPE_CHECKING:
+    from polyturn.api.dry_run import DryRunReport
     from polyturn.api.given import GivenArguments
     from polyturn.api.run import Run
     from polyturn.api.stepping import Steps
@@ -59,6 +60,12 @@ def _in_a_sentence(function: Callable[P, R]) -> Callable[P, R]:
     return shortly
 
 
+@overload
+def train(
+    model: Any = None, tasks: Any = None, *, dry_run: Literal[False] = False, on_step: OnStep | None = None, **given: Any
+) -> Run: ...
+@overload
+def train(model: Any = None, tasks: Any = None, *, dry_run: Literal[True], **given: Any) -> DryRunReport: ...
 @_in_a_sentence
 def train(
     model: Any = None,
@@ -71,8 +78,9 @@ def train(
     config: Any = None,
     resume: bool | Literal["auto"] = False,
     on_step: OnStep | None = None,
+    dry_run: bool = False,
     **overrides: Any,
-) -> Run:
+) -> Run | DryRunReport:
     """Train a model, and return the run: its metrics, its trajectories, its model.
 
         run = polyturn.train(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], reward=right, steps=100, group_size=8)
@@ -93,6 +101,8 @@ def train(
         config: A YAML file, or the same as a dict; everything above and below goes before it.
         resume: Go on from the newest checkpoint of the run of this name; "auto": where there is one.
         on_step: Called as `on_step(step, metrics)` once each step is taken and recorded; what it raises ends the run.
+        dry_run: Check everything, print what the run would start from, as `polyturn train --dry-run` does, and return that
+            in place of a run.
         overrides: Further keys of the configuration: a whole section (`train={"steps": 100}`), the last part of a key
             (`steps=100`, `lr=1e-5`, `max_turns=4`, `temperature=0.8`, `name="mine"`), or a whole key
             (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may stand where YAML has an import path,
@@ -109,7 +119,7 @@ def train(
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     given = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
-    return _train(given, resume=resume, on_step=on_step)
+    return _show_plan(given, resume=resume) if dry_run else _train(given, resume=resume, on_step=on_step)
 
 
 @_in_a_sentence
@@ -252,6 +262,30 @@ def _train(given: GivenArguments, *, resume: bool | Literal["auto"], on_step: On
         if not isinstance(finished, Path):  # which a rank gets that follows another
             logger.info("look at it: run.show(), or in a shell: polyturn view %s", run.folder)
     return run
+
+
+def _show_plan(given: GivenArguments, *, resume: bool | Literal["auto"]) -> DryRunReport:
+    """Check what a run would start from, print it, and return it.
+
+    Raises:
+        ConfigError: the run would not start on this machine; what it would start from is printed before.
+    """
+    with _begun(given) as (source, resolved):
+        from polyturn.api.console import make_console
+        from polyturn.api.dry_run import report_of
+        from polyturn.api.event_loop import run_beside
+        from polyturn.api.training import RunOptions, run_training
+
+        reports: list[DryRunReport] = []
+        options = RunOptions(
+            again=_again, resume=resume, dry_run=lambda parts, tasks: reports.append(report_of(parts, tasks, resolved))
+        )
+        run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
+    if not reports:
+        raise SystemExit(0)  # on a rank that follows another one, which has printed the report
+    make_console().print(str(reports[0]), soft_wrap=True)
+    reports[0].require_start()
+    return reports[0]
 
 
 def _called_each_step(on_step: OnStep | None) -> OnStep:

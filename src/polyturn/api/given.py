@@ -75,6 +75,8 @@ class GivenArguments:
         """
         if "on_step" in keywords:
             raise ConfigError("'on_step' is for polyturn.train; with polyturn.steps, write what it does into the loop")
+        if "dry_run" in keywords:
+            raise ConfigError("'dry_run' is for polyturn.train, which shows what a run would start from; leave it out here")
         if strange := [name for name in keywords if name in own or name == "resume"]:
             raise ConfigError(f"{strange[0]!r} is for polyturn.train and polyturn.steps; leave it out here")
         if isinstance(own["model"], str | Path) and own["config"] is None and Path(own["model"]).suffix in _YAML:

@@ -43,6 +43,8 @@ from polyturn.training.resume import changed_settings, require_same_groups
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from polyturn.build.parts import Plugins
+    from polyturn.tools.executor import ToolBox
     from polyturn.training.loop import Trainer
     from polyturn.training.state import LoopState
     from polyturn.training.update import Revise
@@ -213,7 +215,15 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         parts = build.cluster_parts(place)
     else:
         place = replace(place, reads_parts=not (place.is_plan or build.holds_weights(place, num_ranks=this.size)))
-        parts = build.build_parts(place, check=functools.partial(build.check_before_weights, place, tasks))
+
+        def check(plugins: Plugins, tools: ToolBox) -> None:
+            from polyturn.build.memory_check import require_memory
+
+            build.check_before_weights(place, tasks, plugins, tools)
+            if not place.is_plan:
+                require_memory(place)
+
+        parts = build.build_parts(place, check=check)
     parts, tasks = build.settle(parts, tasks)
     build.check_training(parts, tasks)
     if options.dry_run is not None:

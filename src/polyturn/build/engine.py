@@ -65,7 +65,7 @@ def build_engine(
         needs_routes=config.algorithm.routing.replay == "on",
         adapter=_adapter_settings(model) if sends_adapter(config) else None,
         places=places,
-        is_plan=place.is_plan,
+        obstacles=None if not place.is_plan else place.obstacles if config.cluster.address is None else [],
     )
     made = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
     # Only an engine that was made can say what it is capable of.

@@ -61,9 +61,11 @@ def train(
     out = Output()
 
     def show(parts: build.Parts, tasks: build.RunTasks) -> None:
-        from polyturn.cli import dry_run
+        from polyturn.api.dry_run import report_of
 
-        dry_run.show(parts, tasks, resolved, out, with_ids=with_ids)
+        report = report_of(parts, tasks, resolved)
+        out.text(report.text(with_ids=with_ids))
+        report.require_start()
 
     options = RunOptions(
         again=lambda name: shlex.join(again(name)),

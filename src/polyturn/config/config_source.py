@@ -28,6 +28,8 @@ class ConfigSource:
     """The objects that the configuration names by their labels; they are there as long as this is."""
     is_plan: bool = False
     """Nothing will be sampled or trained: the weights of a large model are not read."""
+    obstacles: list[str] = field(default_factory=list, compare=False, repr=False)
+    """Of a plan: why the run would not start on this machine."""
     reads_parts: bool = False
     """This is a rank, which reads its part of a model's files once the model is in shards."""
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)

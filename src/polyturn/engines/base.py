@@ -100,8 +100,8 @@ class EngineSetup:
     """peft's settings of the adapter that is trained, where servers are sent it alone, and the model folder lacks it."""
     places: ServerPlaces | None = None
     """The place where servers are started; None is this machine."""
-    is_plan: bool = False
-    """Whether the run is shown and not started, so that a server may be missing here."""
+    obstacles: list[str] | None = None
+    """Of a dry run: collects why the run would not start on this machine. None refuses such a run."""
 
 
 engines: Registry[Callable[..., Engine]] = Registry("engines")

@@ -62,6 +62,8 @@ class ServerDialect(ABC):
 
     name = "remote"
     """The kind of server, in messages."""
+    tested_version: ClassVar[str] = "0"
+    """The oldest version that training was tried with."""
     transfer_package: ClassVar[str | None] = None
     """The package that the trainer needs beside it to send these servers tensors."""
     routes_env: ClassVar[Mapping[str, str]] = {}

@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import importlib.util
 import logging
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.secret import bearer, token_from
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.launcher import LaunchSpec, Server
@@ -153,14 +155,49 @@ def _require_sleep(setup: EngineSetup, client: type[RemoteEngine], launch: Launc
 
 
 def _refuse(problem: str, setup: EngineSetup) -> None:
-    """Refuse a run that would not start on this machine; a plan of it is shown, with a warning.
+    """Refuse a run that would not start on this machine; a dry run notes the reason and goes on.
 
     Raises:
         ConfigError: the run is to start.
     """
-    if not setup.is_plan:
+    if setup.obstacles is None:
         raise ConfigError(problem)
-    logger.warning("on this machine the run would not start: %s", problem)
+    setup.obstacles.append(problem)
+
+
+def _check_installed(launch: LaunchOptions, setup: EngineSetup, client: type[RemoteEngine]) -> None:
+    """Refuse servers that cannot be started here because they are not installed, or are too old.
+
+    Raises:
+        ConfigError: the run is to start.
+    """
+    name, python = client.name, launch.python
+    install = (
+        f"make an environment with {name}=={client.tested_version} and set engine.launch.python to its interpreter, or set "
+        "engine.urls to a server that runs"
+    )
+    if python is None and importlib.util.find_spec(name) is None:
+        return _refuse(f"engine.kind is {name}, and {name} is not installed here; {install}", setup)
+    if setup.obstacles is None:
+        return  # the server says so itself as it starts
+    ask = f"import importlib.metadata as m; print(m.version({name!r}))"
+    try:
+        done = subprocess.run(
+            [python or sys.executable, "-P", "-c", ask], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return _refuse(f"engine.launch.python is {python!r}, which does not run ({one_line(problem)}); {install}", setup)
+    version = done.stdout.strip()
+    if done.returncode:
+        _refuse(f"engine.launch.python is {python!r}, whose environment has no {name}; {install}", setup)
+    elif _numbers(version) < _numbers(client.tested_version):
+        _refuse(f"engine.kind is {name}, and {name} {version} is too old to train with; {install}", setup)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version's release: "0.32.0.dev1+cpu" -> (0, 32, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _launches(
@@ -173,12 +210,8 @@ def _launches(
     import torch
 
     places = setup.places
-    if places is None and launch.python is None and importlib.util.find_spec(client.name) is None:
-        _refuse(
-            f"{client.name} is not installed here; set engine.launch.python to the interpreter of an environment that has "
-            "it, or engine.urls to a server that runs",
-            setup,
-        )
+    if places is None:
+        _check_installed(launch, setup, client)
     count = launch.replicas if places is None else places.count
     device = "cuda" if (torch.cuda.is_available() if places is None else places.num_gpus) else "cpu"
     wide = ["--tensor-parallel-size", str(places.num_gpus)] if places is not None and places.num_gpus > 1 else []

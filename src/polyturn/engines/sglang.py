@@ -36,6 +36,7 @@ class SglangEngine(RemoteEngine):
     """One SGLang server."""
 
     name = "sglang"
+    tested_version = "0.5.21"
     sleep_flag, share_flag = "--enable-memory-saver", "--mem-fraction-static"
     _has_sessions = True
     """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""

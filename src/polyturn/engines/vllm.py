@@ -42,6 +42,7 @@ class VllmEngine(RemoteEngine):
     """One vLLM server."""
 
     name = "vllm"
+    tested_version = "0.32.0"
     transfer_package = "vllm"
     routes_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     sleep_flag, share_flag = "--enable-sleep-mode", "--gpu-memory-utilization"

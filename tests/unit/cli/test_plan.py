@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.api.folders import open_place
-from polyturn.cli.main import main
-from polyturn.cli.plan import (
+from polyturn.build.gpu_plan import (
     Demand,
     GpuLayout,
     demand_of,
@@ -19,6 +18,7 @@ from polyturn.cli.plan import (
     require_fit,
     with_split_context,
 )
+from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -50,15 +50,15 @@ def plan(tmp_path: Path, *arguments: object) -> Called:
 def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
     called = plan(tmp_path, *SERVERS, "model.dtype=bfloat16", "--gpus", 4, "--gpu-memory", 1)
     assert called.code == 0, called.err
-    for words in ("2 ranks and 2 servers of 1 GPUs", "float32 masters", "room for conversations", "over 50 GB/s"):
+    for words in ("2 ranks and 2 servers of 1 GPU", "float32 masters", "room for conversations", "over 50 GB/s"):
         assert words in called.out
-    assert re.search(r"GPUs +4 of 4", called.out)
+    assert re.search(r"fits +4 of 4 GPUs of 1 GB", called.out)
 
 
 def test_too_many_gpus_are_refused_with_a_layout_that_fits(tmp_path: Path) -> None:
     called = plan(tmp_path, *SERVERS, "--gpus", 3, "--gpu-memory", 1)
     assert called.code != 0
-    assert "takes 4 GPUs and there are 3" in called.err and "2 ranks and 1 servers of 1 GPUs would fit" in called.err
+    assert "takes 4 GPUs and there are 3" in called.err and "2 ranks and 1 server of 1 GPU would fit" in called.err
 
 
 def test_gpus_too_small_for_any_layout_are_refused(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ SHARED = ["engine={kind: vllm, update: sleep, num_slots: null}", "model.dtype=bf
 def test_shared_gpus_are_counted_by_phase(tmp_path: Path) -> None:
     called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 1)
     assert called.code == 0, called.err
-    assert "2 ranks and 2 servers of 1 GPUs, on the same GPUs" in called.out and re.search(r"GPUs +2 of 2", called.out)
+    assert "2 ranks and 2 servers of 1 GPU, on the same GPUs" in called.out and re.search(r"fits +2 of 2 GPUs", called.out)
     for words in ("each GPU in rollout", "each GPU as weights arrive", "each GPU in an update", "left to a server"):
         assert words in called.out
 

@@ -1,20 +1,26 @@
-"""`polyturn train --dry-run`: everything a run would start from, shown before any time is spent on it."""
+"""The dry run: everything a run would start from, shown before any time is spent on it.
+
+report = polyturn.train(..., dry_run=True)     report.settings, report.first_task, report.estimates, report.verdict
+polyturn train CONFIG --dry-run                 prints str(report)
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from polyturn import build
-from polyturn.cli.console import Output
-from polyturn.cli.plan import layout_of, load_of
+from polyturn.build.gpu_plan import layout_of, load_of
+from polyturn.build.memory_check import MemoryVerdict, verdict_of
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.model import SELF
+from polyturn.core.errors import ConfigError
 from polyturn.core.secret import masked
 from polyturn.core.task import Task
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
@@ -42,31 +48,87 @@ async def shown_first(context: RolloutContext, task: Task) -> Task:
         await episode.call(scheduler, scheduler.on_trajectory_end, episode)
 
 
-def show(
-    parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any], out: Output, *, with_ids: bool = False
-) -> None:
-    """Print what the config changes, the first task as the engine will see it, and estimates of memory and time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunReport:
+    """What a training run would start from. `str(report)` is what `polyturn train --dry-run` prints."""
+
+    config: Mapping[str, Any]
+    """All settings of the run, secrets masked."""
+    settings: Mapping[str, Any]
+    """Those of them that differ from the defaults."""
+    first_task: Task
+    prompt_ids: tuple[int, ...]
+    """Tokens of the first task's prompt."""
+    prompt: str
+    """The same as text, as the model reads it."""
+    facts: tuple[str, ...]
+    """The template's strategy, further policies, and the numbers of tasks, a line each."""
+    estimates: Mapping[str, str]
+    """Upper estimates of memory and time, by name."""
+    verdict: MemoryVerdict | None
+    """Whether the run fits into the memory that is here; None if it would run elsewhere."""
+    obstacles: tuple[str, ...] = ()
+    """Why the run would not start on this machine."""
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, with_ids: bool = False) -> str:
+        """Return the report as lines; `with_ids` adds the ids of the first prompt's tokens."""
+        width = max(map(len, self.estimates)) + 2
+        lines = [
+            "settings       those that differ from the defaults; `polyturn config CONFIG` prints all of them\n",
+            yaml.safe_dump(dict(self.settings), sort_keys=False, allow_unicode=True),
+            f"first task     {self.first_task.id}: {len(self.prompt_ids)} prompt tokens",
+            self.prompt,
+            *([" ".join(map(str, self.prompt_ids))] if with_ids else []),
+            "",
+            *self.facts,
+            "",
+            *(f"{name:<{width}}{value}" for name, value in self.estimates.items()),
+            *([] if self.verdict is None else [f"{'memory':<{width}}{self.verdict}"]),
+        ]
+        return "\n".join(lines)
+
+    def require_start(self) -> None:
+        """Refuse a run that would not start on this machine.
+
+        Raises:
+            ConfigError: with the first reason.
+        """
+        if self.obstacles:
+            raise ConfigError(f"the run would not start on this machine: {self.obstacles[0]}")
+
+
+def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any]) -> DryRunReport:
+    """Return what the config changes, the first task as the engine will see it, and estimates of memory and time."""
     task = tasks.train[0]
     if parts.place.config.env is not None:
         task = run_loop(shown_first(parts.context, task))
     ids = parts.context.encoder_for(task).start(task.prompt)
     defaults = load_config(RunConfig, None, ["model.path=none"]).resolved
     defaults["model"]["path"] = None
-    out.text("settings       those that differ from the defaults; `polyturn config CONFIG` prints all of them\n")
-    out.text(yaml.safe_dump(masked(changed(resolved, defaults)), sort_keys=False, allow_unicode=True))
-    out.text(f"first task     {task.id}: {len(ids)} prompt tokens")
-    out.text(parts.context.codec.decode(ids))
-    if with_ids:
-        out.text(" ".join(map(str, ids.tolist())), style="dim")
-    out.text(f"\ntemplate       {parts.template.strategy}: {parts.template.reason}")
     sets = ", ".join(f"{s.name} ({len(s.tasks)} tasks)" for s in tasks.eval_sets) or "none"
-    for name, one in parts.place.config.policies.items():
-        out.text(f"policy         {name}: {_who(one)}; context of {parts.policies.by_name[name].max_context} tokens")
-    out.text(f"tasks          {len(tasks.train)} to train on; evaluation sets: {sets}\n")
-    found = estimates(parts, num_prompt_tokens=len(ids))
-    width = max(map(len, found)) + 2
-    for name, value in found.items():
-        out.text(f"{name:<{width}}{value}")
+    policies = [
+        f"policy         {name}: {_who(one)}; context of {parts.policies.by_name[name].max_context} tokens"
+        for name, one in parts.place.config.policies.items()
+    ]
+    estimates, verdict = estimates_of(parts, num_prompt_tokens=len(ids))
+    return DryRunReport(
+        config=masked(resolved),
+        settings=masked(changed(resolved, defaults)),
+        first_task=task,
+        prompt_ids=tuple(ids.tolist()),
+        prompt=parts.context.codec.decode(ids),
+        facts=(
+            f"template       {parts.template.strategy}: {parts.template.reason}",
+            *policies,
+            f"tasks          {len(tasks.train)} to train on; evaluation sets: {sets}",
+        ),
+        estimates=estimates,
+        verdict=verdict,
+        obstacles=tuple(parts.place.obstacles),
+    )
 
 
 def _who(one: PolicyConfig) -> str:
@@ -99,8 +161,10 @@ def written(section: Any) -> Any:
     return {key: written(value) for key, value in section.items() if value is not None and value != {}}
 
 
-def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
-    """Return upper estimates of what each rank and a step need, in words. Lengths are the limits, so real runs need less.
+def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[str, str], MemoryVerdict | None]:
+    """Return upper estimates of what each rank and a step need, in words, and whether there is so much memory here.
+
+    Lengths are the limits, so real runs need less.
 
     Memory counts what a rank holds at the moment when it holds most (`training.memory`), and the engine's KV cache. The
     time of a step is measured: a forward and a backward pass over some tokens of this model on this machine, times the
@@ -120,7 +184,7 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     load = load_of(parts.place, tokens=tokens, on_gpu=names_gpus or torch.cuda.is_available())
     size = ModelSize.of(parts.model)
     held = rank_bytes(size, load)
-    held["KV cache of the engine"] = _kv_bytes(parts, size) if parts.engine.capabilities.shares_weights else 0
+    held["KV cache of the engine"] = _kv_bytes(parts, size, longest) if parts.engine.capabilities.shares_weights else 0
     out = {"parameters": f"{size.parameters / 1e6:.2f} M, {size.trained / 1e6:.2f} M of them trained"}
     out |= device_plan(config)
     out |= {f"each rank: {name}": _mib(num) for name, num in held.items() if num}
@@ -131,18 +195,19 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     if layout.is_shared:
         phases = shared_bytes(size, load, tensor_parallel=layout.width, tokens=parts.max_context)
         out |= {f"each shared GPU {phase}": _mib(sum(held.values())) for phase, held in phases.items()}
+    verdict = verdict_of(config, size, held, layout=layout, max_context=parts.max_context)
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
     out["tokens a step, at most"] = f"{longest * episodes}"
     if parts.model.device.type == "meta":
         out["time of a step"] = "not measured: the weights of so large a model are not read for a plan"
-        return out
+        return out, verdict
     probe = _probe(parts.model)
     seconds = longest * episodes / ranks * (probe.forward_s + probe.backward_s + probe.forward_s) / probe.tokens
     out["time of a step, at most"] = (
         f"about {seconds:.1f} s of computation (measured here on {probe.tokens} tokens: forward {probe.forward_s:.3f} s, "
         f"backward {probe.backward_s:.3f} s; tools, users and waiting are not in it)"
     )
-    return out
+    return out, verdict
 
 
 def device_plan(config: RunConfig) -> dict[str, str]:
@@ -234,7 +299,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def _kv_bytes(parts: build.Parts, size: ModelSize) -> int:
+def _kv_bytes(parts: build.Parts, size: ModelSize, longest: int) -> int:
+    """Return the bytes of the KV cache, which has room in every slot for the longest conversation so far."""
     engine = parts.place.config.engine
     assert isinstance(engine, EmbeddedOptions)  # no other one shares the weights
-    return server_bytes(size, tokens=engine.num_slots * parts.max_context)["KV cache"]
+    return server_bytes(size, tokens=engine.num_slots * longest)["KV cache"]

@@ -1,0 +1,199 @@
+"""The memory of each process of a run on GPUs, and the nearest layout that fits.
+
+    demand_of(source).tables(layout_of(config))  ->  {"each of 4 ranks": {"parameters": …, …}, …}
+
+Separate because `polyturn plan`, the dry run and the check before a run starts count by the same rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from polyturn.build.backend import degrees_of, row_width
+from polyturn.build.credit import build_estimator
+from polyturn.build.model import build_codec, build_outline
+from polyturn.build.parts import max_context_of
+from polyturn.config.config_source import ConfigSource
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError
+from polyturn.engines.options import ServerOptions
+from polyturn.training import lora
+from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, shared_bytes
+from polyturn.training.options import BACKEND
+
+GB = 10**9
+USABLE = 0.9
+"""The share of a GPU's memory that is counted on: the rest is CUDA's own, and gaps between blocks."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+class GpuLayout(NamedTuple):
+    """The division of GPUs among ranks and servers."""
+
+    ranks: int
+    servers: int
+    width: int
+    """GPUs of a server, by tensor parallelism."""
+    is_shared: bool = False
+    """Whether the servers are on the ranks' GPUs, and sleep during an update."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the layout needs."""
+        servers = self.servers * self.width
+        return max(self.ranks, servers) if self.is_shared else self.ranks + servers
+
+    def __str__(self) -> str:
+        servers = f" and {counted(self.servers, 'server')} of {counted(self.width, 'GPU')}" if self.servers else ""
+        return f"{counted(self.ranks, 'rank')}{servers}{', on the same GPUs' if self.is_shared else ''}"
+
+
+class Demand(NamedTuple):
+    """A run's demands on its GPUs, whatever the layout."""
+
+    size: ModelSize
+    load: RankLoad
+    context: int
+    """Tokens of the longest conversation, for one of which a server's KV cache has room at least."""
+    row: int = 1
+    """Ranks that see the same samples, which come and go together."""
+
+    def rank(self, ranks: int) -> dict[str, int]:
+        """Return what one of so many ranks holds."""
+        return rank_bytes(self.size, replace(self.load, ranks=ranks))
+
+    def server(self, width: int) -> dict[str, int]:
+        """Return what each GPU of a server of so many holds."""
+        return server_bytes(self.size, tensor_parallel=width, tokens=self.context)
+
+    def tables(self, layout: GpuLayout) -> dict[str, dict[str, int]]:
+        """Return what the processes of a layout hold, or, where they share GPUs, what a GPU holds in each phase."""
+        if layout.is_shared:
+            load = replace(self.load, ranks=layout.ranks)
+            phases = shared_bytes(self.size, load, tensor_parallel=layout.width, tokens=self.context)
+            return {f"each GPU {phase}": held for phase, held in phases.items()}
+        tables = {f"each of {layout.ranks} ranks": self.rank(layout.ranks)}
+        if layout.servers:
+            tables[f"each GPU of {layout.servers} servers, at least"] = self.server(layout.width)
+        return tables
+
+    def fits(self, layout: GpuLayout, *, limit: int) -> bool:
+        """Return whether no GPU of a layout ever holds more than `limit` bytes."""
+        return all(sum(held.values()) <= limit for held in self.tables(layout).values())
+
+    def at_rest(self, layout: GpuLayout) -> int:
+        """Return what a GPU of a server holds in rollout beside the server."""
+        if not layout.is_shared:
+            return 0
+        return sum(self.tables(layout)["each GPU in rollout"].values()) - sum(self.server(layout.width).values())
+
+
+def demand_of(place: ConfigSource) -> Demand:
+    """Return what a run asks of its GPUs; no weights are read for it."""
+    config = place.config
+    model = build_outline(place, build_codec(place).tokenizer)
+    if config.model.lora is not None:
+        lora.add_lora(model, config.model.lora, seed=config.seed)
+    load = load_of(place, tokens=config.train.max_tokens_per_batch)
+    return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits, model), row_width(config))
+
+
+def load_of(place: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:
+    """Return what a run asks of each rank, with so many `tokens` in a micro-batch."""
+    from polyturn.algorithms.advantages import traits_of
+
+    config = place.config
+    split, is_torch = degrees_of(config), config.train.backend == BACKEND
+    # An adapter's reference is the model itself.
+    has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
+    return RankLoad(
+        ranks=max(1, config.train.distributed.ranks),
+        # Where ranks split matrices too, a plan takes all as split.
+        expert_parallel=split.expert_parallel if is_torch and split.tensor_parallel == 1 else 1,
+        context_parallel=split.context_parallel,
+        megatron=None if is_torch else split,
+        num_trained=1 + traits_of(build_estimator(place)).needs_values,
+        num_frozen=has_copy + (config.algorithm.loss.distill is not None),
+        tokens=tokens,
+        recomputes=config.model.gradient_checkpointing,
+        on_gpu=on_gpu,
+    )
+
+
+def layout_of(config: RunConfig) -> GpuLayout:
+    """Return the layout that a config says, on one machine or on a cluster."""
+    ranks, engine, actors = max(1, config.train.distributed.ranks), config.engine, config.cluster.engines
+    if isinstance(engine, ServerOptions) and engine.urls:
+        return GpuLayout(ranks, 0, 0)
+    is_shared = engine.update == "sleep"
+    if "GPU" in actors.resources:
+        return GpuLayout(ranks, actors.count, max(1, int(actors.resources["GPU"])), is_shared)
+    if not isinstance(engine, ServerOptions):
+        return GpuLayout(ranks, 0, 0)
+    launch = engine.launch
+    replicas = 1 if launch is None else launch.replicas
+    width = len(launch.devices[0].split(",")) if launch is not None and launch.devices else 1
+    return GpuLayout(ranks, replicas, width, is_shared)
+
+
+def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> None:
+    """Refuse a layout that asks for more GPUs, or for more memory on one, than there is.
+
+    Raises:
+        ConfigError: with the nearest layout that fits, if there is one.
+    """
+    takes = f"it takes {counted(layout.gpus, 'GPU')} and there {'is' if gpus == 1 else 'are'} {gpus}"
+    wrong = [takes] if layout.gpus > gpus else []
+    for title, held in demand.tables(layout).items():
+        if (num := sum(held.values())) > limit:
+            wrong.append(f"{title} holds {num / GB:.1f} GB")
+    if not wrong:
+        return
+    found = nearest(demand, layout, gpus=gpus, limit=limit)
+    add = "add GPUs" if demand.load.megatron is None else "raise tensor_parallel or pipeline_parallel (train.distributed)"
+    advice = f"no layout on {gpus} GPUs fits; lower train.max_tokens_per_batch, set gradient_checkpointing, or {add}"
+    if found is not None:
+        advice = f"{found} would fit (train.distributed.ranks, cluster.engines.count and resources)"
+    elif (split := with_split_context(demand, layout, gpus=gpus, limit=limit)) is not None:
+        advice = f"{split[1]} would fit with train.distributed.context_parallel: {split[0]}, which splits long conversations"
+    raise ConfigError(
+        f"the layout, {layout}, does not fit: {'; '.join(wrong)}, of which {limit / GB:.1f} GB can be used. {advice}"
+    )
+
+
+def nearest(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> GpuLayout | None:
+    """Return the layout that fits with as few changes as can be: ranks are added before servers go, servers are widened."""
+    if layout.is_shared:
+        more = range(layout.ranks, gpus + 1, demand.row)
+        same = (GpuLayout(n, n // w, w, is_shared=True) for n in more for w in _doubled(layout.width, n) if n % w == 0)
+        return next((one for one in same if demand.fits(one, limit=limit)), None)
+    wide = (w for w in _doubled(layout.width, gpus) if sum(demand.server(w).values()) <= limit)
+    width = next(wide, None) if layout.servers else 0
+    ranks = next((n for n in range(layout.ranks, gpus + 1, demand.row) if sum(demand.rank(n).values()) <= limit), None)
+    if ranks is None or width is None:
+        return None
+    servers = min(layout.servers, (gpus - ranks) // width) if width else 0
+    return GpuLayout(ranks, servers, width) if ranks <= gpus and (servers or not layout.servers) else None
+
+
+def with_split_context(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> tuple[int, GpuLayout] | None:
+    """Return among how few ranks the tokens of a micro-batch are to be split for a layout to fit, and that layout."""
+    for parts in _doubled(2 * demand.load.context_parallel, gpus):
+        row = demand.row // demand.load.context_parallel * parts
+        of_rows = layout._replace(ranks=-(-layout.ranks // row) * row)
+        split = demand._replace(load=replace(demand.load, context_parallel=parts), row=row)
+        if (found := nearest(split, of_rows, gpus=gpus, limit=limit)) is not None:
+            return parts, found
+    return None
+
+
+def _doubled(width: int, most: int) -> list[int]:
+    found = [max(1, width)]
+    while found[-1] * 2 <= most:
+        found.append(found[-1] * 2)
+    return found
