@@ -162,6 +162,7 @@ class Scheduler(Protocol):
     scores_turns: bool
     forks: bool
     gives_reward: bool
+    shows_tools: bool
 
     def check_task(self, task: Task) -> None:
         """Refuse a task that it cannot run."""
@@ -173,6 +174,10 @@ class Scheduler(Protocol):
 
     def on_trajectory_start(self, episode: Any) -> Any:
         """Do what is to be done before the prompt is encoded."""
+        ...
+
+    def show_tools(self, episode: Any) -> Any:
+        """Write the tools into the prompt, behind `on_trajectory_start`, if `shows_tools`."""
         ...
 
     def on_trajectory_end(self, episode: Any) -> Any:

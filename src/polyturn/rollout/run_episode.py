@@ -206,6 +206,8 @@ async def _drive(
                 if stop is None:
                     if not is_resumed:
                         await episode.call(scheduler, scheduler.on_trajectory_start, episode)
+                        if scheduler.shows_tools:
+                            await episode.call(scheduler, scheduler.show_tools, episode)
                     run = episode.guarded(scheduler, scheduler.run, is_driver=True)
                     with AsSchedulerError("the scheduler's run"):
                         stop = await run(episode)

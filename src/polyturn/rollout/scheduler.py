@@ -56,7 +56,7 @@ class MultiTurnScheduler:
     """Whether it may say itself what an episode is worth (`episode.given_reward`), so that tasks need no other reward."""
 
     shows_tools: bool = False
-    """Whether it writes the tools into the prompt itself where the chat template does not render them."""
+    """Whether it writes the tools into the prompt itself where the chat template does not render them (`show_tools`)."""
 
     stateless: bool = True
     """Whether nothing that it keeps of an episode changes with its turns: an episode then goes on after a restart, without
@@ -149,6 +149,9 @@ class MultiTurnScheduler:
 
     def on_trajectory_start(self, episode: Episode) -> Any:
         """Prepare the trajectory before its prompt is encoded; `episode.rewrite` replaces the prompt."""
+
+    def show_tools(self, episode: Episode) -> Any:
+        """Write the tools into the prompt, behind `on_trajectory_start`, where the chat template does not render them."""
 
     def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
         """Look at every completion, the last one included, before `check_finished` and `step`; scores go into `turn.scores`.

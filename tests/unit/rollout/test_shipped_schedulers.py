@@ -23,13 +23,9 @@ from polyturn.testing.suites.scheduler import check_scheduler
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from support.parts import add, call, check_tokens
+from support.templates import CHATML
 
 CALL = call("add", a=2, b=3)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""A template that renders no tools."""
 
 
 @polyturn.tool
@@ -172,6 +168,20 @@ async def test_react_writes_tools_that_the_template_leaves_out(system: str | Non
     shown = context.codec.decode(seen[0].prompt_ids)
     assert "Action Input:" in shown and '"properties"' in shown and "Action: one of add" in shown
     assert shown.count("<|im_start|>system") == 1 and (system or "") in shown
+
+
+class Greets(React):
+    def on_trajectory_start(self, episode: Any) -> None:
+        episode.rewrite([Message(role="user", content="Hello. 2 + 3?")])
+
+
+async def test_react_shows_tools_of_a_subclass_with_a_start_of_its_own() -> None:
+    seen: list[GenerateRequest] = []
+    context = scripted_context(told(["Final Answer: 5"], seen), scheduler=Greets(), tools=[add])
+    context.codec = Codec(tiny_tokenizer(), chat_template=CHATML)
+    await run_episode(context, task(ground_truth="5"), id="e")
+    shown = context.codec.decode(seen[0].prompt_ids)
+    assert "Hello." in shown and "Action: one of add" in shown
 
 
 async def test_react_writes_tools_to_the_user_of_a_template_without_a_system_role() -> None:

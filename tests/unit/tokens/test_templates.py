@@ -11,12 +11,7 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.certificate import certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.templates import TEMPLATES, template_source
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
+from support.templates import CHATML
 
 ADD = {
     "type": "function",

@@ -54,7 +54,7 @@ class React(MultiTurnScheduler):
         self.prefix = prefix
         self.suffix = suffix
 
-    def on_trajectory_start(self, episode: Episode) -> None:
+    def show_tools(self, episode: Episode) -> None:
         """Write the tools and the form of a call into the system message, unless the chat template renders tools.
 
         A template without a system role gets them in front of the first user message.

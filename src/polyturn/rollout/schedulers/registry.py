@@ -26,6 +26,7 @@ SCHEDULER = Shape(
         "on_turn_end": CallShape(num=2, write="async def on_turn_end(self, episode, turn)"),
         "on_trajectory_start": CallShape(num=1, write="async def on_trajectory_start(self, episode)"),
         "on_trajectory_end": CallShape(num=1, write="async def on_trajectory_end(self, episode)"),
+        "show_tools": CallShape(num=1, write="def show_tools(self, episode)"),
         "check_task": CallShape(num=1, write="def check_task(self, task)"),
         "snapshot": CallShape(num=1, write="async def snapshot(self, episode)"),
         "restore": CallShape(num=2, write="async def restore(self, episode, state)"),
