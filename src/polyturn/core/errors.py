@@ -49,6 +49,10 @@ class TemplateError(PolyturnError, ValueError):
     """A chat template that cannot render what the run needs."""
 
 
+class HiddenToolsError(TemplateError):
+    """A chat template that leaves out the tools of a request."""
+
+
 class AlignmentError(PolyturnError, ValueError):
     """Per-token arrays that do not describe the same tokens: a broken invariant."""
 

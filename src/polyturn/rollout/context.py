@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.errors import InteractionError, TemplateError
+from polyturn.core.errors import HiddenToolsError, InteractionError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine, Interaction, Scheduler
 from polyturn.core.task import Task
@@ -108,12 +108,12 @@ class RolloutContext:
         """The encoder for tools that an agent brings, as schemas in OpenAI's function form.
 
         Raises:
-            TemplateError: the chat template does not show them.
+            HiddenToolsError: the chat template does not show them.
         """
         key = (json.dumps(tools, sort_keys=True),)
         if (encoder := self._brought.pop(key, None)) is None:
             if tools and not self.codec.template.shows_tools(tools):
-                raise TemplateError(f"the request has {len(tools)} tool(s), and {NO_TOOLS}")
+                raise HiddenToolsError(f"the request has {len(tools)} tool(s), and {NO_TOOLS}")
             encoder = self._encoder(tools, self._not_own(tools))
         self._brought[key] = encoder  # the most recently used stands last
         if len(self._brought) > MAX_TOOL_SETS:

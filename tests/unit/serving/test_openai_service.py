@@ -28,6 +28,7 @@ from polyturn.tokens.codec import Codec
 from support.forked import served as process_serving
 from support.models import tiny_model
 from support.runs import call_command
+from support.templates import CHATML
 
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
 LOOKUP: Any = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
@@ -98,13 +99,6 @@ async def test_episode_is_created_used_ended_and_fetched():
         assert [g.task.id for g in recorded] == ["t7"]
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""A template that renders no tools."""
-
-
 async def test_tools_that_the_template_leaves_out_are_refused():
     context = scripted_context(["four"])
     context.codec = Codec(tiny_tokenizer(), chat_template=CHATML)
@@ -114,6 +108,23 @@ async def test_tools_that_the_template_leaves_out_are_refused():
             await client.chat.completions.create(model="tiny", messages=messages, tools=[LOOKUP])
         said = await client.chat.completions.create(model="tiny", messages=messages)
         assert said.choices[0].message.content == "four"
+
+
+@pytest.mark.parametrize("has_episode", [False, True])
+async def test_count_of_tools_that_the_template_leaves_out_is_refused(has_episode: bool):
+    context = scripted_context(["four"])
+    context.codec = Codec(tiny_tokenizer(), chat_template=CHATML)
+    tools = [{"name": "lookup", "description": "Look it up.", "input_schema": {"type": "object", "properties": {}}}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "2+2?"}], "tools": tools}
+    async with served(context) as (origin, _), aiohttp.ClientSession() as http:
+        head = {}
+        if has_episode:
+            async with http.post(f"{origin}/episodes", json={}) as reply:
+                made = await reply.json()
+            origin, head = f"{origin}/episodes/{made['id']}", {"x-api-key": made["api_key"]}
+        async with http.post(f"{origin}/v1/messages/count_tokens", json=body, headers=head) as reply:
+            message = (await reply.json())["error"]["message"]
+            assert reply.status == 400 and "model.chat_template" in message and "messages cannot" not in message
 
 
 async def test_episode_without_a_request_says_that_none_came():

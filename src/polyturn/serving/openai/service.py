@@ -43,7 +43,7 @@ from polyturn.serving.openai.endpoint import Address, EndpointOptions, ModelEndp
 from polyturn.serving.openai.http import Handler, guarded, json_answer, read_object, read_reward
 from polyturn.serving.openai.scheduler import SessionScheduler
 from polyturn.serving.openai.session import AgentSession, SessionRules
-from polyturn.serving.openai.turns import typed_messages
+from polyturn.serving.openai.turns import typed_messages, unrenderable
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
@@ -178,9 +178,7 @@ class OpenAIService:
         try:
             return len(self.context.encoder_listing(ask.tools).start(typed_messages(ask.messages)))
         except PolyturnError as problem:
-            raise BadRequest(
-                f"the messages cannot be shown to this model: {one_line(problem)}", param="messages"
-            ) from problem
+            raise unrenderable(problem) from problem
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
         """Refuse: there is nothing to reward."""

@@ -163,7 +163,7 @@ class AgentSession:
         try:
             return self._episode.count_tokens(typed_messages(ask.messages), tools=ask.tools)
         except (TemplateError, DataError) as problem:
-            raise BadRequest(unrenderable(problem), param="messages") from problem
+            raise unrenderable(problem) from problem
 
     # Asking.
 
@@ -253,7 +253,7 @@ class AgentSession:
             if is_root:
                 episode.count_tokens(asked)  # before the loop, where a history that no template takes ends the run
         except (TemplateError, DataError, SchedulerError) as problem:
-            raise BadRequest(unrenderable(problem), param="messages") from problem
+            raise unrenderable(problem) from problem
         self._has_root = True
         return self._drive(_Conversation(episode, ask, node, None), choice, is_root=is_root)
 
@@ -292,7 +292,7 @@ class AgentSession:
                 self._has_root = False  # nothing was shown, so the next request begins the episode
                 self._is_ready.set()
                 self._is_ready = asyncio.Event()
-            _fail(conversation, BadRequest(unrenderable(problem), param="messages"))
+            _fail(conversation, unrenderable(problem))
         except PolyturnError as problem:
             _fail(conversation, BadRequest(f"the episode failed: {one_line(problem)}", status=410, code="episode_ended"))
             self._end("it failed")

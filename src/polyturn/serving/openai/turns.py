@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyturn.core.errors import DataError
+from polyturn.core.errors import DataError, HiddenToolsError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.messages import Message, Origin
 from polyturn.rollout.episode import Episode
@@ -57,7 +57,7 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
     except TooLongError as problem:
         raise BadRequest(str(problem), code="context_full", param="messages") from problem
     except DataError as problem:
-        raise BadRequest(unrenderable(problem), param="messages") from problem
+        raise unrenderable(problem) from problem
 
 
 def _is_short(ask: ChatRequest, limits: Limits) -> bool:
@@ -103,6 +103,8 @@ def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatRes
     return said, said.message
 
 
-def unrenderable(problem: Exception) -> str:
-    """Return what a request is told whose messages no template takes."""
-    return f"the messages cannot be shown to this model: {' '.join(str(problem).split())}"
+def unrenderable(problem: Exception) -> BadRequest:
+    """Return the refusal of a request whose messages, or whose tools, the chat template cannot show."""
+    if isinstance(problem, HiddenToolsError):
+        return BadRequest(one_line(problem), param="tools")
+    return BadRequest(f"the messages cannot be shown to this model: {one_line(problem)}", param="messages")
