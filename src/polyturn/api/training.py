@@ -30,7 +30,15 @@ from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.config.unknown import as_of_now
-from polyturn.core.errors import CheckpointError, ConfigError, EngineLostError, PolyturnError, RankLostError
+from polyturn.core.contained import contained
+from polyturn.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineLostError,
+    PolyturnError,
+    RankLostError,
+)
 from polyturn.core.secret import masked
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.loop import run_loop
@@ -193,6 +201,8 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         is_there = folder.is_dir()
         if is_there and options.dry_run is None:
             attempt.held.enter_context(hold_folder(folder))
+        if is_there:
+            _refuse_links(folder)
         latest, former = _checkpoints_of(folder, config) if is_there else (None, None)
         if former is None and resume != "auto":
             raise CheckpointError(
@@ -247,6 +257,22 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         _keep_settings(parts, folder, resolved)
     options.on_folder(folder)
     return _Prepared(parts, tasks, folder, latest)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a run's folder whose parts are links out of it, which a run that goes on would read and write through.
+
+    Raises:
+        CheckpointError: one of them is.
+    """
+    for name in ("checkpoints", "trajectories", "warm_start", "journal"):
+        try:
+            contained(folder, name)
+        except DataError as problem:
+            raise CheckpointError(
+                f"{folder / name} is a symbolic link out of the run's folder, which a resumed run would read and write "
+                "through; move what it leads to into the folder, or put the whole run there (out=…)"
+            ) from problem
 
 
 def _checkpoints_of(folder: Path, config: RunConfig) -> tuple[Path | None, Path | None]:
