@@ -22,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROCESSES ?= 4
-MARKS ?= engines cluster browser kill clock learns chance slow
+MARKS ?= engines containers cluster browser kill clock learns chance slow
 
 .PHONY: install check test engines environments browser system docs demo demo-tiny learn bench verify clean
 
@@ -92,7 +92,7 @@ verify: $(STAMP)
 		$(BIN)/pytest -rs -W error::pytest.PytestUnraisableExceptionWarning -m "$$mark $$less" || failed="$$failed $$mark"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
-	[ "$(MARKS)" != "engines cluster browser kill clock learns chance slow" ] || \
+	[ "$(MARKS)" != "engines containers cluster browser kill clock learns chance slow" ] || \
 		$(BIN)/pytest -m hypothesis --hypothesis-profile=long
 
 clean:

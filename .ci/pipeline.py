@@ -56,7 +56,7 @@ MARK_S = {"engines": 20 * 60}
 DEFAULT_MARK_S = 10 * 60
 INTERRUPT_S = 60
 """The time that an interrupted command has for its report."""
-MARKS = ("engines", "kill", "cluster", "browser", "clock", "learns", "chance")
+MARKS = ("engines", "kill", "containers", "cluster", "browser", "clock", "learns", "chance")
 BLOCKING = {"engines", "kill"}
 BACKGROUND = {"engines": 900, "environments": 600}
 """`make` targets and their limits in seconds. Both build virtual environments under the user's cache."""

@@ -1,4 +1,4 @@
-"""A control group per sandbox: memory and number of processes of all that runs in it, whatever it forks.
+"""A control group per sandbox: memory, processes and processor time of all that runs in it, whatever it forks.
 
 Both forms of the kernel's interface are spoken (one tree, or one tree a controller). Where neither may be written to, which
 is usual without root, there is no group, and limits hold for each process alone. A group is named after the process that
@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 ROOT = Path("/sys/fs/cgroup")
 _NAME = re.compile(r"polyturn-sandbox-(\d+)-")
+_PERIOD = 100_000
+"""Microseconds in which a share of processor time is counted."""
 
 
 class ControlGroup:
@@ -47,11 +49,13 @@ class ControlGroup:
                     time.sleep(0.005)  # the dead are still counted
 
 
-def make_group(name: str, *, memory_mb: int, processes: int, root: Path = ROOT) -> ControlGroup | None:
+def make_group(
+    name: str, *, memory_mb: int, processes: int, cpus: float | None = None, root: Path = ROOT
+) -> ControlGroup | None:
     """Return a new group with these limits; None where the kernel lends none."""
     made: list[Path] = []
     try:
-        for parents, must, may in _trees(root, memory_mb=memory_mb, processes=processes):
+        for parents, must, may in _trees(root, memory_mb=memory_mb, processes=processes, cpus=cpus):
             made.append(_make(parents, name, must, may))
     except OSError:
         ControlGroup(made).remove()
@@ -62,7 +66,7 @@ def make_group(name: str, *, memory_mb: int, processes: int, root: Path = ROOT) 
 def sweep(root: Path = ROOT) -> None:
     """Remove empty groups whose maker is gone."""
     own = _own_paths()
-    places = {root, root / "memory", root / "pids"}
+    places = {root, root / "memory", root / "pids", root / "cpu"}
     places |= {root / kind / path for kind, path in own.items()}
     for place in places:
         with contextlib.suppress(OSError):
@@ -78,24 +82,28 @@ class _Tree(NamedTuple):
 
     parents: Sequence[Path]
     """Folders that may hold it, nearest first."""
-    must: dict[str, int]
+    must: dict[str, int | str]
     """Files that have to be written."""
-    may: dict[str, int]
+    may: dict[str, int | str]
     """Files that are written where they exist."""
 
 
-def _trees(root: Path, *, memory_mb: int, processes: int) -> Iterator[_Tree]:
+def _trees(root: Path, *, memory_mb: int, processes: int, cpus: float | None) -> Iterator[_Tree]:
     own, memory = _own_paths(), memory_mb << 20
+    quota = None if cpus is None else max(1000, int(cpus * _PERIOD))
     if (root / "cgroup.controllers").exists():
-        must = {"memory.max": memory, "pids.max": processes}
+        must: dict[str, int | str] = {"memory.max": memory, "pids.max": processes}
+        must |= {} if quota is None else {"cpu.max": f"{quota} {_PERIOD}"}
         yield _Tree([root / own.get("", ""), root], must, {"memory.swap.max": 0})
         return
-    folders = {kind: [root / kind / own.get(kind, ""), root / kind] for kind in ("memory", "pids")}
+    folders = {kind: [root / kind / own.get(kind, ""), root / kind] for kind in ("memory", "pids", "cpu")}
     yield _Tree(folders["memory"], {"memory.limit_in_bytes": memory}, {"memory.memsw.limit_in_bytes": memory})
     yield _Tree(folders["pids"], {"pids.max": processes}, {})
+    if quota is not None:
+        yield _Tree(folders["cpu"], {"cpu.cfs_period_us": _PERIOD, "cpu.cfs_quota_us": quota}, {})
 
 
-def _make(parents: Sequence[Path], name: str, must: dict[str, int], may: dict[str, int]) -> Path:
+def _make(parents: Sequence[Path], name: str, must: dict[str, int | str], may: dict[str, int | str]) -> Path:
     problem: OSError = FileNotFoundError("no control group to start from")
     for parent in parents:
         folder = parent / name
@@ -119,7 +127,7 @@ def _make(parents: Sequence[Path], name: str, must: dict[str, int], may: dict[st
     raise problem
 
 
-def _write(path: Path, value: int) -> None:
+def _write(path: Path, value: int | str) -> None:
     with path.open("r+") as file:  # never creates it
         file.write(str(value))
 

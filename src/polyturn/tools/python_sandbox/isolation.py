@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError
@@ -83,11 +83,8 @@ def bwrap(isolation: Isolation, limits: SandboxLimits, *, python: str, filter_fd
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
-    for place in map(Path, _SYSTEM):
-        if place.is_symlink():
-            command += ["--symlink", os.readlink(place), str(place)]
-        elif place.is_dir():
-            command += ["--ro-bind", str(place), str(place)]
+    for arguments in system_folders():
+        command += arguments
     for file in _FROM_ETC:
         command += ["--ro-bind-try", file, file]
     for folder in interpreter_folders(python):
@@ -102,6 +99,15 @@ def bwrap(isolation: Isolation, limits: SandboxLimits, *, python: str, filter_fd
     if filter_fd is not None:
         command += ["--seccomp", str(filter_fd)]
     return [*command, "--chdir", "/tmp"]
+
+
+def system_folders() -> Iterator[tuple[str, str, str]]:
+    """Iterate over bubblewrap's arguments for the folders beside /usr that programs need: /bin, /lib and their like."""
+    for folder in map(Path, _SYSTEM):
+        if folder.is_symlink():
+            yield "--symlink", os.readlink(folder), str(folder)
+        elif folder.is_dir():
+            yield "--ro-bind", str(folder), str(folder)
 
 
 @functools.cache

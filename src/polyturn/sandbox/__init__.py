@@ -1,0 +1,20 @@
+"""Sandboxes of episodes: bubblewrap, podman, docker, behind one interface.
+
+SandboxSpec  ->  open_sandbox  ->  BaseSandbox: exec, read, write, upload, download, snapshot, close
+"""
+
+from polyturn.sandbox.base import (
+    BaseSandbox,
+    ExecResult,
+    SandboxError,
+    SandboxFileError,
+    SandboxGoneError,
+    SandboxSetupError,
+    SandboxSpec,
+)
+from polyturn.sandbox.episodes import EpisodeSandboxes, check_spec, open_sandbox, read_spec
+
+__all__ = [
+    "BaseSandbox", "EpisodeSandboxes", "ExecResult", "SandboxError", "SandboxFileError", "SandboxGoneError",
+    "SandboxSetupError", "SandboxSpec", "check_spec", "open_sandbox", "read_spec",
+]  # fmt: skip

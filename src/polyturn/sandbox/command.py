@@ -1,0 +1,199 @@
+"""Run a program of this machine to its end: a deadline, input, and output that is bounded however much there is.
+
+    run_bounded(["podman", "ps"], timeout_s=30)  ->  ProgramEnd(exit_code=0, stdout=b"…", stderr=b"", …)
+
+Separate from the back-ends because all of them speak through programs. It runs in a thread: the end of the program itself
+is waited for, not that of children which hold its pipes, and asyncio offers only the latter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+CHUNK = 1 << 16
+DRAIN_S = 0.2
+"""Seconds for the rest of the output once the program has ended; a child that it left may hold the pipes for ever."""
+LOOK_S = 0.05
+"""Seconds between two looks whether the program has ended, where the system does not report it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramEnd:
+    """The end of a program."""
+
+    exit_code: int
+    """Its status; minus the signal's number if it was killed."""
+    stdout: bytes
+    stderr: bytes
+    is_late: bool = False
+    """Whether it was killed at its deadline."""
+    is_truncated: bool = False
+    """Whether the middle of its output is left out."""
+
+
+class StoppedError(Exception):
+    """The caller stopped the program."""
+
+
+class Stopper:
+    """Stops a program from another thread, also one that has not begun."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.is_set = False
+
+    def watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Name the program."""
+        with self._lock:
+            self._process = process
+            if self.is_set:
+                _kill(process)
+
+    def set(self) -> None:
+        """Kill the program now, or as soon as it begins."""
+        with self._lock:
+            self.is_set = True
+            if self._process is not None:
+                _kill(self._process)
+
+
+class _Bounded:
+    """The first and the last bytes of a stream."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._half = max(1, max_bytes // 2)
+        self._head, self._tail = bytearray(), bytearray()
+        self.num_left_out = 0
+
+    def add(self, data: bytes) -> None:
+        room = self._half - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:] if room > 0 else data
+        if (excess := len(self._tail) - self._half) > 0:
+            del self._tail[:excess]
+            self.num_left_out += excess
+
+    def value(self) -> bytes:
+        gap = b"\n[... %d bytes left out ...]\n" % self.num_left_out if self.num_left_out else b""
+        return bytes(self._head) + gap + bytes(self._tail)
+
+
+def run_bounded(
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    stdin: bytes = b"",
+    max_bytes: int = 1 << 20,
+    stop: Stopper | None = None,
+) -> ProgramEnd:
+    """Run a program and everything of its session to the end of the program itself.
+
+    Args:
+        command: The program and its arguments.
+        timeout_s: When its session is killed.
+        stdin: All that it reads.
+        max_bytes: Of stdout, and of stderr, that are kept: the first and the last.
+        stop: Kills it from another thread.
+
+    Raises:
+        OSError: it cannot be started.
+        StoppedError: it was stopped.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command,
+        stdin=pipe if stdin else subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        cwd=tempfile.gettempdir(),  # podman's monitor leaves a file in its folder when memory runs out
+        start_new_session=True,
+        bufsize=0,
+    ) as process:
+        try:
+            if stop is not None:
+                stop.watch(process)
+            streams = {process.stdout: _Bounded(max_bytes), process.stderr: _Bounded(max_bytes)}
+            is_late = _pump(process, streams, stdin, until=time.monotonic() + timeout_s)
+        finally:
+            _kill(process)
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+    if stop is not None and stop.is_set:
+        raise StoppedError
+    out, err = streams[process.stdout], streams[process.stderr]
+    return ProgramEnd(
+        exit_code=process.returncode,
+        stdout=out.value(),
+        stderr=err.value(),
+        is_late=is_late,
+        is_truncated=bool(out.num_left_out or err.num_left_out),
+    )
+
+
+def _pump(process: subprocess.Popen[bytes], streams: Mapping[object, _Bounded], stdin: bytes, *, until: float) -> bool:
+    """Move bytes until the program ends or its time does; return whether the latter came first."""
+    rest, ended_at = memoryview(stdin), None
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
+        for stream in streams:
+            selector.register(stream, selectors.EVENT_READ)  # type: ignore[arg-type]
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+        ends = _end_of(process, opened)
+        if ends is not None:
+            selector.register(ends, selectors.EVENT_READ)
+        while True:
+            now = time.monotonic()
+            if ended_at is None and process.poll() is not None:
+                ended_at = now
+            limit = until if ended_at is None else ended_at + DRAIN_S
+            if now >= limit or (ended_at is not None and not any(s in selector.get_map() for s in streams)):
+                return ended_at is None
+            wait_s = limit - now if ends is not None or ended_at is not None else min(LOOK_S, limit - now)
+            ready = selector.select(wait_s)
+            if ended_at is not None and not ready:
+                return False
+            for key, _ in ready:
+                if key.fileobj is process.stdin:
+                    try:
+                        rest = rest[os.write(key.fd, rest[:CHUNK]) :]
+                    except BrokenPipeError:
+                        rest = rest[:0]
+                    if not rest:
+                        selector.unregister(key.fileobj)
+                        process.stdin.close()
+                elif key.fileobj is ends:
+                    selector.unregister(key.fileobj)
+                    ends = None if process.poll() is None else ends
+                elif data := os.read(key.fd, CHUNK):
+                    streams[key.fileobj].add(data)
+                else:
+                    selector.unregister(key.fileobj)
+
+
+def _end_of(process: subprocess.Popen[bytes], opened: contextlib.ExitStack) -> int | None:
+    """Return a descriptor that is readable once the program has ended; None where the system has no such."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    descriptor = os.pidfd_open(process.pid)
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the program's process group while it is still its own."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,186 @@
+"""ContainerSandbox: a container of podman or docker, by their command lines.
+
+    podman run -d --network none --memory 2048m … IMAGE     once
+    podman exec NAME timeout -k 2 60 bash -c …              each command
+    podman rm -f -t 0 NAME                                  at the end
+
+Every container carries a label of this process. A small process waits for the end of this one, however it ends, and then
+removes what has the label, so that a killed run leaves no container behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from polyturn.core.aio import PerLoop
+from polyturn.core.errors import ConfigError
+from polyturn.sandbox.base import SLEEP, BaseSandbox, SandboxError, SandboxSetupError, SandboxSpec
+from polyturn.sandbox.command import ProgramEnd
+
+LABEL = "polyturn.run"
+CONTROL_S = 120.0
+"""Seconds for one command of the engine beside `run`, `build` and `exec`."""
+_SUPERVISOR = """cat > /dev/null
+label=$1; shift
+for pause in 0 2 10; do
+  sleep $pause
+  ids=$("$1" ps -aq --filter "label=$label")
+  [ -z "$ids" ] || "$@" $ids
+done
+"""
+"""Run three times, because a container may still be on its way when this process ends."""
+
+
+def check_containers(spec: SandboxSpec) -> None:
+    """Check that the engine is installed and that there is an image to run.
+
+    Raises:
+        ConfigError: not so.
+    """
+    if shutil.which(spec.backend) is None:
+        raise ConfigError(
+            f"the sandbox's backend is {spec.backend!r}, which is not installed; install it, or set backend: bubblewrap"
+        )
+    if spec.image is None and spec.build is None:
+        raise ConfigError(f"a {spec.backend} sandbox needs an image; set image, or build to a folder with a Dockerfile")
+    if spec.build is not None and not (Path(spec.build) / "Dockerfile").is_file():
+        raise ConfigError(f"the sandbox's build is {spec.build!r}, and there is no Dockerfile in it")
+
+
+class ContainerSandbox(BaseSandbox):
+    """A sandbox that is a container."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        super().__init__(spec)
+        self._name = f"polyturn-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._image = spec.image
+        self._is_begun = False
+
+    async def is_alive(self) -> bool:
+        """Return whether the container runs."""
+        try:
+            output = await self._engine("inspect", "-f", "{{.State.Running}}", self._name)
+        except SandboxError:
+            return False
+        return output.exit_code == 0 and output.stdout.strip() == b"true"
+
+    async def snapshot(self) -> str:
+        """Return the name of a new image with its files."""
+        tag = f"localhost/polyturn-snapshot:{uuid.uuid4().hex[:12]}"
+        output = await self._engine("commit", self._name, tag, timeout_s=600)
+        if output.exit_code != 0:
+            raise SandboxError(f"{self.spec.backend} commit failed: {_told(output)}")
+        return tag
+
+    async def _prepare(self) -> None:
+        check_containers(self.spec)
+        if self.spec.build is None:
+            return
+        folder = Path(self.spec.build)
+        tag = f"localhost/polyturn:{await asyncio.to_thread(_digest, folder, self.spec.build_args)}"
+        async with _building(os.getpid())().setdefault(tag, asyncio.Lock()):
+            if (await self._engine("image", "inspect", tag)).exit_code != 0:
+                command = ("build", "-t", tag, *self.spec.build_args, self.spec.build)
+                output = await self._engine(*command, timeout_s=self.spec.build_timeout_s)
+                if output.is_late:
+                    limit = f"{self.spec.build_timeout_s:g} s"
+                    raise SandboxSetupError(f"the image of {folder} was not built within {limit} (build_timeout_s)")
+                if output.exit_code != 0:
+                    raise SandboxSetupError(f"the image of {folder} cannot be built: {_told(output)}")
+        self._image = tag
+
+    async def _begin(self) -> None:
+        spec, limits = self.spec, []
+        for option, value, unit in (
+            ("--memory", spec.memory_mb, "m"),
+            ("--pids-limit", spec.processes, ""),
+            ("--cpus", spec.cpus, ""),
+        ):
+            limits += [] if value is None else [option, f"{value}{unit}"]
+        label = _supervisor(spec.backend, os.getpid()).label
+        self._is_begun = True
+        output = await self._engine(
+            "run", "-d", "--name", self._name, "--label", label, *([] if spec.network else ["--network", "none"]), *limits,
+            *(["-w", spec.workdir] if spec.workdir else []), *spec.run_args, "--entrypoint", "sh", str(self._image),
+            "-c", SLEEP, timeout_s=spec.start_timeout_s,
+        )  # fmt: skip
+        if output.exit_code != 0:
+            raise SandboxSetupError(f"{spec.backend} run {self._image} failed: {_told(output)}")
+
+    def _command(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], user: str | None) -> list[str]:
+        command = [self.spec.backend, "exec", "-i"]
+        command += ["-u", user] if user else []
+        command += ["-w", cwd] if cwd else []
+        for name, value in env.items():
+            command += ["-e", f"{name}={value}"]
+        return [*command, self._name, *argv]
+
+    async def _end(self) -> None:
+        if self._is_begun:
+            command = _remover(self.spec.backend)
+            await self._on_host([*command, self._name], timeout_s=CONTROL_S)
+
+    async def _engine(self, *arguments: str, timeout_s: float = CONTROL_S) -> ProgramEnd:
+        return await self._on_host([self.spec.backend, *arguments], timeout_s=timeout_s)
+
+
+def _told(output: ProgramEnd) -> str:
+    """Return the last lines of what the engine printed."""
+    text = (output.stderr.strip() or output.stdout.strip()).decode("utf-8", "replace")
+    return " | ".join(text.splitlines()[-3:])[-500:] or f"exit code {output.exit_code}"
+
+
+def _remover(program: str) -> list[str]:
+    """Return the command that removes containers at once, up to their names."""
+    return [program, "rm", "-f", *(["-t", "0"] if program == "podman" else [])]
+
+
+class _Supervisor(NamedTuple):
+    """The process that removes this one's containers once it has ended."""
+
+    label: str
+    process: subprocess.Popen[bytes]
+    """Held, because its input ends with this process."""
+
+
+@functools.cache
+def _supervisor(program: str, pid: int) -> _Supervisor:
+    label = f"{LABEL}={pid}-{uuid.uuid4().hex[:12]}"
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(
+        ["sh", "-c", _SUPERVISOR, "sh", label, *_remover(program)],
+        stdin=subprocess.PIPE,
+        stdout=nothing,
+        stderr=nothing,
+        start_new_session=True,
+    )
+    return _Supervisor(label, process)
+
+
+@functools.cache
+def _building(pid: int) -> PerLoop[dict[str, asyncio.Lock]]:
+    """Return the locks of the images that are being built, by their names."""
+    return PerLoop(dict)
+
+
+def _digest(folder: Path, arguments: Sequence[str]) -> str:
+    """Return a name for the content of a folder: of its files, their names and whether they are programs."""
+    digest = hashlib.sha256(repr(tuple(arguments)).encode())
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_file():
+            content = os.readlink(path).encode() if path.is_symlink() else b""
+        else:
+            content = path.read_bytes()
+        is_program = path.is_file() and os.access(path, os.X_OK)
+        for part in (str(path.relative_to(folder)).encode(), b"x" if is_program else b"-", content):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,116 @@
+"""From the words of a configuration to sandboxes, one for each episode.
+
+    read_spec({"backend": "podman", "image": "python:3.12"}, where="env.kwargs.sandbox")  ->  SandboxSpec(...)
+    boxes.join("train-7/2") … await boxes.of("train-7/2") … await boxes.leave("train-7/2")     closed with the last
+
+Tools of one item share an episode's sandbox, which is started at the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.sandbox.base import BaseSandbox, SandboxSpec
+from polyturn.sandbox.bubblewrap import BubblewrapSandbox, check_bubblewrap
+from polyturn.sandbox.containers import ContainerSandbox, check_containers
+
+FIELDS = tuple(field.name for field in dataclasses.fields(SandboxSpec))
+
+
+def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxSpec:
+    """Return the sandbox that a mapping of a configuration describes.
+
+    Args:
+        options: Its keys are the fields of `SandboxSpec`.
+        where: The mapping's key, for messages.
+        base: The folder that `build`, and a folder as an image, start from.
+
+    Raises:
+        ConfigError: a key is unknown, or a value cannot be.
+    """
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where} is {options!r:.100}; write a mapping with {', '.join(FIELDS[:3])}, …")
+    for name in options:
+        if name not in FIELDS:
+            raise ConfigError(f"{where} has the unknown key {name!r}.{did_you_mean(str(name), FIELDS)}")
+    try:
+        spec = TypeAdapter(SandboxSpec).validate_python(dict(options))
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        key = ".".join([where, *map(str, first["loc"])])
+        raise ConfigError(f"{key} is {first['input']!r:.100}: {first['msg']}") from problem
+    for name in ("cpus", "memory_mb", "processes", "disk_mb", "start_timeout_s", "build_timeout_s"):
+        value = getattr(spec, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{where}.{name} is {value}; it must be positive")
+    start = base or Path()
+    if spec.build is not None:
+        spec = dataclasses.replace(spec, build=str((start / spec.build).resolve()))
+    if spec.image is not None and spec.backend == "bubblewrap":
+        spec = dataclasses.replace(spec, image=str((start / spec.image).resolve()))
+    return spec
+
+
+def check_spec(spec: SandboxSpec) -> None:
+    """Check that this machine has what such a sandbox needs, before any is started.
+
+    Raises:
+        ConfigError: it lacks something.
+    """
+    (check_bubblewrap if spec.backend == "bubblewrap" else check_containers)(spec)
+
+
+async def open_sandbox(spec: SandboxSpec) -> BaseSandbox:
+    """Return a sandbox that was started; the caller closes it.
+
+    Raises:
+        SandboxSetupError: it did not start, or not in time.
+    """
+    sandbox = (BubblewrapSandbox if spec.backend == "bubblewrap" else ContainerSandbox)(spec)
+    await sandbox.start()
+    return sandbox
+
+
+class EpisodeSandboxes:
+    """The sandboxes of live episodes, by the episode's id."""
+
+    def __init__(self) -> None:
+        self._users: dict[str, int] = {}
+        self._specs: dict[str, SandboxSpec] = {}
+        self._opening: dict[str, asyncio.Task[BaseSandbox]] = {}
+
+    def join(self, episode_id: str, spec: SandboxSpec) -> None:
+        """Count a user of the episode's sandbox; the first one says which it is."""
+        self._users[episode_id] = self._users.get(episode_id, 0) + 1
+        self._specs.setdefault(episode_id, spec)
+
+    async def of(self, episode_id: str) -> BaseSandbox:
+        """Return the episode's sandbox, started at the first call.
+
+        Raises:
+            SandboxSetupError: it did not start; each later call then says so, too.
+        """
+        if episode_id not in self._opening:
+            self._opening[episode_id] = asyncio.create_task(open_sandbox(self._specs[episode_id]))
+        return await asyncio.shield(self._opening[episode_id])
+
+    async def leave(self, episode_id: str) -> None:
+        """Count a user out; the last one closes the sandbox."""
+        self._users[episode_id] -= 1
+        if self._users[episode_id]:
+            return
+        del self._users[episode_id], self._specs[episode_id]
+        opening = self._opening.pop(episode_id, None)
+        if opening is None:
+            return
+        opening.cancel()  # has no effect once it is open
+        (sandbox,) = await asyncio.gather(opening, return_exceptions=True)
+        if isinstance(sandbox, BaseSandbox):
+            await sandbox.close()

@@ -1,0 +1,80 @@
+"""What the tests of sandboxes share: the mark of those that need bubblewrap, and a program that stands in for an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
+
+ISOLATION, WHY_NOT = find_isolation()
+needs_bubblewrap = pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=WHY_NOT)
+needs_root = pytest.mark.skipif(ISOLATION is not Isolation.ROOT, reason="images and limits of bubblewrap need root")
+
+_PROGRAM = """#!/bin/sh
+# An engine that records its arguments, one call a line, and runs what `exec` names on this machine.
+python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >> "$STAND_IN/calls"
+case $1 in
+  image) [ -e "$STAND_IN/built" ] ;;
+  build) [ ! -e "$STAND_IN/no-build" ] || { echo "no space left" >&2; exit 1; }; : > "$STAND_IN/built" ;;
+  run) [ ! -e "$STAND_IN/no-run" ] || { echo "Error: no such image" >&2; exit 125; } ;;
+  ps) cat "$STAND_IN/running" 2> /dev/null || true ;;
+  rm) rm -f "$STAND_IN/running" ;;
+  inspect) [ -e "$STAND_IN/dead" ] && echo false || echo true ;;
+  exec)
+    [ ! -e "$STAND_IN/dead" ] || exit 255
+    while [ "${1#polyturn-}" = "$1" ]; do shift; done
+    shift
+    "$@" ;;
+esac
+"""
+
+
+class StandIn:
+    """A folder on PATH with a program that records how it is called."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        program = folder / name
+        program.write_text(_PROGRAM)
+        program.chmod(0o755)
+
+    def set(self, flag: str) -> None:
+        """Let it behave as `flag` says: no-build, no-run, dead."""
+        (self.folder / flag).touch()
+
+    def calls(self, command: str) -> list[list[str]]:
+        """Return the arguments of each call of one of its commands."""
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [call for call in map(json.loads, lines) if call[0] == command]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> StandIn:
+    """Put a stand-in for the engine `name` on PATH."""
+    monkeypatch.setenv("STAND_IN", str(folder))
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return StandIn(folder, name)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so, for as long as the test may take."""
+    while not is_so():
+        time.sleep(0.01)
+
+
+def processes_with(word: str) -> list[int]:
+    """Return the processes of this machine whose command line holds a word."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            found += [int(entry.name)] if word.encode() in line and int(entry.name) != os.getpid() else []
+    return found
