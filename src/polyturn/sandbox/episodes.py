@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.sandbox.base import BaseSandbox, SandboxSpec
+from polyturn.sandbox.base import BaseSandbox, SandboxError, SandboxSpec
 from polyturn.sandbox.bubblewrap import BubblewrapSandbox, check_bubblewrap
 from polyturn.sandbox.containers import ContainerSandbox, check_containers
 
@@ -51,7 +51,7 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
         if value is not None and value <= 0:
             raise ConfigError(f"{where}.{name} is {value}; it must be positive")
     start = base or Path()
-    if spec.build is not None:
+    if spec.build is not None:  # absolute, because programs run in another folder
         spec = dataclasses.replace(spec, build=str((start / spec.build).resolve()))
     if spec.image is not None and spec.backend == "bubblewrap":
         spec = dataclasses.replace(spec, image=str((start / spec.image).resolve()))
@@ -86,10 +86,11 @@ class EpisodeSandboxes:
         self._specs: dict[str, SandboxSpec] = {}
         self._opening: dict[str, asyncio.Task[BaseSandbox]] = {}
 
-    def join(self, episode_id: str, spec: SandboxSpec) -> None:
-        """Count a user of the episode's sandbox; the first one says which it is."""
+    def join(self, episode_id: str, spec: SandboxSpec | None = None) -> None:
+        """Count a user of the episode's sandbox; the first one that has a `spec` says which it is."""
         self._users[episode_id] = self._users.get(episode_id, 0) + 1
-        self._specs.setdefault(episode_id, spec)
+        if spec is not None:
+            self._specs.setdefault(episode_id, spec)
 
     async def of(self, episode_id: str) -> BaseSandbox:
         """Return the episode's sandbox, started at the first call.
@@ -97,6 +98,8 @@ class EpisodeSandboxes:
         Raises:
             SandboxSetupError: it did not start; each later call then says so, too.
         """
+        if episode_id not in self._opening and episode_id not in self._specs:
+            raise SandboxError(f"the episode {episode_id!r} has no sandbox: it has ended, or nothing named one")
         if episode_id not in self._opening:
             self._opening[episode_id] = asyncio.create_task(open_sandbox(self._specs[episode_id]))
         return await asyncio.shield(self._opening[episode_id])
@@ -106,7 +109,8 @@ class EpisodeSandboxes:
         self._users[episode_id] -= 1
         if self._users[episode_id]:
             return
-        del self._users[episode_id], self._specs[episode_id]
+        del self._users[episode_id]
+        self._specs.pop(episode_id, None)
         opening = self._opening.pop(episode_id, None)
         if opening is None:
             return

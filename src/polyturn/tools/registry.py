@@ -22,6 +22,7 @@ from polyturn.tools.a2a import A2ATool, build_a2a_tools
 from polyturn.tools.base import BaseTool, check_names, read_schema
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.mcp_items import build_mcp_tools
+from polyturn.tools.sandbox_tools import SandboxTools
 
 
 class ToolType(Enum):
@@ -144,6 +145,8 @@ def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
     raw_schema = entry.fields.get("tool_schema")
     if isinstance(found, FunctionTool):
         return [found if raw_schema is None else FunctionTool(found.function, schema=raw_schema)]
+    if issubclass(found, SandboxTools):
+        return _build_of_sandbox(found, entry, base=base)
     if issubclass(found, A2ATool):
         return _build_a2a(found, entry, raw_schema)
     return [_construct(found, entry, raw_schema, base=base)]
@@ -153,6 +156,16 @@ def _build_a2a(found: type[A2ATool], entry: PluginEntry, raw_schema: Any) -> lis
     """Make a tool of an agent's skill, or of each of its skills."""
     try:
         return list(build_a2a_tools(found, entry.config, read_schema(raw_schema)))
+    except ConfigError as problem:
+        raise ConfigError(f"{entry.where}: {problem}") from problem
+
+
+def _build_of_sandbox(found: type[SandboxTools], entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
+    """Make the tools that share a sandbox in each episode."""
+    if entry.fields.get("tool_schema") is not None:
+        raise ConfigError(f"{entry.where}: {entry.class_name} stands for several tools and takes no tool_schema; drop it")
+    try:
+        return found.expand(entry.config, base=base)
     except ConfigError as problem:
         raise ConfigError(f"{entry.where}: {problem}") from problem
 

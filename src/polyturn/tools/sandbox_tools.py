@@ -1,0 +1,258 @@
+"""SandboxTools: bash, read_file, write_file and edit_file, which share one sandbox an episode.
+
+    tools:
+      - class_name: polyturn.tools.sandbox_tools.SandboxTools
+        config: {sandbox: {backend: podman, image: "python:3.12-slim"}, timeout: 60, tools: [bash, edit_file]}
+
+    bash({"command": "cd /app && x=1"})  ->  "The command printed nothing."
+    bash({"command": "echo $x; pwd"})    ->  "1\n/app\n"
+
+One item of a tool file is four tools. The sandbox is started at an episode's first call and closed at its end. Each command
+is a shell of its own, which takes up the folder, variables and functions that the one before left: a command that hangs is
+killed and the state before it remains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from polyturn.core.errors import ConfigError, ToolError, did_you_mean
+from polyturn.sandbox import BaseSandbox, EpisodeSandboxes, SandboxFileError, SandboxSpec, check_spec, read_spec
+from polyturn.sandbox.base import ExecResult
+from polyturn.tools.base import BaseTool
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 60.0
+SHARE = 0.75
+"""Of a call's deadline, for the command: the rest is for starting a sandbox."""
+MAX_COMMAND = 100_000
+"""Bytes of a command; the kernel takes no argument that is much longer."""
+MAX_EDITED = 4 << 20
+_SETTINGS = ("type", "sandbox", "timeout", "max_output_bytes", "tools")
+_SHELL = """exec 2>&1
+if [ -f /tmp/.polyturn-shell ]; then
+  . /tmp/.polyturn-shell > /dev/null 2>&1
+  cd "$PWD"
+fi
+POLYTURN_COMMAND=$1
+shift
+polyturn_keep() {
+  if [ -n "$BASH_VERSION" ]; then declare -f; declare -p; else export -p; fi > /tmp/.polyturn-shell 2> /dev/null
+}
+trap polyturn_keep EXIT
+eval "$POLYTURN_COMMAND"
+"""
+"""What reads the state back complains about the shell's own variables, which are read-only, and goes on."""
+
+
+class SandboxTool(BaseTool):
+    """A tool that works in the episode's sandbox."""
+
+    NAME: ClassVar[str]
+    DESCRIPTION: ClassVar[str]
+    ARGUMENTS: ClassVar[Mapping[str, str | int]]
+    """Name of each argument to its description; those that end with "(optional)" may be left out."""
+
+    def __init__(self, config: dict[str, Any], boxes: EpisodeSandboxes, spec: SandboxSpec | None) -> None:
+        """Make the tool.
+
+        Args:
+            config: `timeout` and `max_output_bytes`.
+            boxes: The sandboxes of live episodes, shared with other tools.
+            spec: The sandbox of an episode; None where the environment names and starts it.
+        """
+        super().__init__(config, None)
+        self._boxes = boxes
+        self._spec = spec
+        self.timeout_s: float = config.get("timeout", TIMEOUT_S)
+        self._max_bytes: int = config.get("max_output_bytes", 1 << 16)
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Return the schema."""
+        kinds = {"start": "integer", "num_lines": "integer", "timeout": "number"}
+        properties = {name: {"type": kinds.get(name, "string"), "description": of} for name, of in self.ARGUMENTS.items()}
+        required = [name for name, of in self.ARGUMENTS.items() if not str(of).endswith("(optional)")]
+        return OpenAIFunctionToolSchema.of(self.NAME, self.DESCRIPTION, properties, required=required)
+
+    def fit_deadline(self, timeout_s: float) -> None:
+        """End a command within three quarters of a call's deadline."""
+        if self.timeout_s > SHARE * timeout_s:
+            logger.warning(
+                "tool %r: a command has %g s, three quarters of a call's deadline, and not %g s; set a longer "
+                "rollout.tools.timeout_s or a shorter timeout",
+                self.name,
+                SHARE * timeout_s,
+                self.timeout_s,
+            )
+            self.timeout_s = SHARE * timeout_s
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin one episode; its sandbox is started at the first call."""
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        self._boxes.join(instance_id, self._spec)
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Do the work in the episode's sandbox.
+
+        Raises:
+            ToolError: a file cannot be read or written, or an argument does not fit.
+            SandboxError: the sandbox failed, and with it the trajectory.
+        """
+        try:
+            return await self.work(await self._boxes.of(instance_id), parameters)
+        except SandboxFileError as problem:
+            raise ToolError(str(problem)) from problem
+
+    async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> Any:
+        """Answer one call."""
+        raise NotImplementedError
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
+        """Have no opinion."""
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Close the sandbox with the last of its tools."""
+        await self._boxes.leave(instance_id)
+
+
+class BashTool(SandboxTool):
+    """Runs a command in a shell whose state is kept."""
+
+    NAME = "bash"
+    DESCRIPTION = "Run a command in a shell. The folder, variables and functions are kept between calls."
+    ARGUMENTS: ClassVar = {
+        "command": "The command.",
+        "timeout": "Seconds after which it is stopped (optional)",
+    }
+
+    async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> Any:
+        """Run the command, and answer with what it printed and how it ended."""
+        command = parameters["command"]
+        if len(command.encode("utf-8", "replace")) > MAX_COMMAND or "\0" in command:
+            raise ToolError(f"the command has {len(command)} characters or a NUL; write long texts with write_file")
+        timeout_s = min(max(parameters.get("timeout") or self.timeout_s, 0.1), self.timeout_s)
+        shell = [box.shell, "-c", _SHELL, box.shell, command]
+        result = await box.exec(shell, timeout_s=timeout_s, max_bytes=self._max_bytes)
+        metrics = {"exit_code": result.exit_code, "is_timeout": float(result.is_timeout), "duration_s": result.duration_s}
+        return ToolResponse(text=shown(result, timeout_s=timeout_s)), None, metrics
+
+
+class ReadFileTool(SandboxTool):
+    """Reads a text file, or some of its lines."""
+
+    NAME = "read_file"
+    DESCRIPTION = "Read a text file."
+    ARGUMENTS: ClassVar = {
+        "path": "The file.",
+        "start": "The first line, from 1 (optional)",
+        "num_lines": "How many lines (optional)",
+    }
+
+    async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> str:
+        """Return the lines."""
+        lines = (await _text(box, parameters["path"])).splitlines(keepends=True)
+        first = max(parameters.get("start") or 1, 1) - 1
+        last = None if parameters.get("num_lines") is None else first + parameters["num_lines"]
+        return "".join(lines[first:last]) or f"[No lines; the file has {len(lines)}.]"
+
+
+class WriteFileTool(SandboxTool):
+    """Writes a whole file."""
+
+    NAME = "write_file"
+    DESCRIPTION = "Write a file; what was in it is replaced, and missing folders are made."
+    ARGUMENTS: ClassVar = {"path": "The file.", "content": "All of its new content."}
+
+    async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> str:
+        """Write the file."""
+        data = parameters["content"].encode("utf-8", "replace")
+        await box.write(parameters["path"], data)
+        return f"Wrote {len(data)} bytes to {parameters['path']}."
+
+
+class EditFileTool(SandboxTool):
+    """Replaces one passage of a text file."""
+
+    NAME = "edit_file"
+    DESCRIPTION = "Replace a passage of a file, which must occur in it exactly once."
+    ARGUMENTS: ClassVar = {"path": "The file.", "old": "The passage, exactly as it stands.", "new": "The text in its place."}
+
+    async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> str:
+        """Replace the passage."""
+        text = await _text(box, parameters["path"])
+        count = text.count(parameters["old"]) if parameters["old"] else 0
+        if count != 1:
+            why = "is empty" if not parameters["old"] else f"occurs {count} times"
+            raise ToolError(f"old {why} in {parameters['path']}; give a passage that occurs exactly once")
+        await box.write(parameters["path"], text.replace(parameters["old"], parameters["new"]).encode("utf-8", "replace"))
+        return f"Edited {parameters['path']}."
+
+
+TOOLS: tuple[type[SandboxTool], ...] = (BashTool, ReadFileTool, WriteFileTool, EditFileTool)
+
+
+class SandboxTools(BaseTool):
+    """The item of a tool file that stands for all of them.
+
+    Config: `sandbox` (the fields of `SandboxSpec`: `backend` bubblewrap, `image`, `network` false, …), `timeout` 60 seconds
+    for a command, `max_output_bytes` 65536, `tools` all four.
+    """
+
+    @classmethod
+    def expand(cls, config: Mapping[str, Any], *, base: Path | None = None) -> list[BaseTool]:
+        """Return the tools that an item's `config` describes.
+
+        Raises:
+            ConfigError: it cannot work on this machine.
+        """
+        spec = read_spec(config.get("sandbox", {}), where="sandbox", base=base)
+        check_spec(spec)
+        return list(make_tools({k: v for k, v in config.items() if k != "sandbox"}, EpisodeSandboxes(), spec))
+
+
+def make_tools(config: Mapping[str, Any], boxes: EpisodeSandboxes, spec: SandboxSpec | None) -> Sequence[SandboxTool]:
+    """Return the tools that `config` names, over the sandboxes `boxes`.
+
+    Raises:
+        ConfigError: a setting is unknown or cannot be.
+    """
+    known = {tool.NAME: tool for tool in TOOLS}
+    for name in config:
+        if name not in _SETTINGS:
+            raise ConfigError(f"the sandbox tools have no setting {name!r}.{did_you_mean(str(name), _SETTINGS)}")
+    for name, kinds in (("timeout", (int, float)), ("max_output_bytes", (int,))):
+        value = config.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+            raise ConfigError(f"the sandbox tools' {name} is {value!r}; give a positive number")
+    chosen = config.get("tools", list(known))
+    if not isinstance(chosen, list) or not chosen:
+        raise ConfigError(f"the sandbox tools' tools is {chosen!r:.100}; list some of {', '.join(known)}")
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"there is no sandbox tool {name!r}.{did_you_mean(str(name), known)}")
+    return [known[name](dict(config), boxes, spec) for name in dict.fromkeys(chosen)]
+
+
+def shown(result: ExecResult, *, timeout_s: float) -> str:
+    """Return a command's end as the model reads it: its output, then how it ended where that is not plain."""
+    output = result.stdout + result.stderr
+    if result.is_timeout:
+        end = f"[The command took longer than {timeout_s:g} s and was stopped.]"
+    else:
+        end = f"[exit code {result.exit_code}]" if result.exit_code else ""
+    gap = "\n" if output and end and not output.endswith("\n") else ""
+    return output + gap + end or "The command printed nothing."
+
+
+async def _text(box: BaseSandbox, path: str) -> str:
+    try:
+        return (await box.read(path, max_bytes=MAX_EDITED)).decode()
+    except UnicodeDecodeError as problem:
+        raise ToolError(f"{path} is no text in UTF-8") from problem
