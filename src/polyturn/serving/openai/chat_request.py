@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import did_you_mean
 from polyturn.core.generation import MIN_TEMPERATURE
 from polyturn.core.messages import ToolCall
+
+logger = logging.getLogger(__name__)
 
 Finish = Literal["stop", "length", "tool_calls"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -197,6 +200,9 @@ def normal_tools(given: Any) -> list[dict[str, Any]]:
     for index, tool in enumerate(listed(given, "tools")):
         where = f"tools[{index}]"
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
+        if is_of_server(tool):
+            _tell_of_left_out(str(kind))
+            continue
         if kind != "function":
             raise BadRequest(f"{where} is {_short(tool)}; only tools of the type function can be called here", param=where)
         function = tool.get("function", tool)
@@ -211,6 +217,18 @@ def normal_tools(given: Any) -> list[dict[str, Any]]:
     if len(set(names)) < len(names):
         raise BadRequest(f"two tools have one name: {sorted(names)}", param="tools")
     return tools
+
+
+def is_of_server(tool: Any) -> bool:
+    """Return whether a tool is one that a vendor's server would run or group; without it an agent does its task as well."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and (kind == "namespace" or kind.startswith("web_search"))
+
+
+@functools.lru_cache(maxsize=16)
+def _tell_of_left_out(kind: str) -> None:
+    """Log, once for each kind, that tools are left out."""
+    logger.warning("tools of the type %r are run by a vendor's server, and are left out of the agents' prompts here", kind)
 
 
 def key_of(message: Mapping[str, Any]) -> tuple[Any, ...]:

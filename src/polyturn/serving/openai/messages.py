@@ -20,6 +20,7 @@ from polyturn.serving.openai.chat_request import (
     ChatRequest,
     ChatResponse,
     check_parameters,
+    is_of_server,
     listed,
     normal_messages,
     normal_tools,
@@ -45,6 +46,8 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
     Raises:
         BadRequest: it cannot be understood, or not be done.
     """
+    if _keeps_all(body.get("context_management")):
+        ignored |= {"context_management"}
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
@@ -74,7 +77,17 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
     )
 
 
+def _keeps_all(value: Any) -> bool:
+    """Return whether edits of the context leave all of it: what is cleared is thinking, and all of it is kept."""
+    edits = value.get("edits") if isinstance(value, dict) and value.keys() <= {"edits"} else None
+    return isinstance(edits, list) and all(
+        isinstance(e, dict) and str(e.get("type")).startswith("clear_thinking_") and e.get("keep") == "all" for e in edits
+    )
+
+
 def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if is_of_server(tool):
+        return tool
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
         raise BadRequest(f"{where} is {tool!r:.80}; only tools with an input_schema can be called here", param=where)
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
@@ -101,8 +114,8 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _messages_of(message: Any, where: str) -> list[dict[str, Any]]:
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in ("user", "assistant"):
-        raise BadRequest(f"{where}.role is {role!r}; use user or assistant", param=f"{where}.role")
+    if role not in ("user", "assistant", "system"):
+        raise BadRequest(f"{where}.role is {role!r}; use user, assistant or system", param=f"{where}.role")
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -110,6 +123,8 @@ def _messages_of(message: Any, where: str) -> list[dict[str, Any]]:
         raise BadRequest(f"{where}.content is {content!r:.80}; it is a text or a list of blocks", param=f"{where}.content")
     if role == "assistant":
         return [_turn(content, where)]
+    if role == "system":
+        return [{"role": role, "content": _blocks(content, where)}]
     found: list[dict[str, Any]] = []
     shown = []
     for block in content:

@@ -36,7 +36,7 @@ READ = frozenset({
 })  # fmt: skip
 HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
-    "safety_identifier", "reasoning", "truncation", "stream_options", "max_tool_calls", "seed",
+    "safety_identifier", "reasoning", "truncation", "stream_options", "max_tool_calls", "seed", "client_metadata",
 })  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "text": ({"format": {"type": "text"}}, {}, {"verbosity": "medium"}),
