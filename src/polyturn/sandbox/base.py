@@ -168,7 +168,7 @@ class BaseSandbox:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 await self._begin()
                 folder = "." if has_own_workdir else shlex.quote(self.workdir)
-                probe = f"mkdir -p {folder} && cd {folder} && command -v timeout >&2; command -v bash; pwd"
+                probe = f"mkdir -p {folder} && cd {folder} || exit 1; command -v timeout >&2; command -v bash; pwd"
                 cwd, user = ("", None) if has_own_workdir else ("/", "root")
                 output = await self._run(["sh", "-c", probe], cwd=cwd, user=user, timeout_s=self.spec.start_timeout_s)
         except BaseException as problem:
@@ -271,8 +271,8 @@ class BaseSandbox:
             SandboxFileError: it cannot be written.
         """
         data = await asyncio.to_thread(_packed, folder, leaves_out)
-        await self._checked(["mkdir", "-p", "--", target], user="root")
-        await self._checked(["tar", "-x", "--no-same-owner", "-f", "-", "-C", target], stdin=data, user="root")
+        script = 'mkdir -p -- "$1" && tar -x --no-same-owner -f - -C "$1"'
+        await self._checked(["sh", "-c", script, "sh", target], stdin=data, user="root")
 
     async def download(self, source: str, folder: Path) -> None:
         """Copy the content of a folder of the sandbox into one of this machine.

@@ -157,15 +157,10 @@ class BubblewrapSandbox(BaseSandbox):
         return () if self._group is None else self._group.doors
 
     def _command(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], user: str | None) -> list[str]:
-        options = {
-            "pid": self._pid,
-            "cwd": cwd,
-            "user": user or "root",
-            "env": {**_ENVIRONMENT, **env},
-            "doors": self._doors,
-            "namespaces": [*([] if self._is_root else ["user"]), "ipc", "uts", "net", "pid", "mnt"],
-        }
-        return [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py")), json.dumps(options), *argv]
+        names = ("" if self._is_root else "user,") + "ipc,uts,net,pid,mnt"
+        variables = [f"{name}={value}" for name, value in {**_ENVIRONMENT, **env}.items()]
+        place = [str(self._pid), cwd, user or "root", names, ":".join(self._doors), str(len(variables))]
+        return [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py")), *place, *variables, *argv]
 
     async def _end(self) -> None:
         await asyncio.to_thread(self._remove)

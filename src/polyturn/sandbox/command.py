@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 CHUNK = 1 << 16
 DRAIN_S = 0.2
@@ -142,12 +143,12 @@ def run_bounded(
     )
 
 
-def _pump(process: subprocess.Popen[bytes], streams: Mapping[object, _Bounded], stdin: bytes, *, until: float) -> bool:
+def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, _Bounded], stdin: bytes, *, until: float) -> bool:
     """Move bytes until the program ends or its time does; return whether the latter came first."""
     rest, ended_at = memoryview(stdin), None
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
         for stream in streams:
-            selector.register(stream, selectors.EVENT_READ)  # type: ignore[arg-type]
+            selector.register(stream, selectors.EVENT_READ)
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
             selector.register(process.stdin, selectors.EVENT_WRITE)

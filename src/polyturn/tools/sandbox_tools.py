@@ -2,7 +2,7 @@
 
     tools:
       - class_name: polyturn.tools.sandbox_tools.SandboxTools
-        config: {sandbox: {backend: podman, image: "python:3.12-slim"}, timeout: 60, tools: [bash, edit_file]}
+        config: {sandbox: {backend: podman, image: "python:3.12-slim"}, timeout: 45, tools: [bash, edit_file]}
 
     bash({"command": "cd /app && x=1"})  ->  "The command printed nothing."
     bash({"command": "echo $x; pwd"})    ->  "1\n/app\n"
@@ -28,7 +28,7 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 45.0
 SHARE = 0.75
 """Of a call's deadline, for the command: the rest is for starting a sandbox."""
 MAX_COMMAND = 100_000
@@ -80,18 +80,6 @@ class SandboxTool(BaseTool):
         required = [name for name, of in self.ARGUMENTS.items() if not str(of).endswith("(optional)")]
         return OpenAIFunctionToolSchema.of(self.NAME, self.DESCRIPTION, properties, required=required)
 
-    def fit_deadline(self, timeout_s: float) -> None:
-        """End a command within three quarters of a call's deadline."""
-        if self.timeout_s > SHARE * timeout_s:
-            logger.warning(
-                "tool %r: a command has %g s, three quarters of a call's deadline, and not %g s; set a longer "
-                "rollout.tools.timeout_s or a shorter timeout",
-                self.name,
-                SHARE * timeout_s,
-                self.timeout_s,
-            )
-            self.timeout_s = SHARE * timeout_s
-
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Begin one episode; its sandbox is started at the first call."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
@@ -131,6 +119,18 @@ class BashTool(SandboxTool):
         "command": "The command.",
         "timeout": "Seconds after which it is stopped (optional)",
     }
+
+    def fit_deadline(self, timeout_s: float) -> None:
+        """End a command within three quarters of a call's deadline."""
+        if self.timeout_s > SHARE * timeout_s:
+            logger.warning(
+                "tool %r: a command has %g s, three quarters of a call's deadline, and not %g s; set a longer "
+                "rollout.tools.timeout_s or a shorter timeout",
+                self.name,
+                SHARE * timeout_s,
+                self.timeout_s,
+            )
+            self.timeout_s = SHARE * timeout_s
 
     async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> Any:
         """Run the command, and answer with what it printed and how it ended."""
@@ -201,7 +201,7 @@ TOOLS: tuple[type[SandboxTool], ...] = (BashTool, ReadFileTool, WriteFileTool, E
 class SandboxTools(BaseTool):
     """The item of a tool file that stands for all of them.
 
-    Config: `sandbox` (the fields of `SandboxSpec`: `backend` bubblewrap, `image`, `network` false, …), `timeout` 60 seconds
+    Config: `sandbox` (the fields of `SandboxSpec`: `backend` bubblewrap, `image`, `network` false, …), `timeout` 45 seconds
     for a command, `max_output_bytes` 65536, `tools` all four.
     """
 

@@ -1,8 +1,8 @@
-"""`polyturn data`: prepare datasets as tasks, and the index that search tasks are answered from.
+"""`polyturn data`: prepare datasets as tasks and the index of search tasks, and check Harbor tasks.
 
-    polyturn data gsm8k | geo3k | search | index
+    polyturn data gsm8k | geo3k | search | index | harbor
 
-Each writes files and prints where they are.
+Each but the last writes files and prints where they are.
 """
 
 from __future__ import annotations
@@ -144,3 +144,21 @@ def index(
     with _all_or_nothing(out):
         count = command.run(passages, out=out, vectors=vectors, embed=embed, model=embed_model)
     print(f"{out}: {count} passages")
+
+
+@data_app.command(cls=Command)
+def harbor(
+    folder: Annotated[Path, typer.Argument(help="A Harbor task, or a folder of them.")],
+    backend: Annotated[
+        Literal["podman", "docker", "bubblewrap"], typer.Option(help="The sandboxes that a run would use.")
+    ] = "podman",
+    network: Annotated[bool, typer.Option("--network", help="Let the sandboxes reach the network.")] = False,
+    host_programs: Annotated[
+        bool, typer.Option("--host-programs", help="With bubblewrap: this machine's programs in place of images.")
+    ] = False,
+) -> None:
+    """Check Harbor's task folders: what each needs, and why a run could not do it. Nothing is started."""
+    from polyturn.cli import harbor as command
+
+    if not command.run(folder, backend=backend, network=network, host_programs=host_programs):
+        raise typer.Exit(1)

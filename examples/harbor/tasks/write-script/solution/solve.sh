@@ -1,0 +1,2 @@
+#!/bin/sh
+echo 'grep -ic error "$1" || true' > /app/count.sh

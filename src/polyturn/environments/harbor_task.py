@@ -1,0 +1,398 @@
+"""A Harbor task: a folder with an instruction, an environment and a verifier, read and checked before anything is started.
+
+    my-task/instruction.md          the prompt
+            task.toml               limits, deadlines, users, steps: every field below
+            environment/Dockerfile  the sandbox; or `docker_image`, or files alone
+            tests/test.sh           the verifier, which writes /logs/verifier/reward.txt or reward.json
+            steps/NAME/…            the same again for each step of a task with several
+
+Separate from the adapter because it touches files alone. A field that is unknown is refused with the nearest known one, and
+a field that asks for what is not here, such as a GPU, is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from polyturn.core.errors import DataError, did_you_mean, one_line
+from polyturn.sandbox import SandboxSpec
+
+NetworkMode = Literal["no-network", "public", "allowlist"]
+_CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_UNITS = {"": 1 / (1 << 20), "K": 1 / 1024, "M": 1, "G": 1024, "T": 1 << 20}
+_COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HarborHealthCheck(_Part):
+    """A command that has to succeed before the agent begins."""
+
+    command: str
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0
+    start_interval_sec: float = 5.0
+    retries: int = 3
+
+
+class HarborArtifact(_Part):
+    """A path that Harbor copies out; nothing is copied here."""
+
+    source: str
+    destination: str = ""
+    exclude: list[str] = []
+    service: str = "main"
+
+
+class HarborPhase(_Part):
+    """What an agent and a verifier have in common."""
+
+    user: str | int | None = None
+    network_mode: NetworkMode | None = None
+    allowed_hosts: list[str] = []
+
+
+class HarborAgent(HarborPhase):
+    """The section `agent`."""
+
+    timeout_sec: float | None = Field(None, gt=0)
+
+
+class HarborEnvironment(_Part):
+    """The section `environment`."""
+
+    build_timeout_sec: float = Field(600.0, gt=0)
+    docker_image: str | None = None
+    os: Literal["linux", "windows"] = "linux"
+    cpus: float | None = Field(None, gt=0)
+    memory_mb: int | None = Field(None, gt=0)
+    storage_mb: int | None = Field(None, gt=0)
+    gpus: int | None = None
+    gpu_types: list[str] | None = None
+    tpu: dict[str, Any] | None = None
+    network_mode: NetworkMode | None = None
+    allowed_hosts: list[str] = []
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    skills_dir: str | None = None
+    mcp_servers: list[dict[str, Any]] = []
+    healthcheck: HarborHealthCheck | None = None
+    memory: str | None = None
+    storage: str | None = None
+    allow_internet: bool | None = None
+
+
+class HarborCollect(_Part):
+    """A command between the agent and the verifier."""
+
+    command: str
+    service: str = "main"
+    timeout_sec: float = 60.0
+    user: str | int | None = None
+
+
+class HarborVerifier(HarborPhase):
+    """The section `verifier`."""
+
+    timeout_sec: float = Field(600.0, gt=0)
+    env: dict[str, str] = {}
+    environment_mode: Literal["shared", "separate"] = "shared"
+    environment: HarborEnvironment | None = None
+    collect: list[HarborCollect] = []
+
+
+class HarborAbout(_Part):
+    """The section `task`, which is about the task and changes nothing."""
+
+    name: str | None = None
+    version: str | None = None
+    description: str = ""
+    authors: list[dict[str, str]] = []
+    keywords: list[str] = []
+
+
+class HarborSolution(_Part):
+    """The section `solution`, which an oracle reads."""
+
+    env: dict[str, str] = {}
+
+
+class HarborStepEntry(_Part):
+    """One of `steps`."""
+
+    name: str = Field(pattern="^[^/]+$")
+    min_reward: float | dict[str, float] | None = None
+    agent: HarborAgent = HarborAgent()
+    verifier: HarborVerifier = HarborVerifier()
+    healthcheck: HarborHealthCheck | None = None
+    artifacts: list[str | HarborArtifact] = []
+
+
+class HarborFile(_Part):
+    """A task.toml."""
+
+    schema_version: str = Field("1.0", validation_alias=AliasChoices("schema_version", "version"))
+    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
+    artifacts: list[str | HarborArtifact] = []
+    source: str | None = None
+    task: HarborAbout = HarborAbout()
+    metadata: dict[str, Any] = {}
+    agent: HarborAgent = HarborAgent()
+    verifier: HarborVerifier = HarborVerifier()
+    environment: HarborEnvironment = HarborEnvironment()
+    solution: HarborSolution = HarborSolution()
+    steps: list[HarborStepEntry] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborStep:
+    """An instruction and what verifies it; a task without steps is one."""
+
+    instruction: str
+    tests: Path
+    workdir: Path | None
+    """Files that are copied into the sandbox before the step."""
+    agent: HarborAgent
+    verifier: HarborVerifier
+    healthcheck: HarborHealthCheck | None
+    min_reward: Mapping[str, float]
+    """The least reward by key with which the steps behind it are run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborTask:
+    """A task, read."""
+
+    folder: Path
+    file: HarborFile
+    steps: tuple[HarborStep, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    def spec(self, base: SandboxSpec, *, host_programs: bool = False) -> SandboxSpec:
+        """Return the sandbox of an episode.
+
+        Args:
+            base: The run's; its image, if it has one, stands in place of the task's, and the task's limits go before its.
+            host_programs: Whether the machine's own programs stand in place of the task's image.
+
+        Raises:
+            DataError: a variable of this machine is missing.
+        """
+        wanted, own_image = self.file.environment, base.image is None and not host_programs
+        is_built = own_image and wanted.docker_image is None and (self.folder / "environment/Dockerfile").exists()
+        disk_mb = wanted.storage_mb or _megabytes(wanted.storage)
+        user = self.steps[0].agent.user
+        return dataclasses.replace(
+            base,
+            image=(None if host_programs else wanted.docker_image) if base.image is None else base.image,
+            build=str(self.folder.resolve() / "environment") if is_built else None,
+            build_timeout_s=wanted.build_timeout_sec,
+            workdir=wanted.workdir or base.workdir,
+            env={**base.env, **self.variables(wanted.env)},
+            user=base.user if user is None else str(user),
+            cpus=wanted.cpus or base.cpus,
+            memory_mb=wanted.memory_mb or _megabytes(wanted.memory) or base.memory_mb,
+            disk_mb=disk_mb or base.disk_mb,
+            network=self._has_network(base),
+        )
+
+    def _has_network(self, base: SandboxSpec) -> bool:
+        wanted = self.file.environment
+        return base.network and wanted.network_mode != "no-network" and wanted.allow_internet is not False
+
+    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return variables with `${NAME}` and `${NAME:-default}` filled from this machine's.
+
+        Raises:
+            DataError: one is missing.
+        """
+
+        def value(match: re.Match[str]) -> str:
+            found = os.environ.get(match[1], match[2])
+            if found is None:
+                raise DataError(f"{self.folder}/task.toml needs the variable {match[1]!r}, which is not set")
+            return found
+
+        return {name: _VARIABLE.sub(value, text) for name, text in env.items()}
+
+    def refusals(self, spec: SandboxSpec, *, host_programs: bool = False) -> Iterator[str]:
+        """Iterate over the reasons, by field, why a run with the sandboxes `spec` cannot do it."""
+        wanted = self.file.environment
+        if wanted.os == "windows":
+            yield "environment.os is 'windows'; sandboxes are Linux"
+        for name in ("gpus", "gpu_types", "tpu"):
+            if value := getattr(wanted, name):
+                yield f"environment.{name} is {value!r}; sandboxes have no accelerators"
+        for name in ("mcp_servers", "skills_dir"):
+            if value := getattr(wanted, name):
+                yield f"environment.{name} is {value!r:.80}; the agent has the sandbox's tools alone"
+        for name in _COMPOSE:
+            if (self.folder / "environment" / name).exists():
+                yield f"environment/{name} describes several containers; a sandbox is one"
+        if (wanted.network_mode == "public" or wanted.allow_internet) and not spec.network:
+            yield "environment wants the network (network_mode, allow_internet); set network: true in the run's sandbox"
+        for env in (wanted.env, *(step.verifier.env for step in self.steps)):
+            try:
+                self.variables(env)
+            except DataError as problem:
+                yield str(problem)
+        has_network = self._has_network(spec)
+        phases: list[tuple[str, HarborEnvironment | HarborPhase]] = [("environment", wanted)]
+        for i, step in enumerate(self.steps):
+            phases += [(f"steps[{i}].agent", step.agent), (f"steps[{i}].verifier", step.verifier)]
+        for where, phase in phases:
+            if phase.network_mode == "allowlist" or phase.allowed_hosts:
+                yield f"{where} limits the network to some hosts (allowed_hosts); a sandbox has all of it or none"
+            elif phase is not wanted and phase.network_mode not in (None, "public" if has_network else "no-network"):
+                yield f"{where}.network_mode is {phase.network_mode!r}, which differs from the environment's"
+        for i, step in enumerate(self.steps):
+            if step.verifier.environment_mode == "separate" or step.verifier.environment is not None:
+                yield f"steps[{i}].verifier has an environment of its own; it is run in the agent's sandbox only"
+            if step.agent.user != self.steps[0].agent.user:
+                yield f"steps[{i}].agent.user is {step.agent.user!r}; all steps run as one user"
+            if any(one.service != "main" for one in step.verifier.collect):
+                yield f"steps[{i}].verifier.collect names another service than 'main'"
+            if not (step.tests / "test.sh").is_file():
+                yield f"there is no {(step.tests / 'test.sh').relative_to(self.folder)}"
+        for path in sorted(self.folder.rglob("trajectory.json")):
+            if (path.parent / "instruction.md").exists():
+                yield f"{path.relative_to(self.folder)} is an earlier conversation; an episode begins with the instruction"
+        has_dockerfile = (self.folder / "environment/Dockerfile").exists()
+        if spec.backend == "bubblewrap" and spec.image is None and not host_programs:
+            if wanted.docker_image is not None or has_dockerfile:
+                image = wanted.docker_image or "environment/Dockerfile"
+                yield (
+                    f"it needs the image of {image}, which bubblewrap does not have; "
+                    "use backend: podman or docker, or set host_programs: true to run it with this machine's programs"
+                )
+        elif spec.backend != "bubblewrap" and spec.image is None and wanted.docker_image is None and not has_dockerfile:
+            yield "it has neither environment.docker_image nor environment/Dockerfile; set image in the run's sandbox"
+
+    def notes(self, spec: SandboxSpec) -> Iterator[str]:
+        """Iterate over the fields that are read and have no effect."""
+        if self.file.artifacts or any(step.artifacts for step in self.file.steps):
+            yield "artifacts: not copied out"
+        if spec.backend != "bubblewrap" and (self.file.environment.storage_mb or self.file.environment.storage):
+            yield "environment.storage_mb: not limited in containers"
+
+
+def read_tasks(folder: Path) -> list[HarborTask]:
+    """Return the tasks of a folder.
+
+    Raises:
+        DataError: there is none, or one cannot be read.
+    """
+    return [read_task(one) for one in task_folders(folder)]
+
+
+def task_folders(folder: Path) -> list[Path]:
+    """Return the folder itself, if it is a task, or those in it that are, in the order of their names.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; name a Harbor task, or a folder of them")
+    if (folder / "task.toml").exists():
+        return [folder]
+    found = [one for one in sorted(folder.iterdir()) if (one / "task.toml").exists()]
+    if not found:
+        raise DataError(f"{folder} holds no Harbor task: a folder with task.toml, instruction.md and tests/test.sh")
+    return found
+
+
+def read_task(folder: Path) -> HarborTask:
+    """Read a task's folder.
+
+    Raises:
+        DataError: something is missing, unknown or wrong in it.
+    """
+    path = folder / "task.toml"
+    try:
+        file = HarborFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as problem:
+        raise DataError(f"{path}: {_worded(problem)}") from problem
+    except (OSError, ValueError) as problem:
+        raise DataError(f"{path}: {one_line(problem)}") from problem
+    if not (folder / "environment").is_dir() and file.environment.docker_image is None:
+        raise DataError(f"{folder} has neither a folder environment/ nor environment.docker_image in task.toml")
+    _megabytes(file.environment.memory), _megabytes(file.environment.storage)
+    for inside in folder.rglob("*"):
+        if inside.is_symlink() and not inside.resolve().is_relative_to(folder.resolve()):
+            raise DataError(f"{inside} is a link that leads out of the task")
+    if not file.steps:
+        return HarborTask(folder=folder, file=file, steps=(_step(folder, folder, file, HarborStepEntry(name=folder.name)),))
+    steps = tuple(_step(folder, folder / "steps" / one.name, file, one) for one in file.steps)
+    return HarborTask(folder=folder, file=file, steps=steps)
+
+
+def _step(task: Path, folder: Path, file: HarborFile, entry: HarborStepEntry) -> HarborStep:
+    try:
+        lines = (folder / "instruction.md").read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{folder / 'instruction.md'}: {one_line(problem)}") from problem
+    while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
+        del lines[0]
+    if not lines:
+        raise DataError(f"{folder / 'instruction.md'} is empty; write what the model is asked")
+    agent, verifier = entry.agent, entry.verifier
+    least = entry.min_reward
+    return HarborStep(
+        instruction="".join(lines).strip(),
+        tests=folder / "tests" if (folder / "tests").is_dir() else task / "tests",
+        workdir=folder / "workdir" if (folder / "workdir").is_dir() and folder != task else None,
+        agent=file.agent.model_copy(update={name: getattr(agent, name) for name in agent.model_fields_set}),
+        verifier=file.verifier.model_copy(update={name: getattr(verifier, name) for name in verifier.model_fields_set}),
+        healthcheck=entry.healthcheck,
+        min_reward={} if least is None else least if isinstance(least, dict) else {"reward": least},
+    )
+
+
+def _megabytes(size: str | None) -> int | None:
+    """Return a size such as "2G" in megabytes.
+
+    Raises:
+        DataError: it is no size.
+    """
+    if size is None:
+        return None
+    if (match := re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", size.strip(), re.IGNORECASE)) is None:
+        raise DataError(f"environment.memory or storage is {size!r}; write a size such as '2G'")
+    return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+
+
+def _worded(problem: ValidationError) -> str:
+    """Return what is wrong in a task.toml, with the nearest known field for an unknown one."""
+    first = problem.errors()[0]
+    key, at = ".".join(map(str, first["loc"])), HarborFile
+    if first["type"] != "extra_forbidden":
+        return f"{key} is {first['input']!r:.100}: {first['msg']}"
+    for part in first["loc"][:-1]:
+        field = at.model_fields.get(str(part))
+        at = at if field is None else next(_models(field.annotation), at)
+    return f"unknown field {key!r}.{did_you_mean(str(first['loc'][-1]), at.model_fields)}"
+
+
+def _models(annotation: Any) -> Iterator[Any]:
+    """Iterate over the models in an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for one in get_args(annotation):
+        yield from _models(one)
