@@ -4,6 +4,7 @@ The comparison is a plain loop that knows none of them: one sample at a time, no
 """
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ TEACHER = tiny_model(VOCAB, hidden=16, layers=1, heads=2, kv_heads=1, seed=7).do
 
 
 def batch_of(seed: int, *, size: int = 6, longest: int = 24) -> list[TrainSample]:
-    """Random samples: several trajectories, some with two segments, unweighted stretches, two temperatures."""
+    """Random samples: several trajectories, some with two segments, observed stretches, two temperatures."""
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(size):
@@ -72,6 +73,7 @@ def batch_of(seed: int, *, size: int = 6, longest: int = 24) -> list[TrainSample
                 old_logprobs=rng.normal(-3.8, 0.3, n),
                 ref_logprobs=rng.normal(-3.8, 0.3, n),
                 advantages=rng.normal(size=n),
+                observed=(weights == 0) & (np.arange(n) > 0),
                 temperature=1.0 if seed % 2 else float(rng.choice([0.7, 1.0])),
             )
         )
@@ -160,6 +162,7 @@ def test_tokens_without_weight_have_no_influence(seed):
                 token_ids=np.append(sample.token_ids, rng.integers(0, VOCAB)),
                 loss_weights=np.append(sample.loss_weights, 0.0),
                 turn_ids=np.append(sample.turn_ids, 0),
+                observed=np.append(sample.observed, 0.0),
                 **longer,
             )
         )
@@ -177,7 +180,8 @@ OWN_LOSSES = sorted(n for n in policy_losses if policy_losses.resolve(n).__modul
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 200), targets=st.integers(1, 60), mode=st.sampled_from(MODES))
 def test_loss_is_independent_of_the_split(name, seed, tokens, targets, mode):
-    """With everything at once: corrected off-policy, marked tokens, KL, entropy and a teacher. Sequences stay whole."""
+    """With everything at once: corrected off-policy, marked tokens, KL, entropy, observations and a teacher. Sequences stay
+    whole."""
     rng = np.random.default_rng(seed)
     samples = [s.replace(rollout_logprobs=s.old_logprobs + rng.normal(0, 0.3, len(s))) for s in batch_of(seed)]
     samples = correct(samples, CorrectionSettings(weight="sequence", reject={"token_k1": Bounds(0.5, 2.0)})).samples
@@ -189,7 +193,7 @@ def test_loss_is_independent_of_the_split(name, seed, tokens, targets, mode):
             loss=LossSettings(
                 policy_loss=policy_losses.resolve(name),
                 distill=DistillSettings(teacher="teacher", coef=0.2),
-                algorithm=algorithm_of(mode, estimator="k3+"),
+                algorithm=dataclasses.replace(algorithm_of(mode, estimator="k3+"), observation_coef=0.3),
             ),
             layout=LayoutSettings(max_tokens_per_batch=max_tokens, max_targets_per_batch=max_targets),
             reference=True,

@@ -180,6 +180,9 @@ class AlgorithmOptions:
     """The KL from the weights at the start of the run, or from `model.reference`; a list for one in each place."""
     entropy_coef: float = 0.0
     """Weight of the bonus for entropy."""
+    observation_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the cross-entropy on what tools, users and environments wrote (ECHO): its mean over the observed tokens of
+    the step. The task's prompt is no observation."""
     routing: RoutingOptions = RoutingOptions()
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,

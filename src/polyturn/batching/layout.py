@@ -9,11 +9,13 @@ index t describes token t; the shift to targets happens once, here.
 Rows are sorted by length and padded on the right, so a batch needs no mask at all: attention is causal, padding stands
 after every real token, and no target is read off at a padded position. Packed, they stand end to end as one row, and who
 sees whom is said beside them (`packing.py`). Only positions with a weight become targets (axis S), so the vocabulary
-projection and everything after it costs nothing for prompts and observations.
+projection and everything after it costs nothing for prompts and observations. A run with an observation loss predicts the
+tokens of observations in the same forward pass (axis R, `ReadTargets`); they are no targets of the policy's loss.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +27,32 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from polyturn.batching.microbatch import LayoutSettings as LayoutSettings
-from polyturn.batching.microbatch import PlannedBatch, input_lengths, plan
+from polyturn.batching.microbatch import PlannedBatch, input_lengths, plan, predicted
 from polyturn.batching.packing import Packing, pack
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError
 from polyturn.core.routing import has_route
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.positions import MediaRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadTargets:
+    """Everything that a forward pass predicts where a run has an observation loss, in the order of the rows: the targets of
+    the policy's loss (axis S) among the tokens of observations (axis O)."""
+
+    flat_R: Tensor
+    targets_R: Tensor
+    temperature_R: Tensor
+    """[R] 1 at observations: nobody sampled them from this policy."""
+    sample_R: NDArray[np.int64]
+    token_R: NDArray[np.int64]
+    at_S: Tensor
+    """[S] int64: where on axis R each target of the policy's loss is."""
+    at_O: Tensor
+    """[O] int64: where on axis R each token of an observation is."""
+    coef_O: Tensor
+    """[O] what the cross-entropy of each is multiplied by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,11 +94,28 @@ class MicroBatch:
     """The attention mask where rows stand end to end ([1, N] ids); None for padded rows."""
     is_padding: bool = False
     """Coefficients are 0 and nothing is counted: it keeps this rank in step with others."""
+    read: ReadTargets | None = None
+    """The targets and the tokens of observations together; None without an observation loss."""
 
     @property
     def num_targets(self) -> int:
         """S."""
         return len(self.sample_S)
+
+    @property
+    def with_observations(self) -> MicroBatch:
+        """This micro-batch for a forward pass that also predicts observations: its target axis is R of `read`."""
+        read = self.read
+        if read is None:
+            return self
+        return dataclasses.replace(
+            self,
+            flat_S=read.flat_R,
+            targets_S=read.targets_R,
+            temperature_S=read.temperature_R,
+            sample_S=read.sample_R,
+            token_S=read.token_R,
+        )
 
     @property
     def num_shared(self) -> int:
@@ -98,7 +136,7 @@ def layout(
     """Lay `samples` out as micro-batches.
 
     Args:
-        samples: Everything that one optimizer step trains on. Samples without a weighted token take no row.
+        samples: Everything that one optimizer step trains on. Samples without a token that a loss reads take no row.
         coefs: For each sample [T] the coefficient of each token's loss, from `loss_coefs`.
         settings: The size of a micro-batch.
         batches: One rank's share of a `MicroBatchPlan`; None plans for a single rank.
@@ -127,6 +165,7 @@ def layout(
         dtype=dtype,
         device=device,
         media=media,
+        has_observed=_all_or_none(samples, "observed") is not None,
     )
     return [step.lay_out(planned) for planned in (plan(samples, settings=settings).ranks[0] if batches is None else batches)]
 
@@ -143,6 +182,8 @@ class _Step:
     dtype: torch.dtype
     device: torch.device | str
     media: MediaRows | None
+    has_observed: bool
+    """Whether a loss reads observations."""
 
     def lay_out(self, planned: PlannedBatch) -> MicroBatch:
         """Return one micro-batch."""
@@ -167,7 +208,30 @@ class _Step:
             sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
             token_S=np.concatenate([weighted[i] for i in rows]),
             is_padding=planned.is_padding,
+            read=self._read(planned, read["places"]),
             **read,
+        )
+
+    def _read(self, planned: PlannedBatch, places: Sequence[NDArray[np.int64]]) -> ReadTargets | None:
+        """Return what one micro-batch predicts; None without an observation loss."""
+        if not self.has_observed:
+            return None
+        rows, device = [self.samples[i] for i in planned.samples], self.device
+        tokens = [predicted(s) for s in rows]
+        every, counts = list(zip(rows, tokens, strict=True)), [len(t) for t in tokens]
+        is_own_R = np.concatenate([s.loss_weights[t] != 0 for s, t in every])
+        coef_R = np.concatenate([np.zeros(len(t)) if s.observed is None else s.observed[t] for s, t in every])
+        temperature_R = np.where(is_own_R, np.repeat([s.temperature for s in rows], counts), 1.0)
+        coef_O = torch.from_numpy(coef_R[~is_own_R]).to(device=device, dtype=self.dtype)
+        return ReadTargets(
+            flat_R=torch.from_numpy(np.concatenate([p[t - 1] for p, t in zip(places, tokens, strict=True)])).to(device),
+            targets_R=torch.from_numpy(np.concatenate([s.token_ids[t] for s, t in every]).astype(np.int64)).to(device),
+            temperature_R=torch.from_numpy(temperature_R).to(device=device, dtype=self.dtype),
+            sample_R=np.repeat(np.asarray(planned.samples, dtype=np.int64), counts),
+            token_R=np.concatenate(tokens),
+            at_S=torch.from_numpy(np.flatnonzero(is_own_R)).to(device),
+            at_O=torch.from_numpy(np.flatnonzero(~is_own_R)).to(device),
+            coef_O=torch.zeros_like(coef_O) if planned.is_padding else coef_O,
         )
 
     def _rows(self, planned: PlannedBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:

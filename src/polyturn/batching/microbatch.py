@@ -86,19 +86,21 @@ class MicroBatchPlan:
 
 
 def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
-    """Return how many tokens of each sample go into the model: those before its last weighted one."""
-    lengths = []
-    for sample in samples:
-        weighted = np.flatnonzero(sample.loss_weights)
-        lengths.append(int(weighted[-1]) if len(weighted) else 0)
-    return lengths
+    """Return how many tokens of each sample go into the model: those before the last one that is predicted."""
+    return [int(tokens[-1]) if len(tokens := predicted(sample)) else 0 for sample in samples]
+
+
+def predicted(sample: TrainSample) -> NDArray[np.int64]:
+    """Return the tokens of `sample` that a loss reads: those with a weight, and those of the observation loss."""
+    is_read = sample.loss_weights != 0
+    return np.flatnonzero(is_read if sample.observed is None else is_read | (sample.observed != 0))
 
 
 def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks: int = 1) -> MicroBatchPlan:
     """Plan the micro-batches of one optimizer step.
 
     Args:
-        samples: Everything that the step trains on, of all ranks. Samples without a weighted token go nowhere.
+        samples: Everything that the step trains on, of all ranks. Samples without a token that a loss reads go nowhere.
         settings: The size of a micro-batch and how samples lie in it.
         num_ranks: Over how many ranks they are spread. Rank r lays out its share with
             `layout(samples, coefs=…, settings=…, batches=plan.ranks[r])`.
@@ -109,7 +111,7 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     if num_ranks < 1:
         raise ConfigError(f"num_ranks is {num_ranks}; it must be at least 1")
     lengths = input_lengths(samples)
-    counts = [s.num_weighted for s in samples]
+    counts = [len(predicted(s)) for s in samples]
     is_text = not any(s.media for s in samples)
     kind: Kind = "packed" if settings.packed and is_text else "rows"
     batches: list[PlannedBatch] = []

@@ -19,13 +19,16 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, TrajectoryGroup
 
 
-def to_samples(group: TrajectoryGroup, *, temperature: float, loss_scale: LossScale | None = None) -> list[TrainSample]:
+def to_samples(
+    group: TrajectoryGroup, *, temperature: float, loss_scale: LossScale | None = None, observed: bool = False
+) -> list[TrainSample]:
     """Return the samples of every trajectory of `group` that did not fail, in order.
 
     Args:
         group: The trajectories of one task.
         temperature: The one they were sampled at. Greedy decoding (0) reports logprobs at temperature 1, so 0 means 1.
         loss_scale: Weighs what no scheduler weighed; None leaves all weights as they were recorded.
+        observed: Mark the tokens of observations, for the observation loss.
     """
     return [
         TrainSample(
@@ -35,6 +38,7 @@ def to_samples(group: TrajectoryGroup, *, temperature: float, loss_scale: LossSc
             turn_ids=segment.turn_ids,
             rollout_logprobs=segment.logprobs if _has_logprobs(segment) else None,
             versions=segment.versions,
+            observed=segment.observed_mask.astype(np.float32) if observed else None,
             turn_scores=scores_of_turns(trajectory),
             reward=trajectory.reward.of(segment.agent) if trajectory.reward is not None else 0.0,
             temperature=temperature or 1.0,  # engines report greedy logprobs at 1

@@ -138,7 +138,9 @@ def drops_zero_variance(place: ConfigSource, estimator: Any) -> bool:
         return False
     if algorithm.drop_zero_variance is not None:
         return algorithm.drop_zero_variance
-    return traits_of(estimator).only_compares and not algorithm.kl_in("reward").coef
+    # Observations, and a penalty on the reward, teach something where rewards are equal.
+    only_rewards = not algorithm.kl_in("reward").coef and not algorithm.observation_coef
+    return traits_of(estimator).only_compares and only_rewards
 
 
 def build_reward_kl(place: ConfigSource) -> RewardKl | None:

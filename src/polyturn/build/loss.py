@@ -71,8 +71,11 @@ def teacher_path(place: ConfigSource) -> str | None:
         ConfigError: there is nothing to learn from.
     """
     loss = place.config.algorithm.loss
-    if loss.distill is None and loss.name == "none":
-        raise ConfigError("algorithm.loss is none and algorithm.loss.distill is not set: there is nothing to learn from")
+    if loss.distill is None and loss.name == "none" and not place.config.algorithm.observation_coef:
+        raise ConfigError(
+            "algorithm.loss is none and neither algorithm.loss.distill nor algorithm.observation_coef is set: there is "
+            "nothing to learn from"
+        )
     return None if loss.distill is None else loss.distill.teacher
 
 

@@ -131,7 +131,8 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
             min_members=members_needed(estimator, group_size=train.group_size),
-            drop_small_groups=algorithm.loss.distill is None,  # a teacher has something to say about every trajectory
+            # A teacher and observations teach something about every trajectory.
+            drop_small_groups=algorithm.loss.distill is None and not algorithm.observation_coef,
             drop_zero_variance=drops_zero_variance(place, estimator),
             correction=build_correction(place),
         ),

@@ -36,7 +36,7 @@ class SampleId(NamedTuple):
 
 _FLOATS = (
     "loss_weights", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns",
-    "correction", "marks",
+    "correction", "marks", "observed",
 )  # fmt: skip
 
 
@@ -64,6 +64,9 @@ class TrainSample(Record):
     """The factor of each token's policy loss, because another policy sampled it (`algorithms/correction.py`)."""
     marks: NDArray[np.float32] | None = None
     """1 at the tokens that the policy loss treats apart (`algorithms.losses.marks`)."""
+    observed: NDArray[np.float32] | None = None
+    """The weight of each token in the observation loss: 1 where a tool or user wrote it, 0 for the task's prompt and for
+    sampled tokens; None where the run has no such loss."""
     versions: NDArray[np.int32] | None = None
     """The policy version of each sampled token, -1 elsewhere."""
     reward: float = 0.0

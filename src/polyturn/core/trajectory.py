@@ -145,8 +145,15 @@ class Segment(Record):
     @property
     def sampled_mask(self) -> NDArray[np.bool_]:
         """[T] whether each token was sampled, whatever its weight."""
-        masks = [np.full(len(s), s.source is SpanSource.SAMPLED, np.bool_) for s in self.spans]
-        return _join(masks, np.bool_)
+        return self._mask(SpanSource.SAMPLED)
+
+    @property
+    def observed_mask(self) -> NDArray[np.bool_]:
+        """[T] whether a tool, a user or an environment wrote each token, or the template between two turns."""
+        return self._mask(SpanSource.OBSERVATION)
+
+    def _mask(self, source: SpanSource) -> NDArray[np.bool_]:
+        return _join([np.full(len(s), s.source is source, np.bool_) for s in self.spans], np.bool_)
 
     @property
     def versions(self) -> Ids:

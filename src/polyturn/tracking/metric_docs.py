@@ -57,6 +57,7 @@ MEANINGS: dict[str, str] = {
     "tokens/asides": "Sampled tokens that are no turns: continuations that a scheduler looked at, words for another agent.",
     "tokens/dropped_masked": "Sampled tokens whose weight is 0 in the segment that owns them.",
     "tokens/dropped_loss_scale": "Weighted tokens that the loss scale took the weight from.",
+    "tokens/observed": "Tokens that tools and users wrote, where the loss reads them.",
     "tokens/dropped_failed": "Sampled tokens of failed trajectories.",
     "tokens/dropped_one_left": "Sampled tokens of groups of which one trajectory is left.",
     "tokens/dropped_zero_variance": "Sampled tokens of groups whose rewards are all equal.",
@@ -87,6 +88,7 @@ MEANINGS: dict[str, str] = {
     "loss/router_balance": "The part of the loss that evens out how routers use experts.",
     "loss/entropy": "The bonus for entropy, with its weight and sign.",
     "loss/distill": "The part that follows the teacher, with its weight.",
+    "loss/observation": "The cross-entropy on what tools and users wrote, with its weight.",
     "loss/sft": "Mean negative log-probability of the target tokens, in supervised training.",
     "loss/grad_norm": "Norm of the gradient before clipping.",
     "loss/grad_norm_clipped": "Norm of the gradient that the optimizer saw: `train.optim.max_grad_norm` at most.",
@@ -95,6 +97,7 @@ MEANINGS: dict[str, str] = {
     "loss/skipped_steps": "Updates that were not taken because the gradient was not finite.",
     # policy
     "policy/entropy": "Mean entropy of the policy at the trained tokens, in nats.",
+    "policy/observation_nll": "Mean negative log-probability of the observed tokens, where the loss reads them.",
     "policy/advantage": "Mean advantage of the trained tokens.",
     "policy/ratio": "Mean ratio of the new probability of a token to its old one.",
     "policy/ratio_max": "The largest such ratio.",

@@ -1,6 +1,7 @@
 """The contribution of each token to the loss of one micro-batch, and the figures that are read off on the way.
 
     targets (logprobs, advantages, old, reference)  ->  policy loss + kl_coef * KL - entropy_coef * entropy   [S]
+    tokens of observations (logprobs)               ->  observation_coef * cross-entropy                      []
 
 Separate from the policy because nothing here knows how a micro-batch came about or what happens to its gradient: terms are
 per token, their coefficients were normalised over the global batch before, and so gradients of micro-batches add up (I7).
@@ -21,7 +22,7 @@ from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import PolicyLoss, bind, geo_mean, ppo_clip
 from polyturn.algorithms.losses.base import log_ratio
 from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
-from polyturn.batching.layout import MicroBatch
+from polyturn.batching.layout import MicroBatch, ReadTargets
 from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
 from polyturn.core.sample import TrainSample
@@ -77,6 +78,13 @@ class Terms(NamedTuple):
     """Detached log-probabilities under the weights that the step began with, where the engine's are there to compare."""
     metrics: Mapping[str, Metric] = {}
     """Of the pass as a whole."""
+    observation: Tensor | None = None
+    """The observation loss of the micro-batch, its coefficients applied; None without one."""
+
+    def total(self, coef_S: Tensor) -> Tensor:
+        """Return the loss of the micro-batch, whose targets have these coefficients."""
+        loss = (self.loss_S * coef_S).sum()
+        return loss if self.observation is None else loss + self.observation
 
 
 class Objective:
@@ -142,7 +150,16 @@ class PolicyTerms(Objective):
         algorithm = self._settings.algorithm
         options = {"entropy_grad": algorithm.entropy_coef != 0}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
-        return lambda network, batch: self._terms(batch, network(batch, **options), kl_coef)
+
+        def terms(network: Network, batch: MicroBatch) -> Terms:
+            scores = network(batch.with_observations, **options)
+            if batch.read is None:
+                return self._terms(batch, scores, kl_coef)
+            found = self._terms(batch, scores.at(batch.read.at_S), kl_coef)
+            observation, metrics = _observation_loss(batch.read, scores.logprobs_S)
+            return found._replace(observation=observation, metrics={**found.metrics, **metrics})
+
+        return terms
 
     def _terms(self, batch: MicroBatch, scores: TargetScores, kl_coef: float) -> Terms:
         """Return the loss of each target, which the policy loss, its correction, the KL term and the teacher add up to."""
@@ -189,6 +206,23 @@ class PolicyTerms(Objective):
             loss_S = loss_S + balance_coef * scores.balance_S
             parts_S["loss/router_balance"] = balance_coef * scores.balance_S.detach()
         return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.metrics)
+
+
+def _observation_loss(read: ReadTargets, logprobs_R: Tensor) -> tuple[Tensor, Metrics]:
+    """Return the observation loss of a micro-batch, and its figures.
+
+    sum over observed tokens of coef * -log pi(o_t | all tokens before), coef = observation_coef / (observed tokens of the
+    step). Source: Shrivastava et al. 2026, ECHO (arXiv 2605.24517), here as a mean over the tokens of a step.
+    """
+    nll_O = -logprobs_R[read.at_O]
+    loss = (nll_O * read.coef_O).sum()
+    total, nll = torch.stack([loss.detach(), nll_O.detach().sum()]).tolist()
+    count = len(nll_O)
+    return loss, {
+        "loss/observation": Sum(total),
+        "policy/observation_nll": Mean(nll, count),
+        "tokens/observed": Sum(count),
+    }
 
 
 class SupervisedTerms(Objective):

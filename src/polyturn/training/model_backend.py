@@ -240,7 +240,7 @@ class ModelBackend:
                 # Around both passes, because the backward one computes layers again.
                 with self.network.routed(batch), self._placement.drawing(self.step_count, number):
                     terms = terms_of(self.network, batch)
-                    loss = (terms.loss_S * batch.loss_coef_S).sum()
+                    loss = terms.total(batch.loss_coef_S)
                     value = float(loss.detach())
                     if not batch.is_padding:
                         parts.append(batch_metrics(batch, terms, value))

@@ -47,6 +47,11 @@ class TargetScores(NamedTuple):
     metrics: Mapping[str, Metric] = {}
     """Of the routers."""
 
+    def at(self, index: Tensor) -> TargetScores:
+        """Return the scores of some of the targets, by their index."""
+        entropy_S, balance_S = (None if t is None else t[index.to(t.device)] for t in (self.entropy_S, self.balance_S))
+        return self._replace(logprobs_S=self.logprobs_S[index], entropy_S=entropy_S, balance_S=balance_S)
+
 
 MAX_LOGITS = 2**27
 """Targets times vocabulary that are computed at a time: 512 MiB of float32 logits, held about three times over."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -97,6 +98,7 @@ class ModelPolicy(OverBackend):
         if coefs is None:
             average, weight = loss.algorithm.aggregate, loss.algorithm.segment_weight
             coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
+        samples = with_observation_coefs(samples, loss.algorithm.observation_coef)
         return self._counted(self.backend.forward_backward(samples, coefs, "policy", self.kl.coef))
 
     def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
@@ -215,6 +217,28 @@ def _frozen(model: PreTrainedModel, placement: Placement, *, is_kept: bool) -> F
     network = placement.policy(model.requires_grad_(False), is_copy=is_kept).eval()
     placement.freeze(network, is_copy=is_kept)
     return FrozenModel(network, is_kept=is_kept, release=placement.release)
+
+
+def with_observation_coefs(samples: Sequence[TrainSample], coef: float) -> Sequence[TrainSample]:
+    """Divide the weights of observed tokens by their sum over the step, and multiply them by the weight of the loss.
+
+    Args:
+        samples: Everything that one optimizer step trains on, of all ranks.
+        coef: `observation_coef`; 0 leaves observations out of the pass.
+
+    Raises:
+        TrainingError: a sample does not say which of its tokens are observations.
+    """
+    if not coef:
+        return [s if s.observed is None else s.replace(observed=None) for s in samples]
+    weights = [s.observed for s in samples if s.observed is not None]
+    if len(weights) < len(samples):
+        lacking = next(s.id for s in samples if s.observed is None)
+        raise TrainingError(
+            f"observation_coef is {coef:g} and sample {lacking} has no `observed`; call `to_samples` with observed=True"
+        )
+    scale = coef / max(1.0, sum(float(w.sum(dtype=np.float64)) for w in weights))
+    return [s.replace(observed=w * scale) for s, w in zip(samples, weights, strict=True)]
 
 
 def with_marks(

@@ -192,8 +192,9 @@ class Update:
         with _timed("time/prepare_s", parts):
             parts += [rollout_metrics(groups, version=step), greedy_metrics(groups)]
             kept = filter_groups(groups, min_members=self._kept_members, zero_variance=settings.drop_zero_variance)
-            scale = settings.loss_scale
-            samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
+            options = {"temperature": settings.temperature, "loss_scale": settings.loss_scale}
+            observed = settings.algorithm.observation_coef > 0
+            samples = [s for g in kept.groups for s in to_samples(g, **options, observed=observed)]
             parts.append(dropped_by_scale(kept.groups, samples))
         with _timed("time/train_s", parts):
             samples = self._with_scores(samples)

@@ -31,7 +31,10 @@ PANELS = (
         ("policy/rollout_difference", "policy/rollout_difference_p99", "policy/rollout_difference_max"),
     ),
     Panel("Probability ratio", ("policy/ratio", "policy/ratio_max")),
-    Panel("Parts of the loss", ("loss/policy", "loss/kl", "loss/entropy", "loss/distill", "loss/router_balance")),
+    Panel(
+        "Parts of the loss",
+        ("loss/policy", "loss/kl", "loss/entropy", "loss/distill", "loss/observation", "loss/router_balance"),
+    ),
     Panel("Gradient norm, before and after clipping", ("loss/grad_norm", "loss/grad_norm_clipped")),
     Panel("Critic's gradient norm, before and after clipping", ("critic/grad_norm", "critic/grad_norm_clipped")),
     Panel("Seconds of a step", ("time/step_s", "time/generate_s", "time/train_s", "time/prepare_s")),

@@ -53,6 +53,20 @@ def test_each_segment_with_a_completion_is_a_sample() -> None:
     assert second.loss_weights.tolist() == [0, 0, 0, 1]
 
 
+def test_observations_are_marked_once_and_prompts_never() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1, 2])
+    builder.sample(completion([3]), turn=0)
+    builder.observe([4, 5], turn=0)
+    builder.rewrite([1, 4, 5, 9], turn=1)  # a later segment replays the observation as its prompt
+    builder.sample(completion([6]), turn=1)
+    builder.observe([7], turn=1)
+    first, second = to_samples(group(builder.build()), temperature=1.0, observed=True)
+    assert first.observed is not None and first.observed.tolist() == [0, 0, 0, 1, 1]
+    assert second.observed is not None and second.observed.tolist() == [0, 0, 0, 0, 0, 1]
+    assert all(s.observed is None for s in to_samples(group(builder.build()), temperature=1.0))
+
+
 def test_masked_completion_is_a_sample() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
