@@ -21,9 +21,9 @@ from typing import NamedTuple
 from wall_time import timed_asserts
 
 LAYERS = (
-    "core", "infra models", "tokens", "algorithms batching tracking store", "engines buffer", "tools rewards retrieval sandbox",
-    "interactions", "data", "rollout", "evaluation", "training", "serving", "viewer", "cluster", "testing", "environments",
-    "config", "build", "api", "cli", "compat", "__main__",
+    "core", "infra models", "tokens", "algorithms batching tracking store", "engines buffer",
+    "tools rewards retrieval sandbox", "interactions", "data", "rollout", "evaluation", "training", "serving", "viewer",
+    "cluster", "testing", "environments", "config", "build", "api", "cli", "compat", "__main__",
 )  # fmt: skip
 """Packages of `src/polyturn` from the lowest to the highest; those of one layer may import one another."""
 RANK_OF = {package: rank for rank, layer in enumerate(LAYERS) for package in layer.split()}

@@ -101,7 +101,7 @@ class DryRunReport:
 
 
 def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any]) -> DryRunReport:
-    """Return what the config changes, the first task as the engine will see it, and estimates of memory and time."""
+    """The changes of the config, the first task as the engine will see it, and estimates of memory and time."""
     task = tasks.train[0]
     if parts.place.config.env is not None:
         task = run_loop(shown_first(parts.context, task))

@@ -44,7 +44,7 @@ class ReadTargets:
     flat_R: Tensor
     targets_R: Tensor
     temperature_R: Tensor
-    """[R] 1 at observations: nobody sampled them from this policy."""
+    """[R] 1 at observations, which this policy did not sample."""
     sample_R: NDArray[np.int64]
     token_R: NDArray[np.int64]
     at_S: Tensor
@@ -213,7 +213,7 @@ class _Step:
         )
 
     def _read(self, planned: PlannedBatch, places: Sequence[NDArray[np.int64]]) -> ReadTargets | None:
-        """Return what one micro-batch predicts; None without an observation loss."""
+        """Predicted observations of a micro-batch; None without an observation loss."""
         if not self.has_observed:
             return None
         rows, device = [self.samples[i] for i in planned.samples], self.device

@@ -42,7 +42,7 @@ def run(folder: Path, *, backend: Literal["podman", "docker", "bubblewrap"], net
 
 
 def _needs(task: HarborTask) -> list[str]:
-    """Return what a task needs: its steps, image, limits and deadlines in seconds."""
+    """The needs of a task: its steps, image, limits and deadlines in seconds."""
     wanted, has_dockerfile = task.file.environment, (task.folder / "environment/Dockerfile").exists()
     memory = f"{wanted.memory_mb} MB" if wanted.memory_mb else wanted.memory or "-"
     agents, verifiers = [step.agent.timeout_sec for step in task.steps], [step.verifier.timeout_sec for step in task.steps]

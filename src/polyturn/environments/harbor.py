@@ -274,7 +274,7 @@ async def verify(box: BaseSandbox, task: HarborTask, step: HarborStep, *, keep_p
 
 
 async def _rewards(box: BaseSandbox, *, where: str, exit_code: int) -> dict[str, float]:
-    """Return what the verifier wrote; its own exit code says nothing."""
+    """The rewards that the verifier wrote; its own exit code says nothing."""
     result = await box.exec(_READ, cwd=LOGS, user="root", timeout_s=CONTROL_S)
     if result.exit_code != 0:
         tail = result.stdout[-300:]

@@ -379,7 +379,7 @@ def _megabytes(size: str | None) -> int | None:
 
 
 def _worded(problem: ValidationError) -> str:
-    """Return what is wrong in a task.toml, with the nearest known field for an unknown one."""
+    """The mistakes of a task.toml, with the nearest known field for an unknown one."""
     first = problem.errors()[0]
     key, at = ".".join(map(str, first["loc"])), HarborFile
     if first["type"] != "extra_forbidden":
