@@ -241,7 +241,7 @@ class EpisodeJournal:
             }
             # Now what its owners go on changing; the rest, which nobody changes, in the thread.
             plugins, turns = _to_text(kept), self._changed(history.turns)
-            events, history.events = history.events, []
+            events, history.events = history.events or [], []
             state = {
                 "tools": None if episode.listed_tools is None else _to_text(episode.listed_tools),
                 "sampling": _settings_of(episode.sampling),
