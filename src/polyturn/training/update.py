@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,9 +193,13 @@ class Update:
         with _timed("time/prepare_s", parts):
             parts += [rollout_metrics(groups, version=step), greedy_metrics(groups)]
             kept = filter_groups(groups, min_members=self._kept_members, zero_variance=settings.drop_zero_variance)
-            options = {"temperature": settings.temperature, "loss_scale": settings.loss_scale}
-            observed = settings.algorithm.observation_coef > 0
-            samples = [s for g in kept.groups for s in to_samples(g, **options, observed=observed)]
+            samples_of = partial(
+                to_samples,
+                temperature=settings.temperature,
+                loss_scale=settings.loss_scale,
+                observed=settings.algorithm.observation_coef > 0,
+            )
+            samples = [s for g in kept.groups for s in samples_of(g)]
             parts.append(dropped_by_scale(kept.groups, samples))
         with _timed("time/train_s", parts):
             samples = self._with_scores(samples)
