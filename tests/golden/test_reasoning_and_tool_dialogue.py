@@ -111,7 +111,10 @@ async def test_default_history_keeps_all_reasoning(template: str) -> None:
 async def test_sanity_check_counts_stripped_reasoning(caplog: pytest.LogCaptureFixture) -> None:
     trajectory, _, _ = await told("strips_reasoning", at_inference=False)
     assert trajectory.metrics["sanity_reasoning_stripped"] == 2.0  # both turns but the last
-    assert not caplog.messages  # it is the template's way, and asks nothing of anybody
+    assert [message.partition("(strict) in e: ")[2].split()[0] for message in caplog.messages] == [
+        "reasoning_stripped",
+        "whitespace",
+    ]
     repaired, _, _ = await told("keeps_reasoning", at_inference=False)
     assert "sanity_reasoning_stripped" not in repaired.metrics
 
