@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from polyturn.build.gpu_plan import GB, GpuLayout, load_of
-from polyturn.config.config_source import ConfigSource, folder_or_name
+from polyturn.build.model import outline_of
+from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import is_label
 from polyturn.engines.options import ServerOptions
 from polyturn.infra.machine_memory import machine_memory
-from polyturn.training import hf, lora
+from polyturn.training import lora
 from polyturn.training.memory import ModelSize, rank_bytes, server_bytes
 
 _KEYS = {
@@ -104,8 +105,7 @@ def require_memory(place: ConfigSource) -> None:
     config = place.config
     if config.cluster.address is not None or config.model.path is None or is_label(config.model.path):
         return
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    model = hf.load_outline(folder_or_name(config.model.path, place.base), dtype=dtype, revision=config.model.revision)
+    model = outline_of(place, config.model.path)
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     on_gpu = torch.cuda.is_available()

@@ -132,13 +132,23 @@ def build_outline(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> Pr
     """
     import torch
 
-    from polyturn.training import hf
-
     model = place.config.model
     if model.init is not None or model.path is None or is_label(model.path):
         with torch.device("meta"):
             return _base_model(place, tokenizer)
-    return hf.load_outline(folder_or_name(model.path, place.base), dtype=_dtype(model.dtype), revision=model.revision)
+    return outline_of(place, model.path)
+
+
+def outline_of(place: ConfigSource, path: str) -> PreTrainedModel:
+    """Make the shapes of the model of a folder, or of a name on the hub, in the dtype of the run.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from polyturn.training import hf
+
+    model = place.config.model
+    return hf.load_outline(folder_or_name(path, place.base), dtype=_dtype(model.dtype), revision=model.revision)
 
 
 def load_frozen(place: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
