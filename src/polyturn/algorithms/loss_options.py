@@ -131,7 +131,7 @@ class DroOptions(LossOptions):
     """A square in place of a clip."""
 
     name: Literal["dro"]
-    beta: Annotated[float, Field(gt=0)] | None = None
+    dro_beta: Annotated[float, Field(gt=0)] | None = None
     """Weight of the square of the log ratio; null takes 0.1."""
 
 

@@ -227,10 +227,10 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         place = replace(place, reads_parts=not (place.is_plan or build.holds_weights(place, num_ranks=this.size)))
 
         def check(plugins: Plugins, tools: ToolBox) -> None:
-            from polyturn.build.memory_check import require_memory
-
             build.check_before_weights(place, tasks, plugins, tools)
             if not place.is_plan:
+                from polyturn.build.memory_check import require_memory  # imports PyTorch
+
                 require_memory(place)
 
         parts = build.build_parts(place, check=check)

@@ -103,7 +103,7 @@ MISTAKES = [
     ("algorithm.kl.target=0.1", ["algorithm.kl", "coef"]),
     # names
     ("algorithm.advantage=groop", ["algorithm.advantage", "'groop'", "'grpo'?"]),
-    ("algorithm.loss=ppo", ["algorithm.loss", "'ppo'", "'cispo'"]),
+    ("algorithm.loss=ppo", ["algorithm.loss", "'ppo'", "'ppo_clip'"]),
     ("reward.function=gsm9k", ["'gsm9k'", "'gsm8k'"]),
     ("rollout.scheduler=gymm", ["rollout.scheduler", "'gymm'"]),
     # files, and the names in them

@@ -309,7 +309,7 @@ def test_megatron_keys_without_effect_are_reported():
     ("mode", "options"),
     [
         ("dppo_tv", {"name": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "cap": 3.0}),
-        ("dro", {"name": "dro", "beta": 0.5}),
+        ("dro", {"name": "dro", "dro_beta": 0.5}),
     ],
 )
 def test_loss_keeps_its_own_bounds(mode: str, options: dict[str, Any]):

@@ -123,7 +123,14 @@ def test_server_on_a_cpu_is_not_asked_for_routes(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     options = ServerOptions(kind="vllm")
     setup: Any = SimpleNamespace(
-        options=options, routes=SHAPE, needs_routes=needs, places=None, max_context=64, media=None, adapter=None
+        options=options,
+        routes=SHAPE,
+        needs_routes=needs,
+        places=None,
+        max_context=64,
+        media=None,
+        adapter=None,
+        obstacles=None,
     )
 
     def started() -> Any:

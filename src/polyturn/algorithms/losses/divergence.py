@@ -70,22 +70,22 @@ def dppo_kl(
     return _masked(logprobs_T, log_T, advantages_T, is_beyond_T & is_pushed_on_T, cap)
 
 
-def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, beta: float = 0.1) -> TokenLoss:
-    """-(A logprob - beta / 2 (logprob - old_logprob)^2): no ratio and no clip; a square holds the policy near the old one.
+def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, dro_beta: float = 0.1) -> TokenLoss:
+    """-(A logprob - dro_beta / 2 (logprob - old_logprob)^2): no clip; a square holds the policy near the old one.
 
     Source: Richemond et al. 2024 (Offline Regularised Reinforcement Learning, DRO), token by token as verl's `dro` has it.
 
     Args:
-        beta: Weight of the square; above 0.
+        dro_beta: Weight of the square; above 0.
 
     Raises:
-        ConfigError: beta is not positive.
+        ConfigError: dro_beta is not positive.
     """
-    if not beta > 0:
-        raise ConfigError(f"dro has beta {beta}; it must be above 0")
+    if not dro_beta > 0:
+        raise ConfigError(f"dro has dro_beta {dro_beta}; it must be above 0")
     far_T = logprobs_T - old_logprobs_T.detach()
     return TokenLoss(
-        0.5 * beta * far_T.square() - advantages_T * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T))
+        0.5 * dro_beta * far_T.square() - advantages_T * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T))
     )
 
 

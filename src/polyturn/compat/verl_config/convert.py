@@ -323,8 +323,6 @@ def policy_loss(s: Source) -> None:
     section = key.removesuffix("loss_mode")
     of_section = {k.removeprefix(section): v for k, v in s.found.items() if k.startswith(section)}
     own = {k: v for k, v in of_section.items() if k not in ("loss_mode", "_target_")}
-    if name == "dro" and (beta := own.get("dro_beta")) is not None:
-        own["beta"] = beta
     if name in policy_losses:  # the section holds the options of every loss
         own |= {k: v for k in ("tau_pos", "tau_neg") if (v := s.get(f"{ACTOR}.{k}")) is not None}
         own = {k: v for k, v in own.items() if takes_option(policy_losses.resolve(name), k)}
