@@ -140,9 +140,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.85)  # among thousands of keys, ten times sooner
     if len(near) < 2:
         near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    if near and not any(n.startswith(name) for n in near):  # 'ppo' is nearer to 'ppo_clip' than to 'dppo_tv'
+        near = [*[n for n in names if n.startswith(name)][:1], *near][:2]
     if near:
-        begun = [n for n in names if n.startswith(name)]  # 'ppo' is nearer to 'ppo_clip' than to 'dppo_tv'
-        near = list(dict.fromkeys([*begun[:1], *near]))[:2]
         return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
     if not names:
         return " Nothing is registered."
