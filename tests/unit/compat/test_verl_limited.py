@@ -111,8 +111,8 @@ async def test_late_or_failing_function_scores_zero(manager: type[RateLimitedRew
         await asyncio.Event().wait()
         return 1.0
 
-    one = made(manager, judge, timeout=0.01)
-    late, failed = await one.run_single(rows()[:1]), await one.run_single(rows()[1:])
+    late = await made(manager, judge, timeout=0.01).run_single(rows()[:1])
+    failed = await made(manager, judge, timeout=60).run_single(rows()[1:])
     assert late == {"reward_score": 0.0, "reward_extra_info": {"timeout": True, "acc": 0.0}}
     assert failed == {"reward_score": 0.0, "reward_extra_info": {"error": "no answer", "acc": 0.0}}
 

@@ -48,7 +48,8 @@ async def test_command_reads_input_variables_and_folder(box: BaseSandbox):
 
 async def test_late_command_is_a_result(box: BaseSandbox):
     result = await box.exec("echo begun; sleep 1000", timeout_s=0.5)
-    assert result.is_timeout and result.exit_code == 124 and result.stdout == "begun\n"
+    assert result.is_timeout and result.exit_code == 124
+    assert result.stdout in ("begun\n", "")  # nothing where a busy machine took so long to start the shell
     assert (await box.exec("echo alive")).stdout == "alive\n"
 
 

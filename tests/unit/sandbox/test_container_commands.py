@@ -41,11 +41,11 @@ async def test_network_is_the_engines_where_it_is_asked_for(engine: StandIn):
 
 async def test_exec_has_user_folder_and_variables(engine: StandIn):
     async with await opened(engine, env={"A": "1"}) as box:
-        result = await box.exec("echo said; exit 4", user="me", cwd="/tmp", env={"B": "2"}, timeout_s=9)
+        result = await box.exec("echo said; exit 4", user="me", cwd="/tmp", env={"B": "2"}, timeout_s=60)
     assert (result.exit_code, result.stdout) == (4, "said\n")
     last = engine.calls("exec")[-1]
     assert last[:10] == ["exec", "-i", "-u", "me", "-w", "/tmp", "-e", "A=1", "-e", "B=2"]
-    assert last[-6:-3] == ["9.000", "bash", "-c"] or last[-4:-1] == ["9.000", "bash", "-c"]
+    assert last[-6:-3] == ["60.000", "bash", "-c"] or last[-4:-1] == ["60.000", "bash", "-c"]
 
 
 async def test_container_is_removed_once(engine: StandIn):
