@@ -134,7 +134,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "CheckpointError": "polyturn.core.errors",
     },
 }
-"""The public names and where each is defined, by what somebody wants to do; `rollout` is a package that can be called."""
+"""The public names and where each is defined, by task; `rollout` is a package that can be called."""
 
 _WHERE = {name: module for names in BY_TASK.values() for name, module in names.items()}
 __doc__ += "\n" + "\n".join(f"{task}:\n    {', '.join(names)}" for task, names in BY_TASK.items()) + "\n"

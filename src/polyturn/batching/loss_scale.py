@@ -1,7 +1,7 @@
 """Loss scale: which of the sampled tokens are trained, decided by the trainer and not by where a rollout ran.
 
     default              every token that the model wrote, in all turns
-    all                  the same: what nobody sampled is never trained
+    all                  the same: only sampled tokens are ever trained
     last_round           of each training sample, the turns of its last message only
     ignore_empty_think   not the tokens of an empty <think></think>
     ignore_think_prefix  not the <think> that a turn begins with
@@ -66,7 +66,7 @@ class SampledTurn:
 
 
 def _num_shared(beginning: str, text: str) -> int:
-    """Return how many characters of `beginning` are those of `text`; the last may be half of one."""
+    """Return the number of characters that `beginning` shares with the start of `text`; the last may be half of one."""
     return next((i for i, (a, b) in enumerate(zip(beginning, text, strict=False)) if a != b), min(len(beginning), len(text)))
 
 

@@ -86,7 +86,7 @@ class MicroBatchPlan:
 
 
 def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
-    """Return how many tokens of each sample go into the model: those before the last one that is predicted."""
+    """Return the number of tokens of each sample that go into the model: those before the last one that is predicted."""
     return [int(tokens[-1]) if len(tokens := predicted(sample)) else 0 for sample in samples]
 
 
@@ -174,7 +174,7 @@ def _cut_packed(
         if taken and (tokens + own > settings.max_tokens_per_batch or targets + counts[i] > max_targets):
             close()
             taken, tokens, targets = [], 0, 0
-        if not taken:  # the first of a micro-batch has nobody to share with
+        if not taken:  # the first of a micro-batch shares nothing
             own, common = lengths[i], 0
         taken.append((i, common))
         tokens, targets = tokens + own, targets + counts[i]
@@ -226,7 +226,7 @@ def _part(batch: PlannedBatch, which: slice, lengths: Sequence[int]) -> PlannedB
     samples = batch.samples[which]
     if not batch.shared:
         return PlannedBatch(samples=samples, cost=len(samples) * max(lengths[i] for i in samples))
-    shared = (0, *batch.shared[which][1:])  # the first row of the second half has nobody to share with
+    shared = (0, *batch.shared[which][1:])  # the first row of the second half shares nothing
     return PlannedBatch(samples=samples, shared=shared, cost=sum(lengths[i] for i in samples) - sum(shared))
 
 
@@ -234,7 +234,7 @@ def _spread(batches: Sequence[PlannedBatch], lengths: Sequence[int], num_ranks: 
     """Deal micro-batches out, each to the rank that has least to do and still has room, the costliest first."""
     if num_ranks == 1 or not batches:
         return (tuple(batches), *((),) * (num_ranks - 1))
-    # Equally many for each, because a rank with one more would wait in a collective that nobody else enters.
+    # Equally many for each, because a rank with one more would wait alone in a collective.
     room = -(-len(batches) // num_ranks)
     shares: list[list[PlannedBatch]] = [[] for _ in range(num_ranks)]
     for batch in sorted(batches, key=lambda b: -b.cost):

@@ -52,7 +52,7 @@ class Packing:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """Return how many tokens two rows begin with in common."""
+    """Return the length of the common prefix of two rows, in tokens."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -55,7 +55,7 @@ class DropStats:
 
 
 def deciles(lengths: Sequence[int], *, of: Sequence[int]) -> list[int]:
-    """Return how many of `lengths` lie in each tenth of the lengths `of`; equal ones share the middle of their ranks."""
+    """Return the number of `lengths` in each tenth of the lengths `of`; equal ones share the middle of their ranks."""
     every = np.sort(np.asarray(of, np.int64))
     found = np.asarray(lengths, np.int64)
     # The middle rank of equal lengths: all of them in the first decile they touch would look like a bias.

@@ -44,7 +44,7 @@ def run(a: Path, b: Path, *, split: str | None, success_at: float, as_json: bool
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return what a comparison says, in one sentence."""
+    """Return a comparison's result in one sentence."""
     paired = comparison.table["all"]["success"]
     delta = paired.difference
     moved = f"{delta.mean * 100:+.1f} points [{delta.low * 100:+.1f}, {delta.high * 100:+.1f}], p = {paired.p:.3g}"

@@ -12,7 +12,7 @@ from rich.table import Table
 from polyturn.api.console import make_console
 
 PLAIN_WIDTH = 160
-"""Columns of a table that does not go to a terminal, where nobody knows how wide the reader's screen is."""
+"""Columns of a table that does not go to a terminal, because the reader's width is unknown there."""
 
 
 def program() -> list[str]:

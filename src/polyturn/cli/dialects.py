@@ -25,7 +25,7 @@ def find_dialect(name: str) -> ConfigDialect:
 
     Raises:
         UnknownNameError: there is none.
-        ConfigError: whoever offers it offers something else.
+        ConfigError: the package that registers it registers something else.
     """
     if name not in offered(GROUP):
         raise UnknownNameError(f"--dialect: there is no {name!r}.{did_you_mean(name, offered(GROUP))}")
@@ -119,7 +119,7 @@ def dialect_of(path: Path) -> str | None:
 
 
 def to_migrate(path: Path) -> MigrateDialect:
-    """Return what writes a file as a native configuration: that of its dialect, or, where none is seen, of the only one
+    """Return the function that writes a file as a native configuration: of its dialect or, if none is seen, of the only one
     that can.
 
     Raises:

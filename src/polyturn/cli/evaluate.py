@@ -34,7 +34,7 @@ def run_endpoint(path: Path, overrides: Sequence[str], endpoint: Endpoint, *, as
 
 
 def _model_overrides(model: str) -> list[str]:
-    """Return what makes a config be about another model, whatever it said of its own."""
+    """Return the overrides that make a config use another model in place of its own."""
     nothing = [f"model.{name}=null" for name in ("init", "tokenizer", "lora")]
     return [f"model.path={json.dumps(model)}", *nothing]
 

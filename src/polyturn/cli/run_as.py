@@ -78,7 +78,7 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_stand_in(name: str) -> StandIn:
-    """Return what stands in for a library and its programs.
+    """Return the stand-in for a library and its programs.
 
     Raises:
         ConfigError: there is nothing that does.

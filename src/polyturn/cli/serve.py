@@ -71,7 +71,7 @@ class ServeOptions:
         return os.environ.get(TOKEN_VARIABLE)
 
     def rules(self, **changes: Any) -> ServerRules:
-        """Return what the server demands of requests; `changes` are fields of `ServerRules`.
+        """Return the server's rules for requests; `changes` are fields of `ServerRules`.
 
         Raises:
             ConfigError: the address would be open to others without a token, or a value cannot work.
@@ -84,7 +84,7 @@ class ServeOptions:
 def server_rules(
     host: str, token: str | None, *, rate_limit: str | None, allowed_hosts: Sequence[str], **changes: Any
 ) -> ServerRules:
-    """Return what a server on this host demands of requests.
+    """Return the rules for requests to a server on this host.
 
     Raises:
         ConfigError: the address would be open to others without a token, or a value cannot work.

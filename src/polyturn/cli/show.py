@@ -160,7 +160,7 @@ def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split
 
 
 def _task(task: Task) -> str:
-    """Return what a reader needs to know of a task to judge its episode."""
+    """Return the parts of a task that a reader needs to judge its episode."""
     parts = [task.id]
     if task.data_source is not None:
         parts.append(f"of {task.data_source}")
@@ -173,7 +173,7 @@ def _task(task: Task) -> str:
 
 
 def _learnt(record: StoredTrajectory) -> str:
-    """Return what training made of an episode."""
+    """Return a summary of the training on an episode."""
     trained = record.trained
     if trained.dropped is not None:
         return f"not trained: {DROPPED.get(trained.dropped, trained.dropped)}"

@@ -32,7 +32,7 @@ class RankActor(Actor):
     """A trainer rank; its calls run in the main thread, one after the other."""
 
     def free_port(self) -> int:
-        """Return a port of this node that nobody listens on."""
+        """Return a free port of this node."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
@@ -57,7 +57,7 @@ class EngineActor(Actor):
         self._engine = build()
 
     async def capabilities(self) -> EngineCapabilities:
-        """Return what the engine can do."""
+        """Return the engine's capabilities."""
         return self._engine.capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:

@@ -34,7 +34,7 @@ class RayRankGroup:
         self.row_width = row_width
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return what each returned.
+        """Let every rank run `command` on its share, and return the results in the order of ranks.
 
         Raises:
             RankLostError: a rank is gone.

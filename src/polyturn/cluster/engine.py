@@ -68,7 +68,7 @@ class ClusterEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one request was being answered, whoever asked."""
+        """Seconds in which at least one request was being answered, for any client."""
         if not self._is_closed:
             with contextlib.suppress(
                 RayError
@@ -117,7 +117,7 @@ class ClusterEngine:
         await self._call("sleep")
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return what happened to requests since the last call.
+        """Return the counts of requests since the last call.
 
         Raises:
             EngineLostError: the pool is lost.
@@ -196,7 +196,7 @@ class ClusterEngine:
 
 
 class PooledReplica:
-    """One replica, for whoever looks at it by itself; implements `PooledServer`."""
+    """One replica by itself; implements `PooledServer`."""
 
     def __init__(self, name: str, call: Callable[..., Any]) -> None:
         self.name = name

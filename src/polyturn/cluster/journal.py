@@ -62,7 +62,7 @@ class WorkerJournal:
             self.why_not = state.why_not
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Return what there is to say behind post number `received`, which tells that it and those before it are on disk."""
+        """Return the posts behind number `received`, once there are any; it confirms that those up to it are on disk."""
         while self._posts and self._posts[0].number <= received:
             done = self._waiting.pop(self._posts.popleft().number, None)
             if done is not None and not done.done():  # an episode that was cancelled waits no more
@@ -77,7 +77,7 @@ class WorkerJournal:
         return self._is_kept and is_of_training(episode)
 
     def recall(self, episode: str) -> JournaledEpisode | None:
-        """Return what was handed over of an episode, once."""
+        """Return the record of an episode that was handed over, once."""
         return self._held.pop(episode, None)
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:

@@ -39,7 +39,7 @@ class Actor:
     """The methods that all actors of a run have."""
 
     def home(self) -> ActorInfo:
-        """Return where this actor lives."""
+        """Return this actor's node, process and address."""
         logs = tuple(os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
         this = ray.get_runtime_context()
         gpus = tuple(this.get_accelerator_ids().get("GPU", ()))
@@ -97,7 +97,7 @@ def made_in(actor: type, group: Any, index: int, resources: Mapping[str, float],
 
 
 async def answer(ref: Any) -> Any:
-    """Return what an actor answers; where the caller is cancelled, its work is too.
+    """Return an actor's answer; if the caller is cancelled, the actor's work is too.
 
     Raises:
         RayActorError: it died.
@@ -113,5 +113,5 @@ async def answer(ref: Any) -> Any:
 
 
 def own_words(problem: RayTaskError) -> BaseException:
-    """Return what was raised in an actor, where it is ours, without the trace that Ray puts around it."""
+    """Return the exception that was raised in an actor, if it is ours, without Ray's trace around it."""
     return problem.cause if isinstance(problem.cause, PolyturnError) else problem

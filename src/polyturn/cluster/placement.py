@@ -101,7 +101,7 @@ class Cluster:
         return engine
 
     def places(self, need: ResourceRequest | None) -> Callable[[ModelFolder], NodePlaces]:
-        """Keep room for inference servers, none where they run already; return what makes places of it, once there is a
+        """Keep room for inference servers, none where they run already; return a function that places them, once there is a
         model to serve."""
         need = need or ResourceRequest(count=0, resources={})
         group = self._room("inference server", need, strategy="SPREAD") if need.count else None

@@ -61,7 +61,7 @@ class PoolActor(Actor):
         self._numbers = itertools.count(1)
 
     async def start(self, build: Callable[[], Awaitable[EnginePool]]) -> tuple[EngineCapabilities, list[ReplicaState]]:
-        """Make the pool, and return what its servers can do, once they are ready."""
+        """Make the pool, and return its servers' capabilities, once they are ready."""
         loop = asyncio.get_running_loop()
         handler = _ToLeader(lambda news: loop.call_soon_threadsafe(self._say, news))
         logging.getLogger("polyturn").addHandler(handler)
@@ -107,7 +107,7 @@ class PoolActor(Actor):
         self._pool.verify = self._verify
 
     async def news(self) -> list[News]:
-        """Return what there is to say, once there is something."""
+        """Return the news, once there are any."""
         await self._has_news.wait()
         self._has_news.clear()
         told, self._news = self._news, []
@@ -116,7 +116,7 @@ class PoolActor(Actor):
     async def verdict(self, question: int, problem: EngineError | None) -> None:
         """Take the leader's answer to a question."""
         asked = self._asked.pop(question, None)
-        if asked is None or asked.done():  # whoever asked waits no more
+        if asked is None or asked.done():  # the caller waits no more
             return
         if problem is None:
             asked.set_result(None)
@@ -128,7 +128,7 @@ class PoolActor(Actor):
         return self._pool.busy_s
 
     async def read_metrics(self) -> dict[str, float]:
-        """Return what happened to requests since the last call."""
+        """Return the counts of requests since the last call."""
         return self._pool.read_metrics()
 
     async def close(self) -> None:

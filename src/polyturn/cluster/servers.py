@@ -66,7 +66,7 @@ class ServerActor(Actor):
             self._server.look_at_memory()
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
-        """Return where on this node `weights` lie in a checkpoint: `at`, if another server wrote it, else newly written.
+        """Return the checkpoint folder of `weights` on this node: `at`, if another server wrote it, else newly written.
 
         `adapter` has peft's settings where they are an adapter's.
         """
@@ -116,7 +116,7 @@ class NodeServer:
         self._handle.look_at_memory.remote()
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
-        """Return where on its node `weights` lie in a checkpoint; `adapter` has peft's settings where they are an adapter's.
+        """Return the checkpoint folder of `weights` on its node; `adapter` has peft's settings if they are an adapter's.
 
         Raises:
             EngineLostError: its actor is gone.
@@ -163,11 +163,11 @@ class NodePlaces:
         return self.files.here(only="config.json")
 
     def store(self, adapter: Mapping[str, Any] | None) -> NodeStore:
-        """Return what brings weights to the nodes, or with peft's settings of one an adapter."""
+        """Return the store that brings weights to the nodes, or an adapter if peft's settings are given."""
         return NodeStore(adapter)
 
     def starter(self, number: int) -> StartServer:
-        """Return what starts a server in bundle `number`, wherever that is by then."""
+        """Return a function that starts a server in bundle `number`, on the bundle's present node."""
 
         resources = {kind: amount for kind, amount in self.resources.items() if kind != "GPU" or not self.devices}
         gpus = {"CUDA_VISIBLE_DEVICES": self.devices[number]} if self.devices else {}

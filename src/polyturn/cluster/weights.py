@@ -70,7 +70,7 @@ def _stored(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
 
 def _read(stored: tuple[np.ndarray[Any, Any], str, tuple[int, ...]]) -> Tensor:
     data, dtype, shape = stored
-    with warnings.catch_warnings():  # nobody writes to it
+    with warnings.catch_warnings():  # it is read-only
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
 
@@ -81,7 +81,7 @@ class WeightHolder(Protocol):
     node: str
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
-        """Return where on its node `weights` lie in a checkpoint: `at`, if they are there, else newly written."""
+        """Return the folder of `weights` on its node, as a checkpoint: `at`, if they are there, else newly written."""
         ...
 
 

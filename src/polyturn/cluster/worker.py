@@ -1,4 +1,4 @@
-"""RolloutWorker: what a process that only runs episodes does, whoever started it: Ray (`actors.py`), or the run's own
+"""RolloutWorker: the work of a process that only runs episodes, started by Ray (`actors.py`), or by the run's own
 leader on this machine (`worker_process.py`).
 """
 
@@ -43,5 +43,5 @@ class RolloutWorker:
         return live.lengths
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Return what the episodes have to say to the leader's journal, once there is something."""
+        """Return the episodes' posts to the leader's journal, once there are any."""
         return await self._journal.posts(received)

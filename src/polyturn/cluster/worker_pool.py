@@ -43,7 +43,7 @@ class RemoteWorker(ABC):
 
     @abstractmethod
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method returns there; a caller that is cancelled cancels it."""
+        """Call a method in the worker and return its result; a caller that is cancelled cancels it."""
 
     @abstractmethod
     async def end(self) -> None:
@@ -60,7 +60,7 @@ class RemoteWorker(ABC):
         return lengths
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Return what its episodes have to say to the journal."""
+        """Return its episodes' posts to the journal."""
         found: list[JournalEntry] = await self.call("posts", received)
         return found
 
@@ -143,7 +143,7 @@ class WorkerPool(RolloutPool):
                 self._carriers[name] = asyncio.create_task(carrying, name=f"journal of {name}")
 
     def _recall(self, spec: GroupSpec, recall: Callable[[JournalFile, str], JournaledEpisode | None]) -> ResumeState | None:
-        """Return what the journal holds of a group's episodes; None where no journal is kept."""
+        """Return the journal's record of a group's episodes; None if no journal is kept."""
         journal = self._journal
         if journal is None:
             return None
@@ -155,7 +155,7 @@ class WorkerPool(RolloutPool):
             self._last_words = str(problem)
             logger.error("%s\nRollout workers left, where its groups go on: %d", problem, len(self._workers))
         if name in self._carriers:
-            await asyncio.wait({self._carriers[name]})  # what it said before it died is read by whoever goes on
+            await asyncio.wait({self._carriers[name]})  # its last posts are read before its episodes continue
 
 
 async def _abort(worker: RemoteWorker, group: str) -> list[int]:

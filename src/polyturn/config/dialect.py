@@ -37,6 +37,6 @@ class ConfigDialect:
     usual_keys: frozenset[str]
     """Keys of its files; one with two of them, of which polyturn's own have one not, is taken to be in this dialect."""
     own_keys: frozenset[str] = frozenset()
-    """Those of which one is enough, because nobody writes it by a slip for a key of polyturn's."""
+    """Keys of which one is enough, because no configuration of polyturn has them by mistake."""
     train: TrainDialect
     migrate: MigrateDialect | None = None

@@ -1,9 +1,9 @@
-"""Keys whose values change nothing, because the value of another key says that nobody reads them.
+"""Keys that were set without effect, because another key's value switches off the part that reads them.
 
     algorithm: {aggregate: {norm_length: 512}}
       ->  Idle(path=("algorithm", "aggregate", "norm_length"), by=("algorithm", "aggregate", "name"), now="token-mean", …)
 
-It is no error: configs are made of others by one key at a time, and a key may wait for another. But whoever set it is told.
+It is no error: configs are made of others by one key at a time, and a key may wait for another. But it is reported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
 
 
 class Idle(NamedTuple):
-    """A key that was set and that nobody reads."""
+    """A key that was set and that no part reads."""
 
     path: KeyPath
     by: KeyPath

@@ -77,7 +77,7 @@ def load_config(
             a YAML file lays that file above what stands before it; relative paths in it still start at `path`'s folder.
         defaults: Values below the file.
         values: Values above it, which a program gives.
-        tells: Warn of keys that were set and that nobody reads; False where it is read once more.
+        tells: Warn of keys that were set without effect; False if the configuration is read again.
 
     Raises:
         ConfigError: a missing or damaged file, an unknown key, a wrong type, a `${…}` that leads nowhere: one sentence each.

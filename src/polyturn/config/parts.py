@@ -3,7 +3,7 @@
     loss: gspo                                            loss: {name: gspo}
     loss: {name: gspo, clip_high: 4.0e-4}                 the options are those of this loss
 
-The options of each of our parts are a dataclass beside it, which `name` tells from the others. What somebody else wrote is
+The options of each of our parts are a dataclass beside it, which `name` tells from the others. A user's own part is
 an `OwnPart`, whose further keys are its arguments. Options say with `PART` what they are of; their keys are listed and
 counted apart from those that every run has. A string under a field is that key's meaning: the reference, `polyturn config`
 and errors show it.
@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema, core_schema
 from polyturn.algorithms.options import by_name
 from polyturn.config import schema
 
-# A section's validator is built when it is first used: inside the whole run's, for most, and not by whoever only imports it.
+# A section's validator is built when it is first used: for most sections inside the whole run's, and never by an import.
 _COMMON = ConfigDict(
     defer_build=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
 )
@@ -61,7 +61,7 @@ BY_NAME = ByName()
 
 
 def arguments_of(part: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """Return what a part is called with: its own options that are set, other than those named in `but`."""
+    """Return the arguments of a part: the options of its own that are set, except those named in `but`."""
     if isinstance(part, OwnPart):
         given = {name: getattr(part, name) for name in type(part).model_fields if name != "name"} | (part.model_extra or {})
     else:

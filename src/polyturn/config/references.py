@@ -123,7 +123,7 @@ def secrets_in(resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> d
 
 
 def value_at(values: Any, path: KeyPath) -> Any:
-    """Return what stands at `path`."""
+    """Return the value at `path`."""
     for step in path:
         values = values[step]
     return values

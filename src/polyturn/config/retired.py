@@ -99,7 +99,7 @@ RETIRED: Mapping[str, Successor] = {
 
 
 def successor(key: str) -> Successor | None:
-    """Return what stands in the place of a key of the table of keys; None for one that there never was."""
+    """Return the successor of a key in the table of retired keys; None if there never was such a key."""
     steps = key.split(".")
     ends = (".".join(steps[start:]) for start in range(len(steps)))
     return next((RETIRED[end]._replace(key=end) for end in ends if end in RETIRED), None)

@@ -130,7 +130,7 @@ def as_data(section: Any) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(section: type) -> TypeAdapter[Any]:
-    """Return what turns instances of a class into plain data; making one takes longer than using it."""
+    """Return the adapter that turns instances of a class into plain data; making one takes longer than using it."""
     return TypeAdapter(section)
 
 

@@ -32,7 +32,7 @@ class Sources:
             self.origin[path] = source
 
     def of(self, path: KeyPath) -> str:
-        """Return " (in run.yaml)" for the value at `path`, "" where nobody wrote it."""
+        """Return " (in run.yaml)" for the value at `path`, "" if it is a default."""
         if (written := self._nearest(self.translated, path)) is not None:
             return f" (from {written})"
         origin = self._nearest(self.origin, path)

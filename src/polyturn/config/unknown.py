@@ -6,7 +6,7 @@
 
 Pydantic reports an unknown key inside a union once per member and without a suggestion; walking the annotations here gives
 one sentence with the nearest key. What a person wrote with a key of an earlier version is refused with what stands in its
-place. A run wrote every key down, also those that nobody chose: its own configuration is read as it was meant.
+place. A run wrote every key down, defaults included: its own configuration is read as it was meant.
 """
 
 from __future__ import annotations

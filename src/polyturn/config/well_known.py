@@ -144,14 +144,14 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
 
 
 def suggestion(name: str, value: Any) -> str:
-    """Return what a configuration has for another trainer's name, with the user's own value; "" for other names."""
+    """Return polyturn's setting for another trainer's name, with the user's own value; "" for other names."""
     known = WELL_KNOWN.get(name, WellKnown())
     text = str(value).lower() if isinstance(value, bool) else _short(str(value), value)
     return known.write.replace("{value}", text) or " or ".join(f"{key}={text}" for key in known.keys)
 
 
 def call_for(name: str, value: Any, *, keyword_of: Callable[[str], str | None]) -> str:
-    """Return what a call from Python has for it; `keyword_of` returns the keyword for a key, None where it has none."""
+    """Return the Python call for it; `keyword_of` returns the keyword for a key, None if it has none."""
     known, text = WELL_KNOWN.get(name, WellKnown()), _short(repr(value), value)
     keys = [(keyword_of(key), key) for key in known.keys]
     as_keys = [f"{keyword}={text}" if keyword else f"**{{{key!r}: {text}}}" for keyword, key in keys]

@@ -45,7 +45,7 @@ class Rows(Protocol):
         ...
 
     def where(self, index: int) -> str:
-        """Return where row `index` stands, for messages."""
+        """Return the position of row `index`, for messages: its file and line."""
         ...
 
 
@@ -336,7 +336,7 @@ def _find(path: Path, base: Path) -> list[Path]:
 
 
 def _on_hub(path: Path) -> str:
-    """Return what to write where a path may have been meant as a data set on the hub: owner/name."""
+    """Return a hint if a path may have been meant as a data set on the hub: owner/name."""
     if path.suffix in _PARTS or path.is_absolute() or len(path.parts) != 2 or path.parts[0] in (".", "..", "~"):
         return ""
     return f" If {str(path)!r} is a data set on the Hugging Face hub, name it by `dataset: {path}` in place of `files`."

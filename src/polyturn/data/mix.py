@@ -133,7 +133,7 @@ class TaskMix(TaskSampler):
         return {name: weight / total for name, weight in weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on from here."""
+        """Return the state that a resumed run continues from."""
         state = self._state
         known = {
             "counts": [list(c) for c in state.counts],
@@ -166,7 +166,7 @@ class TaskMix(TaskSampler):
         return {"sources": sizes, "seed": self._seed, "shuffle": self._shuffle, "per_step": self._per_step}
 
     def _counts_of(self, step: int) -> list[int]:
-        """Return how many tasks of each source `step` has; the steps before it are settled first."""
+        """Return the number of tasks that each source contributes to `step`; the steps before it are settled first."""
         counts = self._state.counts
         while len(self._before) <= step + 1:
             settled = len(self._before) - 1
@@ -180,7 +180,7 @@ class TaskMix(TaskSampler):
         shares = list(self.shares(step).values())
         rests = self._state.rests or [0.0] * len(shares)
         owed = [share * self._per_step + rest if share else 0.0 for share, rest in zip(shares, rests, strict=True)]
-        # By largest remainders: whoever is owed most gets the next whole visit.
+        # By largest remainders: the source that is owed most gets the next whole visit.
         counts = [max(0, math.floor(o)) for o in owed]
         while (missing := self._per_step - sum(counts)) != 0:
             sign = 1 if missing > 0 else -1

@@ -119,7 +119,7 @@ def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
 
 
 def final_answer(answer: str) -> str:
-    """Return what follows the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250".
+    """Return the text behind the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250".
 
     Raises:
         DataError: there is no such mark, or nothing after it.
@@ -235,7 +235,7 @@ def _gsm8k_files(folder: Path | None, split: str) -> list[Path]:
 
 
 def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]]:
-    """Return what gives the parquet files of a split, of a folder or of the data set on the hub."""
+    """Return a function from a split to its parquet files, in a folder or in the data set on the hub."""
     where = f"the dataset {name}" if folder is None else str(folder)
     if folder is None:
         from huggingface_hub import snapshot_download  # only this path needs it, and it is slow to import
@@ -253,7 +253,7 @@ def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]
 
 
 def _fetched(name: str, fetch: Callable[..., str], *, advice: str) -> Path:
-    """Return what `fetch` brings of a data set on the hub."""
+    """Return the folder to which `fetch` downloaded a data set of the hub."""
     why = unreachable()  # one attempt; the library itself would try for a minute
     try:
         return Path(fetch(repo_type="dataset", local_files_only=why is not None))

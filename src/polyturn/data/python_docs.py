@@ -41,7 +41,7 @@ def python_documentation() -> Iterator[Passage]:
         except ImportError:  # a Python that was built without it
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # whoever looks at a name that is to go away is warned
+            warnings.simplefilter("ignore")  # reading a deprecated name warns
             texts = [(title, inspect.getdoc(thing) or "") for title, thing in _documented(module)]
         for title, whole in texts:
             text = " ".join(whole.split()[:MAX_WORDS])

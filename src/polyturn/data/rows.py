@@ -272,12 +272,12 @@ QUESTIONS = ("question", "problem", "instruction", "query", "input", "task", "te
 
 
 def _as_list(prompt: Any) -> str:
-    """Return how a message that stands alone becomes a prompt."""
+    """Return the hint how to turn a bare message into a prompt."""
     return "; write [message] around it" if isinstance(prompt, Mapping) and "content" in prompt else ""
 
 
 def advice_for(row: Mapping[str, Any]) -> str:
-    """Return how a row of a widespread form becomes one with a prompt; "" for any other."""
+    """Return the hint how to turn a row of a common format into one with a prompt; "" for any other row."""
     if isinstance(said := row.get("conversations"), list) and said and isinstance(said[0], Mapping) and "from" in said[0]:
         return (
             " This is ShareGPT's form: write 'messages' in place of 'conversations', with 'role' (user for human, assistant "

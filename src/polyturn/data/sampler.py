@@ -84,7 +84,7 @@ class TaskSampler:
         return range(self.size)
 
     def visits(self, epochs: int) -> int:
-        """Return how many visits the first `epochs` epochs have."""
+        """Return the number of visits in the first `epochs` epochs."""
         return sum(len(self.choose(epoch)) for epoch in range(epochs))
 
     def seek(self, visits: int) -> None:
@@ -97,7 +97,7 @@ class TaskSampler:
         self._order = self._permutation()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on from here."""
+        """Return the state that a resumed run continues from."""
         return {
             "size": self.size,
             "seed": self._seed,
@@ -149,7 +149,7 @@ class Curriculum(TaskSampler):
 
     @classmethod
     def maker(cls, tasks: Sequence[Task], *, seed: int, shuffle: bool, **kwargs: Any) -> Callable[[], TaskSampler]:
-        """Return what makes the order anew, from the start; `kwargs` are those beside its name in `data.sampler`."""
+        """Return a function that makes the sampler from its start; `kwargs` are its arguments in `data.sampler`."""
         return functools.partial(cls, tasks, seed=seed, shuffle=shuffle, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""TaskSequence: tasks that are made, read or changed only when somebody looks at them, and what can be made of such ones.
+"""TaskSequence: tasks that are made, read or changed only when they are accessed, and ways to combine them.
 
     WithSystem(Subset(TaskDataset.open("train.parquet", split="train"), [4, 7]), "Be brief.")[1]   ->  Task(id="train-7", …)
 

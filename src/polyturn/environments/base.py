@@ -111,7 +111,7 @@ class Adapter:
         ]
 
     def scheduler(self) -> MultiTurnScheduler | None:
-        """Return what drives the episodes, for an agent that owns its loop; None for the `env` scheduler."""
+        """Return the scheduler that drives the episodes, for an agent that owns its loop; None for the `env` scheduler."""
         return None
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ def env_task(name: str, *, seed: int, prompt: Sequence[Message], **fields: Any) 
 
 
 def at_stage(*, split: str, score: str) -> Callable[[Task], Task]:
-    """Return what marks a task with what a run says about it: its split, and how its rewards become one."""
+    """Return a function that marks a task with its split and the way its rewards become one score."""
 
     def mark(task: Task) -> Task:
         if ENV not in task.extra:  # its scheduler knows it by other means
@@ -194,7 +194,7 @@ def known_id(id: str, known: Iterable[str], *, name: str) -> str:
 
 
 def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call `make`, which makes something with the config's arguments, and return what it made.
+    """Call `make`, which makes an object from the config's arguments, and return the object.
 
     Raises:
         ConfigError: it raised.

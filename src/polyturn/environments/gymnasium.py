@@ -154,7 +154,7 @@ class GymnasiumEnv:
 
 
 def reader(space: Any, names: Sequence[str], *, spaces: Any, name: str) -> Callable[[str], Any]:
-    """Return what reads an action of `space` from a text; None where there is none in it.
+    """Return a function that reads an action of `space` from a text, and gives None if the text holds none.
 
     Raises:
         ConfigError: actions of that kind cannot be written.
@@ -168,7 +168,7 @@ def reader(space: Any, names: Sequence[str], *, spaces: Any, name: str) -> Calla
     if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary | spaces.Box):
         return lambda text: _numbers(space, text)
     raise ConfigError(
-        f"env {name!r} has actions in {space}, which nobody can write as a text; wrap it in an environment with Text, "
+        f"env {name!r} has actions in {space}, which cannot be written as text; wrap it in an environment with Text, "
         "Discrete, MultiDiscrete, MultiBinary or Box actions"
     )
 

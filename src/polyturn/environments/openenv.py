@@ -2,7 +2,7 @@
 
     openenv:./my_env                      a folder with an openenv.yaml, which names the application
     openenv:echo_env.server.app:app       an application in an installed package
-    openenv:http://gpu7:8000              a server that somebody else started
+    openenv:http://gpu7:8000              a server that runs already
 
 An episode is one WebSocket connection: JSON goes both ways, and closing it closes the environment. A server of ours takes
 `sessions` episodes at once and there are at most `servers` of them, started when they are needed and stopped when the run
@@ -263,7 +263,7 @@ class OpenEnvSession:
         return self._words.shown(answer.get("observation")), *self.outcome(answer), {}
 
     def outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
-        """Return what a step earned, and whether the episode is over.
+        """Return the reward of a step, and whether the episode is over.
 
         Raises:
             SchedulerError: the answer says no such thing.
@@ -296,7 +296,7 @@ class OpenEnvSession:
                 await self._adapter.give_back(slot)
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the environment answers to a reset or a step; `error` says why it does not take an action.
+        """Return the environment's answer to a reset or a step; `error` says why it refuses an action.
 
         Raises:
             SchedulerError: it failed, refuses the reset, or the connection is lost.

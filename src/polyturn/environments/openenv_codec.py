@@ -25,7 +25,7 @@ MAX_VALUES = 1 << 18
 
 
 def loads(said: str) -> Any:
-    """Return what a server's message says.
+    """Parse a server's message.
 
     Raises:
         ValueError: it is no JSON, or of too many values.

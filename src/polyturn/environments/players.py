@@ -122,7 +122,7 @@ class WrittenPlayer:
         self._play = play
 
     def act(self, observation: str) -> Any:
-        """Return what the function says."""
+        """Return the function's action."""
         return self._play(observation)
 
     def recall(self, observation: str, said: str) -> Any:

@@ -8,7 +8,7 @@
     seat 1   [ prompt 1 | turn 1 | observation | turn 3 ]
 
 A reward belongs to the player who earned it, so it is the score "env" of that player's latest turn, also where the other
-player's move brought it about: a lost game is the loser's, whoever moved last. A completion that a limit cut is an action as
+player's move brought it about: the loser's too. A completion that a limit cut is an action as
 well and ends the episode all the same; a player whom a limit stops in a game of several has lost it.
 """
 
@@ -164,7 +164,7 @@ class EnvScheduler(EnvironmentLoop):
         return await super().step(episode, turn)
 
     async def snapshot(self, episode: Episode) -> dict[str, Any]:
-        """Return what the environment keeps; or its trace, and the moves that lead there.
+        """Return the environment's own snapshot; or its trace, and the moves that lead there.
 
         Raises:
             NoSnapshotError: it offers neither, or an opponent cannot be put back into the game.

@@ -53,7 +53,7 @@ class TextArena(Adapter):
         return self._package.make(self.id, **self.kwargs)
 
     def _smallest(self) -> int:
-        """Return how many players the game has at least."""
+        """Return the smallest number of players that the game allows."""
         for number in range(1, MAX_PLAYERS + 1):
             if self._fits(number, or_raise=False):
                 return number
@@ -88,7 +88,7 @@ class TextArenaEnv:
         self._random = OwnRandom()
 
     def reset(self, *, seed: int) -> Any:
-        """Begin; return what the player who begins is shown."""
+        """Begin; return the first player's first observation."""
         with self._random.held(seed=seed):
             self._game.reset(num_players=self._num_players, seed=seed)
             seat, shown = self._observation()

@@ -123,7 +123,7 @@ class Worker:
 
 
 def what_failed(error):
-    """Return what is to be said of the error that a rollout ended with; None where the model brought it about."""
+    """Return the message for the error that a rollout ended with; None if the model caused it."""
     if error is None:
         return None
     said = str(error.get("error_chain_repr") or error) if isinstance(error, dict) else repr(error)

@@ -52,7 +52,7 @@ def is_success(trajectory: Trajectory, *, at: float = 1.0) -> bool:
 
 
 def report(trajectories: Sequence[Trajectory], *, success_at: float = 1.0) -> EvalReport:
-    """Return what `trajectories` show.
+    """Return the report of `trajectories`.
 
     Args:
         trajectories: Finished ones, at least one.

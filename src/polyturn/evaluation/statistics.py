@@ -73,7 +73,7 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
 
 
 def maj_at_k(preds: Sequence[Hashable], correct: Sequence[bool], k: int, *, seed: int = 0) -> float:
-    """Return how often the most frequent answer of k of the samples is right; of equally frequent ones, each is as likely.
+    """Return the rate at which the most frequent of k answers is right; equally frequent answers are equally likely.
 
     Over all subsets of k samples, or 1000 drawn ones where there are more. Source: Wang et al. 2022, "Self-Consistency
     Improves Chain of Thought Reasoning", which votes once over all samples.

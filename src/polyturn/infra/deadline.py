@@ -127,7 +127,7 @@ class CallWithDeadline:
 
     @property
     def num_abandoned(self) -> int:
-        """Number of calls that run on although nobody waits for them any more."""
+        """Number of late calls that still run after their caller stopped waiting."""
         return self._threads.num_abandoned + len(self._left)
 
     def check_abandoned(self, what: str) -> None:

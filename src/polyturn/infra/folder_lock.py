@@ -1,6 +1,6 @@
 """The process that trains into a run's folder, and the end of the last one: a lock of the kernel, and two lines beside it.
 
-    .lock    process 4711 on node3       whoever holds the file's lock (flock) trains
+    .lock    process 4711 on node3       the holder of the file's lock (flock) trains
              ended: RewardError: …       written before the lock is given back; a process that is killed writes nothing
 
 Separate from what trains and from what shows runs, because both read what stands there.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 NAME = ".lock"
 ASKED = 5
-"""Number of times that the lock is asked for before it counts as held: whoever looks at it holds it for an instant, too."""
+"""Attempts before the lock counts as held, because a reader of its state holds it for an instant, too."""
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENDED = "ended"
 _MAX_BYTES = 4096
@@ -36,7 +36,7 @@ _MAX_BYTES = 4096
 def hold_folder(folder: Path) -> Iterator[None]:
     """Keep every other process out of a run's folder meanwhile; the kernel gives it back when this one ends or is killed.
 
-    Where the file system has no locks that is said in a line, and nobody is kept out.
+    On a file system without locks a log line says so, and no process is kept out.
 
     Raises:
         ConfigError: another process trains into it, or the lock is a symbolic link.
@@ -84,7 +84,7 @@ class FolderLock(NamedTuple):
 
 
 def look_at(folder: Path) -> FolderLock | None:
-    """Return what the lock of a run's folder says; None where there is none, or none can be asked."""
+    """Return the state of the lock of a run's folder; None if there is no lock, or it cannot be asked."""
     try:
         place = contained(folder, NAME)
         if place is None:

@@ -5,7 +5,7 @@
     reply.status, reply.json(), reply.said()
     await client.close()
 
-An answer is read up to a bound, no redirect is followed (to where it leads, nobody asked us to send anything), and what an
+An answer is read up to a bound, no redirect is followed (its target was never configured), and what an
 error shows holds no secret. A client may be used in one event loop after another; `ask_now` is for plain code.
 """
 
@@ -106,7 +106,7 @@ class JsonClient:
     async def send(
         self, method: str, url: str, body: Any = None, *, timeout_s: float | None = None, max_bytes: int | None = None
     ) -> HttpReply:
-        """Send one request and return what is answered, whatever its status.
+        """Send one request and return the reply, whatever its status.
 
         Args:
             method: GET, POST and such.

@@ -5,8 +5,8 @@
     Peer    (3, "generate", arguments)  ->    <-  (3, None, answer)      both ends call, and both answer
 
 What a peer's calls carry is pickled by itself, and with classes of the program's own file, which the other end lacks; what
-cannot be read there is the failure of one call. Separate because both ends speak it. It is for a socket that nobody else can
-connect to: whoever writes to it is trusted.
+cannot be read there is the failure of one call. Separate because both ends speak it. It is for a socket that no one else can
+connect to: its writer is trusted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Peer:
         await asyncio.get_running_loop().create_unix_connection(lambda: self._socket, sock=connection)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method of the other end returns; where the caller is cancelled, it is cancelled there.
+        """Call a method of the other end and return its result; if the caller is cancelled, so is the call there.
 
         Raises:
             PolyturnError: what it raised; of any other exception a RuntimeError with its trace.

@@ -180,7 +180,7 @@ class LoopMonitor:
             self._num_watching -= 1
 
     def take(self) -> tuple[int, float]:
-        """Return how often, and for how many seconds, plug-ins have blocked the loop since the last call."""
+        """Return the number of times that plug-ins blocked the loop since the last call, and for how many seconds."""
         self._count()
         blocks, self._blocks = self._blocks, []
         return len(blocks), sum(blocks)

@@ -242,7 +242,7 @@ def _processes() -> list[tuple[int, int, str]]:
 
 
 def _in_lasting_thread(start: Callable[[], Any]) -> Any:
-    """Return what `start` returns in the one thread that starts processes."""
+    """Call `start` in the one thread that starts processes, and return its result."""
     done: Future[Any] = Future()
     _starter(os.getpid()).put((done, start))
     return done.result()

@@ -21,7 +21,7 @@ async def retried(
     max_wait_s: float = 60.0,
     jitter_s: float = 0.0,
 ) -> T:
-    """Return what `call` returns, made again while it may be; raise what its last try raises.
+    """Return the result of `call`, made again while it may be; raise the error of its last try.
 
     Args:
         call: What is tried.

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Return what `work()` returns, or raise what it raises."""
+    """Return the result of `work()`, or raise its error."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:

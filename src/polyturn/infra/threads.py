@@ -46,7 +46,7 @@ class DaemonThreads:
 
     @property
     def num_abandoned(self) -> int:
-        """Number of calls that run on although nobody waits for them any more."""
+        """Number of late calls that still run after their caller stopped waiting."""
         return self._num_abandoned
 
     async def run(
@@ -58,7 +58,7 @@ class DaemonThreads:
         is_owed: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call `function` in a thread and return what it returns.
+        """Call `function` in a thread and return its result.
 
         A caller that is cancelled leaves at once: a call that has not begun never will, one that runs is abandoned.
 
@@ -151,5 +151,5 @@ class DaemonThreads:
 
 
 def _look_at(answer: asyncio.Future[Any]) -> None:
-    """See what nobody waits for any more, so that asyncio does not report it."""
+    """Retrieve the result of an abandoned call, so that asyncio does not report it."""
     _ = answer.cancelled() or answer.exception()

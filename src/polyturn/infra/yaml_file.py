@@ -45,7 +45,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _num_values(path: Path) -> int:
-    """Return how many values a file has, each counted wherever an alias repeats it.
+    """Return the number of values in a file, each counted wherever an alias repeats it.
 
     Raises:
         RecursionError: a part holds itself, or is nested too deep.

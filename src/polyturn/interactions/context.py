@@ -26,7 +26,7 @@ from polyturn.core.task import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeakOptions:
-    """Options of the run's own model speaking for somebody else."""
+    """Options for the run's own model when it speaks for another role."""
 
     agent: str = "user"
     """Whose words they are in the records."""
@@ -131,7 +131,7 @@ def _check_kwargs(interaction: Interaction, kwargs: Mapping[str, Any]) -> None:
                 f"{dict(kwargs)!r:.200}: {problem}; end its parameters with **kwargs"
             ) from problem
         except ValueError:
-            continue  # nobody knows what it takes
+            continue  # a built-in without a signature
 
 
 @runtime_checkable

@@ -44,7 +44,7 @@ class Gsm8kInteraction(BaseInteraction):
         )
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
-        """Return what is kept of the episode."""
+        """Return the state of the episode."""
         return self._instance_dict[instance_id]
 
     async def restore(self, instance_id: str, state: dict[str, Any]) -> None:

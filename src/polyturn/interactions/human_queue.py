@@ -82,7 +82,7 @@ class HumanQueue:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any], deadline_s: float
     ) -> HumanReply | None:
-        """Let a conversation wait for an answer; None if nobody gave one in time.
+        """Let a conversation wait for an answer; None if none came in time.
 
         Args:
             messages: What is shown.
@@ -129,17 +129,17 @@ class HumanQueue:
         """Leave an answer.
 
         Raises:
-            DataError: no such conversation waits: it was answered by somebody else, or its time is over.
+            DataError: no such conversation waits: it was answered already, or its time is over.
         """
         if not any(paper["ticket"] == ticket for paper in self.waiting()):
-            raise DataError("this conversation waits no more: somebody answered it, or its time is over")
+            raise DataError("this conversation no longer waits: it was answered already, or its time is over")
         path = self._answers / f"{ticket}.json"
         draft = path.with_suffix(f".{secrets.token_hex(8)}")
         draft.write_text(json.dumps(asdict(answer)), encoding="utf-8")
         try:
             os.link(draft, path)  # fails where the name is taken, so that of two people's answers the first one counts
         except FileExistsError:
-            raise DataError("this conversation waits no more: somebody answered it, or its time is over") from None
+            raise DataError("this conversation no longer waits: it was answered already, or its time is over") from None
         finally:
             draft.unlink(missing_ok=True)
 
@@ -155,11 +155,11 @@ class HumanQueue:
 def _write(path: Path, data: Mapping[str, Any]) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(data, ensure_ascii=False, default=str), encoding="utf-8", errors="replace")
-    draft.replace(path)  # at once: whoever looks for conversations reads none that is half written
+    draft.replace(path)  # atomic, so that no reader sees half a conversation
 
 
 def _text_in(path: Path) -> bytes | None:
-    """Return what a file holds; None if it is not there, or cannot be read at the moment."""
+    """Return the content of a file; None if it does not exist, or cannot be read at the moment."""
     try:
         return path.read_bytes()
     except OSError:
@@ -167,7 +167,7 @@ def _text_in(path: Path) -> bytes | None:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return what a text says; None if it is not what we write."""
+    """Parse a text that we wrote; None if it is damaged."""
     try:
         found = json.loads(text.decode("utf-8"))
         found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # no half of a character
@@ -177,7 +177,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _paper_in(path: Path) -> dict[str, Any] | None:
-    """Return a conversation that waits; None where the file is none, whoever wrote it."""
+    """Return the conversation in a file; None if the file holds none."""
     paper = None if (text := _text_in(path)) is None else _parsed(text)
     if paper is None or paper.get("ticket") != path.stem or not isinstance(paper.get("about"), dict):
         return None

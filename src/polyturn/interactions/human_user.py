@@ -107,7 +107,7 @@ class HumanUser(ViewInteraction):
         """Ask the person.
 
         Raises:
-            InteractionError: nobody answered in time and that is an error here, or the terminal was closed.
+            InteractionError: no answer came in time and `on_deadline` is "fail", or the terminal was closed.
         """
         shown = [self._shown(m) for m in messages]
         about = {"conversation": instance_id if view is None else view.id}
@@ -118,12 +118,12 @@ class HumanUser(ViewInteraction):
             info = {"user_scored": answer.score is not None, **({"user_stop": "person"} if answer.is_end else {})}
             return answer.is_end, answer.text, float(score), info
         if self._on_deadline == "fail":
-            raise InteractionError(f"{self._who}: nobody answered within {self._deadline_s:g} s; raise deadline_s")
+            raise InteractionError(f"{self._who}: no answer came within {self._deadline_s:g} s; raise deadline_s")
         is_end = self._on_deadline == "end"
         return is_end, "" if is_end else self._on_deadline, float(self._score), {"user_stop": "deadline"}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """Return the score of a turn that nobody answered."""
+        """Return the score of a turn without an answer."""
         return float(self._score)
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -144,7 +144,7 @@ class HumanUser(ViewInteraction):
             try:
                 found: HumanReply | None = await self._threads.run(ask)
             except TerminalClosedError as problem:
-                raise InteractionError(f"{self._who}: the terminal was closed ({problem}); nobody can answer") from problem
+                raise InteractionError(f"{self._who}: the terminal was closed ({problem}); no answer can come") from problem
         return found
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class ReplayedUser(ViewInteraction):
         return False, said, self._score, info
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """Return the score of a turn that nobody answered."""
+        """Return the score of a turn without an answer."""
         return self._score  # type: ignore[return-value]
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class ReplayedUser(ViewInteraction):
         del self._live[instance_id]  # type: ignore[arg-type]
 
     async def snapshot(self, instance_id: str) -> int | None:
-        """Return where the recording began."""
+        """Return the position at which the recording began."""
         return self._live[instance_id].first
 
     async def restore(self, instance_id: str, state: int | None) -> None:
@@ -164,7 +164,7 @@ def _read_file(path: Path, *, who: str) -> dict[str, tuple[Recorded, ...]]:
 
 
 def _replies(messages: Any) -> list[str]:
-    """Return what the user said after its first message."""
+    """Return the user's messages after the first one."""
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise DataError(f"messages are {messages!r:.100}; give a list of messages with role and content")
     return [text_of(m) for m in messages if m.get("role") == "user"][1:]

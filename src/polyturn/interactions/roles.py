@@ -24,7 +24,7 @@ SILENCE = "(no answer)"
 
 
 def flipped(messages: Sequence[Mapping[str, Any]], *, instructions: str) -> list[dict[str, Any]]:
-    """Return what a model that plays the user is shown: who it is, then the conversation with the roles exchanged.
+    """Return the prompt of a model that plays the user: instructions, then the conversation with the roles exchanged.
 
     Args:
         messages: The conversation in OpenAI's form, the model's turn last.
@@ -70,7 +70,7 @@ class UserTurns:
     """Number of a user's messages when it was first asked."""
 
     def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many replies the user gave before."""
+        """Return the number of replies that the user has given."""
         num_users = sum(m.get("role") == "user" for m in messages)
         self.first = num_users if self.first is None else min(self.first, num_users)
         return num_users - self.first

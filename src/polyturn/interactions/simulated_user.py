@@ -192,7 +192,7 @@ class SimulatedUser(ViewInteraction):
         await live.held.aclose()
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
-        """Return what is remembered of an episode."""
+        """Return the state of an episode."""
         live = self._live[instance_id]
         return {"num_calls": dict(live.num_calls), "first": live.first}
 
@@ -210,7 +210,7 @@ class SimulatedUser(ViewInteraction):
         place: str,
         number: int,
     ) -> ChatReply:
-        """Return what its model says, which is not nothing."""
+        """Return the simulated user's reply, which is never empty."""
         for attempt in range(MAX_EMPTY):
             live.num_calls[place] = live.num_calls.get(place, 0) + 1
             if self._voice is not None:
@@ -304,7 +304,7 @@ def _user_settings(config: Mapping[str, Any], *, who: str) -> UserSettings:
 
 
 def _policy_options(config: Mapping[str, Any], settings: UserSettings, *, who: str) -> SpeakOptions:
-    """Return how the run's own model is sampled for the user."""
+    """Return the sampling options for the run's own model when it plays the user."""
     for name in config:
         if name in names_of(ChatPartnerSettings) and name not in ("model", "temperature", "top_p", "max_tokens"):
             raise ConfigError(f"{who}: {name} is for a model at an endpoint, and model is {POLICY}, the run's own; drop it")

@@ -5,7 +5,7 @@
     > /end 0.5 Thank you.    ends it, scores the model's last turn, says something
     > /score 0.2 No.         scores the model's last turn, and answers
 
-Reading waits in a thread and stops at the deadline, so that no line is taken for a question that nobody waits for any more.
+Reading waits in a thread and stops at the deadline, so that no line is taken for a question that has expired.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HELP = "Answer, /end [SCORE] [TEXT] to end the conversation, /score SCORE TEXT t
 
 
 class TerminalClosedError(Exception):
-    """Nobody can answer there any more."""
+    """The terminal is closed, so no answer can come."""
 
 
 class Terminal:

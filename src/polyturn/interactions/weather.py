@@ -44,7 +44,7 @@ class WeatherInteraction(BaseInteraction):
         return 0.0 if isinstance(said, str) and NO_TOOL_CALL in said else 1.0
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
-        """Return what is kept of the episode."""
+        """Return the state of the episode."""
         return self._instance_dict[instance_id]
 
     async def restore(self, instance_id: str, state: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ class FunctionEmbedder:
 
 
 def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
-    """Return what a config's `embed` describes; None for None.
+    """Return the embedder that a config's `embed` describes; None for None.
 
     Raises:
         ConfigError: it describes nothing that is known.

@@ -5,8 +5,8 @@
             vocab.index.json  params.index.json  *.csc.index.npy        BM25, as bm25s keeps it
             vectors.npy                                                 where it has vectors
 
-A folder is written beside its place and then moved there: whoever finds one finds a whole one. Nothing in it is pickled, so
-an index from somebody else can be read without trusting them.
+A folder is written beside its place and then moved there: a reader always finds a whole one. Nothing in it is pickled, so
+a foreign index can be read without trusting its author.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Searcher:
         """Describe the searches; `mode` is hybrid with an embedder and bm25 without.
 
         Raises:
-            ConfigError: the mode needs vectors that the index has not, or nobody to make them of queries.
+            ConfigError: the mode needs vectors that the index lacks, or an embedder for queries.
         """
         self.index = index
         self.mode = mode or (Mode.BM25 if embedder is None else Mode.HYBRID)

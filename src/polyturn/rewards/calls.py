@@ -103,7 +103,7 @@ class Batch(Generic[T]):
         wait_s: float | None = None,
         running: RunningEpisodes | None = None,
     ) -> None:
-        """Wait for nobody yet.
+        """Start with an empty batch.
 
         Args:
             call: The function of many.

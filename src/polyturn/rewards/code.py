@@ -87,7 +87,7 @@ class Sandbox(SandboxOptions):
             self._here().require()
 
     def run(self, code: str, *, stdin: str = "", language: str = "python") -> Mapping[str, Any]:
-        """Run one program and return what the sandbox says.
+        """Run one program and return the sandbox's answer.
 
         Raises:
             RewardError: the sandbox cannot be asked.
@@ -164,7 +164,7 @@ class Sandbox(SandboxOptions):
 
 
 def run_request(code: str, *, stdin: str | None, language: str, timeout_s: float, memory_limit_mb: int) -> dict[str, Any]:
-    """Return what is posted to `run_code`, also by the tool that runs code in an episode."""
+    """Return the body of a `run_code` request; the tool that runs code in an episode uses it too."""
     return {
         "code": code,
         "language": language,
@@ -232,7 +232,7 @@ def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
 
 
 def _as_value(expected: Any) -> Any:
-    """Return what a function should return; some data sets write it as JSON.
+    """Return the value that a function should return; some data sets write it as JSON.
 
     Raises:
         DataError: it is nested too deep to be compared.

@@ -176,7 +176,7 @@ class ConversationJudge:
         return {**out, "right_answer": task.ground_truth} if self.settings.shows_truth and task.ground_truth else out
 
     def _told(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return what the judge reads of a message; None if nothing."""
+        """Return a message as the judge reads it; None if it reads nothing of it."""
         role, content = message["role"], message.get("content")
         if role == "tool" and not self.settings.shows_tools:
             return None

@@ -51,7 +51,7 @@ class LocalSandbox:
             ) from problem
 
     def run(self, code: str, *, stdin: str) -> Mapping[str, Any]:
-        """Run a program, and return what a SandboxFusion service would answer.
+        """Run a program, and return the answer that a SandboxFusion service would give.
 
         Raises:
             RewardError: no sandbox could be started.

@@ -107,7 +107,7 @@ def _behind(text: str, mark: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last `\boxed{…}` (or `\fbox{…}`) of a text, with matched braces; None if nothing does."""
+    r"""Return the content of the last `\boxed{…}` (or `\fbox{…}`) of a text, with matched braces; None if there is none."""
     found: tuple[int, str] | None = None
     open_at: list[tuple[bool, int]] = []  # of each open brace: whether it is a box's, and where its content begins
     for mark in _MARKS.finditer(text):
@@ -143,7 +143,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    r"""Return what stands in the box that a text ends with, or the text itself where there is none."""
+    r"""Return the content of the box that a text ends with, or the text itself if it ends with none."""
     return last_boxed(s) or s
 
 

@@ -68,7 +68,7 @@ class Processes:
         atexit.register(self.close)
 
     def __call__(self, **told: Any) -> Any:
-        """Return what the function returns.
+        """Call the function in one of the processes and return its result.
 
         Raises:
             LateCallError: it takes longer than it may.

@@ -126,7 +126,7 @@ class RewardRouter:
         self._scores_turns = scheduler is not None and scheduler.scores_turns
         self._may_be_given = scheduler is not None and scheduler.gives_reward
         self.running = RunningEpisodes()
-        """The episodes that run; whoever runs one holds `running.one()` until it is scored."""
+        """The episodes that run; the pool holds `running.one()` for an episode until it is scored."""
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
         resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base, running=self.running)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
@@ -137,7 +137,7 @@ class RewardRouter:
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
-        """Return what scores a data_source: a function, "interaction", "tools" or "turns".
+        """Return the scorer of a data_source: a function, "interaction", "tools" or "turns".
 
         Raises:
             UnknownNameError: nothing does.
@@ -235,7 +235,7 @@ class RewardRouter:
         of_tools: Mapping[str, float],
         tool_rewards: Mapping[str, float | None],
     ) -> tuple[float, Mapping[str, Any]]:
-        """Return what the task's route gives for the outcome, and what is recorded beside it.
+        """Return the outcome by the task's route, and the values that are recorded beside it.
 
         Raises:
             RewardError: nothing scores the task, or its reward function failed.
@@ -271,7 +271,7 @@ class RewardRouter:
 
 
 def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return what each agent earned in all: its own score for the outcome, and what the trajectory earned beside that."""
+    """Return each agent's total: its own score for the outcome, plus the rest of the trajectory's reward."""
     if not isinstance(scores, Mapping) or not all(
         isinstance(s, int | float) and as_score(s) is not None for s in scores.values()
     ):
@@ -329,7 +329,7 @@ class _Resolver:
 
 
 def _match(routes: Mapping[str, RewardFunction | str], data_source: str) -> RewardFunction | str | None:
-    """Return where a data_source leads: an exact name wins over a glob, an earlier glob over a later one."""
+    """Return the route of a data_source: an exact name wins over a glob, an earlier glob over a later one."""
     if data_source in routes:
         return routes[data_source]
     return next((to for pattern, to in routes.items() if fnmatch.fnmatchcase(data_source, pattern)), None)

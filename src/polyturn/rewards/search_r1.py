@@ -48,7 +48,7 @@ def compute_score_subem(
 
 
 def extract_solution(solution_str: Any) -> str | None:
-    """Return what stands in the last `<answer>…</answer>` of a text; None if nothing does."""
+    """Return the content of the last `<answer>…</answer>` of a text; None if there is none."""
     found, end = None, 0
     while isinstance(solution_str, str):
         start = solution_str.find("<answer>", end)
@@ -60,7 +60,7 @@ def extract_solution(solution_str: Any) -> str | None:
 
 
 def count_answer_tags(text: str) -> tuple[int, int]:
-    """Return how many `<answer>` and how many `</answer>` a text has."""
+    """Return the numbers of `<answer>` and of `</answer>` in a text."""
     return text.count("<answer>"), text.count("</answer>")
 
 

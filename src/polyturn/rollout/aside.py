@@ -1,4 +1,4 @@
-"""Asides: what the run's model says for somebody else, and what an interaction that may ask for one is told.
+"""Asides: completions of the run's model in another role, and the view of an interaction that may ask for them.
 
     segments    assistant  [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          the model's own
                 user       [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          an aside, which weighs 0
@@ -40,7 +40,7 @@ class EpisodeView:
 
 
 def sampled_for(options: SpeakOptions, sampling: SamplingParams) -> SamplingParams:
-    """Return how a voice is sampled in a run that samples like `sampling`."""
+    """Return the sampling parameters of an aside in a run that samples like `sampling`."""
     return dataclasses.replace(
         sampling,
         max_tokens=options.max_tokens,

@@ -86,6 +86,6 @@ def _is_on_a_loop() -> bool:
 
 
 def _discard(awaitable: Awaitable[Any]) -> None:
-    """Close a coroutine that nobody is going to await."""
+    """Close a coroutine that will never be awaited."""
     if asyncio.iscoroutine(awaitable):
         awaitable.close()

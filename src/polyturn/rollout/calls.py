@@ -41,9 +41,9 @@ class AuthorCalls:
         self._turn_taking = PerLoop(asyncio.Lock)
 
     def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return what to call in place of `method`: itself where it is our own, plain or async, else an async guard.
+        """Return a callable for `method`: our own method itself, plain or async, else an async guard.
 
-        Our own code waits for nothing without a deadline, so nothing stands between it and whoever calls it. The guard is
+        Our own code waits for nothing without a deadline, so it is called directly. The guard is
         `call`, with its `options`.
         """
         return method if has_own_deadlines(method) else functools.partial(self.call, method, **options)
@@ -58,7 +58,7 @@ class AuthorCalls:
         of: str = "the scheduler's",
         **kwargs: Any,
     ) -> Any:
-        """Call `method` and return what it returns, awaited.
+        """Call `method` and return its result, awaited.
 
         Args:
             method: Of a scheduler, plain or async.
@@ -98,7 +98,7 @@ class AuthorCalls:
         """Call a plain method; its deadline begins when it does, and what it gives to await is no part of it."""
 
         def work() -> tuple[Any]:
-            return (method(*args),)  # in a tuple, so that nobody awaits it before its own clock runs
+            return (method(*args),)  # in a tuple, so that it is not awaited before its own clock runs
 
         (answer,) = await (self._within(name, work) if has_deadline else self.bounded.call(work))
         return answer

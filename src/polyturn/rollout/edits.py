@@ -160,7 +160,7 @@ def _with_reasoning(message: Message, text: str, opened: str) -> Message:
 def with_known_origin(messages: Sequence[Message], held: Sequence[Message]) -> tuple[Message, ...]:
     """Return messages for a history that has `held`, each with who wrote it.
 
-    Where nobody says it, a message that says what one of `held` says is that one, each of them once, and any other is the
+    Without a stated origin, a message with the text of one of `held` is that one, each of them once, and any other is the
     environment's. Of those that say the same, none is trusted more than the others.
     """
     if all(m.origin is not None for m in messages):

@@ -55,7 +55,7 @@ class EnvSession:
         self._lock = threading.Lock()
         """Held to look at and to change what follows, never while foreign code runs."""
         self._open: Env | None = None
-        """The environment, as long as somebody has to close it."""
+        """The environment, until it is closed."""
         self._num_busy = 0
         """Plain methods of it that run in a thread: one, or none."""
         self._is_over = False
@@ -73,7 +73,7 @@ class EnvSession:
         return self._answers.hexdigest()
 
     async def reset(self, *, seed: int) -> Any:
-        """Make the environment and return what it shows first.
+        """Make the environment and return its first observation.
 
         Raises:
             SchedulerError: it raised or was late.
@@ -84,7 +84,7 @@ class EnvSession:
         return shown
 
     async def snapshot(self) -> Mapping[str, Any]:
-        """Return what the environment keeps, or else the trace of one that is replayed.
+        """Return the environment's own snapshot, or else the trace of one that is replayed.
 
         Raises:
             NoSnapshotError: it offers neither.

@@ -145,7 +145,7 @@ class Episode:
     def count_tokens(
         self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
-        """Return how many tokens the prompt of a history has, for policies with a budget; `tools` replace its own."""
+        """Return the length of a history's prompt in tokens, for policies with a budget; `tools` replace its own."""
         typed = self.history.typed(messages)
         if tools is None:
             return self.history.length_of(typed)
@@ -251,7 +251,7 @@ class Episode:
         return turn
 
     def _next_request(self) -> tuple[GenerateRequest, StopReason]:
-        """Return what the engine is asked next, and the limit that gives it its budget.
+        """Return the next request to the engine, and the limit that gives it its budget.
 
         Raises:
             SchedulerError: a limit forbids another turn, as `prepare` would have said.
@@ -308,7 +308,7 @@ class Episode:
         self.listed_tools = tuple(tools)
 
     def mark(self) -> Mark:
-        """Return where the episode stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
+        """Return a mark of the present position, right behind a turn; `fork(at=…)` continues from it."""
         return self.history.mark()
 
     @pauses_stretch
@@ -498,7 +498,7 @@ class Episode:
         return self.resources.bridge.wait(awaitable, of=self.id)
 
     def guarded(self, scheduler: Scheduler, method: Any, **options: Any) -> Callable[..., Any]:
-        """Return what to call in place of a method of a scheduler: our own itself, its author's with deadlines."""
+        """Return a callable for a scheduler's method: our own itself, its author's with deadlines."""
         return self._context.calls.guarded(method, is_shared=scheduler.shared, **options)
 
     async def call(self, scheduler: Scheduler, method: Any, *args: Any, **options: Any) -> Any:

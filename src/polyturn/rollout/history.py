@@ -252,7 +252,7 @@ class History:
     # Reading.
 
     def progress(self, *, elapsed_s: float, prompt: Prompt | None = None) -> EpisodeProgress:
-        """Return where it is in the units of the limits; with `prompt`, where it would be once that is shown."""
+        """Return the position in the units of the limits; with `prompt`, the position once that is shown."""
         return EpisodeProgress(
             elapsed_s=elapsed_s,
             turns=len(self.turns),
@@ -268,7 +268,7 @@ class History:
         return [ref for ref, span in spans if span.source is SpanSource.SAMPLED and span.turn == turn.index]
 
     def mark(self) -> Mark:
-        """Return where it stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
+        """Return a mark of the present position, right behind a turn; `fork(at=…)` continues from it."""
         return Mark(self.builder.place, self._copy())
 
     def typed(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -280,7 +280,7 @@ class History:
         return self.encoder.full(self._as_written(self._messages))
 
     def length_of(self, messages: Sequence[Message]) -> int:
-        """Return how many tokens the prompt of `messages` has."""
+        """Return the length of the prompt of `messages` in tokens."""
         return len(self.encoder.start(self._as_written(messages)))
 
     def read_completion(self, ids: Ids, *, turn: int) -> tuple[Message, str]:

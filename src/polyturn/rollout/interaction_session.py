@@ -96,7 +96,7 @@ class InteractionSession:
         start = functools.partial(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
 
         async def start_interaction() -> None:
-            nonlocal chosen  # at once: a cancellation may come before whoever waits for it is told
+            nonlocal chosen  # set here, because a cancellation may come before the caller resumes
             returned = await self.loaded.bounded.call(start)
             chosen = episode_id if returned is None else str(returned)
 
@@ -158,7 +158,7 @@ class InteractionSession:
         return None if score is None else self._number("calculate_score", score)
 
     async def snapshot(self) -> Any:
-        """Return what the interaction keeps of the episode; None where it keeps nothing.
+        """Return the interaction's own state of the episode; None if it keeps none.
 
         Raises:
             InteractionError: its `snapshot` raised or was late.
@@ -176,7 +176,7 @@ class InteractionSession:
             await self._call(self.loaded.hooks.restore, self._live(), state)
 
     async def close(self) -> str | None:
-        """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything.
+        """Call `finalize_interaction`, once, if the interaction was started; return its failure, if any.
 
         Also finalize a failed start, which may have taken resources; an error of that is ignored.
         """
@@ -197,7 +197,7 @@ class InteractionSession:
         return None
 
     def _content(self, content: Any) -> str | tuple[Mapping[str, Any], ...]:
-        """Return what the interaction says: a text, a `ToolResponse` or a list of parts where it shows images."""
+        """Return the interaction's reply: a text, a `ToolResponse`, or a list of parts if it shows images."""
         try:
             if isinstance(content, ToolResponse):
                 return content_of(content)

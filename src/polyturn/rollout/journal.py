@@ -197,7 +197,7 @@ class EpisodeJournal:
         self._plugins, self._texts = None, _Texts()
 
     def _usable(self) -> JournaledEpisode | None:
-        """Return what is held; None, counted, where nothing of it can be used."""
+        """Return the recorded episode; None, counted, if no part of it can be used."""
         held = self._held
         if held is None:
             return None
@@ -225,7 +225,7 @@ class EpisodeJournal:
             return
         history, resources = episode.history, episode.resources
         if self._why_not is not None:
-            history.events = None  # nobody is going to ask for them
+            history.events = None  # no more lines are written, so they are not needed
             return
         if stop is None and self._num_kept == len(history.turns):
             return
@@ -239,7 +239,7 @@ class EpisodeJournal:
                 "environment": await resources.snapshot(),
                 "scheduler": None if snapshot is None else await episode.call(self._scheduler, snapshot, episode),
             }
-            # Now what its owners go on changing; the rest, which nobody changes, in the thread.
+            # The parts that their owners go on changing are copied now; the rest, which no longer changes, in the thread.
             plugins, turns = _to_text(kept), self._changed(history.turns)
             events, history.events = history.events or [], []
             state = {
@@ -303,7 +303,7 @@ class EpisodeJournal:
         return self._num_lines
 
     def _changed(self, turns: list[OpenTurn]) -> dict[str, _Answer]:
-        """Return what answered and scored those turns that are not as the line before has them."""
+        """Return the answers and scores of the turns that differ from the line before."""
         changed = {}
         for turn in turns:
             seen = (turn.observation, turn.tool_results, dict(turn.scores), dict(turn.info), dict(turn.timings))
@@ -357,7 +357,7 @@ def _read_trajectory(data: Mapping[str, Any], id: str, task: Task) -> Trajectory
 
 
 def _to_text(value: Any) -> str:
-    """Return what a plug-in left as JSON.
+    """Return a plug-in's state as JSON.
 
     Raises:
         SnapshotError: JSON cannot write it.
@@ -383,5 +383,5 @@ def _simple(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _settings_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Return them as JSON writes them; nobody changes what is returned."""
+    """Return them as JSON writes them; treat the result as read-only."""
     return dataclasses.asdict(sampling)

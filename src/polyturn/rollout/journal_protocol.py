@@ -33,11 +33,11 @@ class Journal(Protocol):
         ...
 
     def recall(self, episode: str) -> JournaledEpisode | None:
-        """Return what is held of an episode, once; None where it was not in flight."""
+        """Return the record of an episode, once; None if it was not in flight."""
         ...
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        """Append a line, made where it holds nobody up, and return once the operating system has it.
+        """Append a line, made outside the event loop, and return once the operating system has it.
 
         Raises:
             SnapshotError: the line cannot be made.

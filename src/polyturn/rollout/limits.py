@@ -118,7 +118,7 @@ def is_short_of_room(limits: Limits, at: EpisodeProgress) -> bool:
 
 
 def budget(limits: Limits, at: EpisodeProgress, *, ceiling: int) -> Budget:
-    """Return how many tokens the next completion may have; at least 1 where `reached` returned None.
+    """Return the number of tokens that the next completion may have; at least 1 where `reached` returned None.
 
     Args:
         limits: The limits.

@@ -70,7 +70,7 @@ class Reply:
 
     @classmethod
     def of(cls, value: Any) -> Reply:
-        """Return what a `step` returned as a reply.
+        """Return the result of a `step` as a reply.
 
         Raises:
             SchedulerError: it is nothing that can be understood.

@@ -64,7 +64,7 @@ async def check_text(
     num_chars = sum(map(len, trusted + foreign))
     if num_chars <= LONG_CHARS:
         return
-    if num_chars > limit * codec.longest_token:  # whatever its tokens are, so that nobody counts megabytes
+    if num_chars > limit * codec.longest_token:  # true whatever its tokens are, so megabytes are not counted
         raise TooLongError(f"the messages have {num_chars} characters, more than a context of {limit} tokens holds")
     counts = await asyncio.to_thread(lambda: codec.count(trusted) + codec.count(foreign, is_plain=True))
     if limits.context_policy is ContextPolicy.STOP and sum(counts) > limit:
@@ -74,7 +74,7 @@ async def check_text(
 
 
 def _text_of(message: Message) -> str:
-    """Return what a template may show of a message: what it says, and each of its names that is no name any more."""
+    """Return all text of a message that a template may show: its content, and each of its names that is not a plain name."""
     calls = message.tool_calls
     words = [message.role, message.name or "", message.tool_call_id or "", *(w for c in calls for w in (c.id, c.name))]
     arguments = (call.raw or json.dumps(dict(call.arguments)) for call in calls)

@@ -70,7 +70,7 @@ class Resources:
         self._context = context
         self.tools = context.tools.session(id)
         self.interaction = context.partner_for(task)
-        """Whom the row names to answer; None if it names nobody."""
+        """The interaction that the row names; None if it names none."""
         self._has_partners = True
         self._answered: dict[str, asyncio.Event] = {}
         """The requests that the engine is answering; set once it has."""
@@ -86,7 +86,7 @@ class Resources:
         self._has_partners, self.interaction = False, None
 
     async def start(self) -> tuple[Message, ...]:
-        """Create the tools and start the interaction; return what the tools say at once, for the prompt.
+        """Create the tools and start the interaction; return the tools' opening messages for the prompt.
 
         Raises:
             ToolStartError, InteractionError: one could not be started.
@@ -107,7 +107,7 @@ class Resources:
         return next((one.why_not for one in hooks if one.why_not is not None), None)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what tools and interaction keep of the episode.
+        """Return the tools' and the interaction's state of the episode.
 
         Raises:
             SnapshotError: one of them raised or was late.
@@ -130,7 +130,7 @@ class Resources:
             await self.interaction.restore(state["partner"])
 
     async def close(self) -> list[str]:
-        """Release the tools, finalize the interaction, free the engine's sessions; return what went wrong."""
+        """Release the tools, finalize the interaction, free the engine's sessions; return the failures."""
         # First the ways in, so that no thread of a scheduler's begins anything while it is released.
         self.bridge.close()
         self.on_turn = None
@@ -176,7 +176,7 @@ class Resources:
         return sum(len(turn.completion.token_ids) for turn in self.turns) + self.aside_tokens
 
     async def _end_sessions(self) -> list[str]:
-        """Let the engine drop what it keeps of the histories; return what went wrong."""
+        """Let the engine drop its state of the histories; return the failures."""
         problems = []
         for session_id in (self.id, *(fork.id for fork in self.forks)):
             try:
@@ -195,7 +195,7 @@ class Resources:
 
     @property
     def duration_s(self) -> float:
-        """Seconds since the episode began, whoever it waited for, the time between two processes left out."""
+        """Seconds since the episode began, waiting included, without the time between two processes of a resumed run."""
         return self._now() - self.began
 
     def spent(self, *, elapsed_s: float, duration_s: float) -> None:
@@ -247,7 +247,7 @@ class Resources:
 
 
 def as_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
-    """Return what tools answered as the messages that the model reads."""
+    """Return the tools' results as the messages that the model reads."""
     return tuple(
         Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name, origin=Origin.ENVIRONMENT)
         for r in results

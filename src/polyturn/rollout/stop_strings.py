@@ -58,7 +58,7 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
 
 
 def find_stop(ids: Sequence[int], stops: Sequence[str], codec: Codec) -> tuple[int, str] | None:
-    """Return how many ids it takes to write the stop string that is complete first, and the string; None without one."""
+    """Return the number of ids up to the end of the first complete stop string, and the string; None without one."""
     text = codec.decode(ids)
     if not any(stop in text for stop in stops):
         return None

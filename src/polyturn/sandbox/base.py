@@ -298,7 +298,7 @@ class BaseSandbox:
     async def _checked(
         self, argv: Sequence[str], *, stdin: bytes = b"", user: str | None = None, max_bytes: int = MAX_OUTPUT
     ) -> bytes:
-        """Return what one of the sandbox's own tools prints.
+        """Return the output of one of the sandbox's own tools.
 
         Raises:
             SandboxFileError: it failed.

@@ -96,7 +96,7 @@ class Connection(HttpToolsProtocol):
             self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End, and tell whoever still works for the client."""
+        """End, and cancel the work for the client."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)

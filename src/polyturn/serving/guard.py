@@ -150,7 +150,7 @@ class _Bounded:
 
 
 def guarded(app: Starlette, rules: ServerRules, *, say: Say = _detail) -> RequestPolicy:
-    """Put the rules in front of an application, and return what counts.
+    """Put the rules in front of an application, and return their counters.
 
     Args:
         app: Middleware that is added to it later stands in front of the rules.
@@ -175,9 +175,9 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 
 def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
-    """Return how uvicorn serves an application under rules.
+    """Return uvicorn's settings for an application under rules.
 
-    Addresses of requests may hold a token, so requests are not logged; who asks is whoever connects, whatever a header says;
+    Addresses of requests may hold a token, so requests are not logged; a header cannot change the client;
     and no socket is upgraded.
 
     Args:

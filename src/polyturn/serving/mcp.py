@@ -184,7 +184,7 @@ async def _demand_session(ctx: Any, call_next: Any) -> Any:
 
 
 def _blocks(result: ToolResult) -> list[Any]:
-    """Return what a model would read as content blocks."""
+    """Return a model's view of a result as content blocks."""
     if isinstance(result.content, str):
         return blocks_of(result.content, ())
     text = "\n".join(str(part["text"]) for part in result.content if part["type"] == "text")

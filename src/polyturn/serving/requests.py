@@ -1,4 +1,4 @@
-"""From a client's request to a task, with the checks that rows of a file do not need: whoever runs polyturn chose the file.
+"""From a client's request to a task, with the checks that rows of a file do not need, because the user chose the file.
 
     {"messages": […], "images": ["data:image/png;base64,…"], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  Task(id="a")
 

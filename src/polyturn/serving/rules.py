@@ -173,7 +173,7 @@ class RequestPolicy:
             self.num_requests -= 1
 
     def max_body(self, path: str) -> int:
-        """Return how many bytes a body of this path may have."""
+        """Return the largest body that this path accepts, in bytes."""
         return self.rules.body_limits.get(path, self.rules.max_body_bytes)
 
     # The single rules.

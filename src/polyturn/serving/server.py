@@ -1,7 +1,7 @@
 """The process side of the rollout server: which address, and how it ends.
 
 SIGTERM or SIGINT: no more requests are taken, running episodes get `grace_s` to finish, the rest are replied as errors,
-then the process ends. A port in use that nobody asked for is passed over for the next free one, and the log says so.
+then the process ends. If the default port is in use, the next free one is taken, and the log says so.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class RolloutService:
         await self.context.engine.update_weights(self.version)
 
     async def probe(self) -> dict[str, Any]:
-        """Return what the model says to a fixed prompt, greedily, with logprobs: two probes differ if its weights do."""
+        """Complete a fixed prompt greedily, with logprobs: two probes differ if the weights do."""
         name = f"probe-{next(self._numbers)}"
         prompt = np.asarray(self.context.codec.encode("polyturn looks at the weights"), np.int32)
         sampling = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=0.0)

@@ -5,7 +5,7 @@
     server   POST /process_weights_after_loading/                ->  serves what came, as the next version
 
 The group is gloo, over TCP; it stands apart from any other process group of either side. Nothing but tensors of known names
-and shapes travels through it, never pickle. Whoever can reach the port could join it, so it belongs on a trusted network.
+and shapes travels through it, never pickle. Any client of the port could join it, so it belongs on a trusted network.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrainerGroup:
             store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout)
             self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, timeout)
         except RuntimeError as problem:
-            raise EngineError(f"rank {rank} met nobody at {host}:{port} ({one_line(problem)})") from problem
+            raise EngineError(f"rank {rank} met no other rank at {host}:{port} ({one_line(problem)})") from problem
         self._store = store
         self._root = world_size - 1
 
@@ -113,7 +113,7 @@ class WeightReceiver:
         """Receive the announced tensors, in the background: each on its own, or all in one run of bytes.
 
         Raises:
-            ConfigError: nobody was asked to join, or the model has no such parameter.
+            ConfigError: no rank was asked to join, or the model has no such parameter.
         """
         if self._group is None:
             raise ConfigError("there is no process group; POST /init_communicator/ first")

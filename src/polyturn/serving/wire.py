@@ -27,11 +27,11 @@ MAX_VALUES = 1 << 20
 
 
 class BodyError(ValueError):
-    """A body that is not JSON, or more than JSON should be; its text is a sentence for whoever sent it."""
+    """A body that is not JSON, or that exceeds the bounds on JSON; its text is a sentence for the client."""
 
 
 def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
-    """Return what a body says, which may hold `max_values` lists and objects.
+    """Parse a body, which may hold `max_values` lists and objects.
 
     Raises:
         BodyError: it is no JSON, nested too deeply, or of too many parts.
@@ -60,7 +60,7 @@ def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]
 
 
 async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Return a body that is an object; a long one is read in a thread, so that nobody else waits for it.
+    """Read a body that is an object; a long one in a thread, so that other requests do not wait for it.
 
     Raises:
         BodyError: it is another value, or no JSON.

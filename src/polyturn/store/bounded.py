@@ -85,7 +85,7 @@ class BoundedFile:
         return table
 
     def _size(self, group: int, places: Iterable[int]) -> int:
-        """Return what columns of a row group, given by their places in `_paths`, take."""
+        """Return the size of columns of a row group, given by their places in `_paths`, in bytes."""
         of, total = self._head.row_group(group), 0
         with self._path.open("rb") as file:
             for column in map(of.column, places):
@@ -103,7 +103,7 @@ class BoundedFile:
 
 
 def _text_bytes(array: pa.Array) -> int:
-    """Return how many bytes the texts of an array have, each counted as often as it occurs."""
+    """Return the size of an array's texts in bytes, each counted as often as it occurs."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         lengths = pc.binary_length(array.dictionary)

@@ -46,7 +46,7 @@ def as_json(value: Any) -> str:
 
 
 def read_json(text: str | None) -> Any:
-    """Return what `as_json` wrote; {} where nothing was recorded."""
+    """Parse the output of `as_json`; {} if nothing was recorded."""
     return {} if text is None else json.loads(text)
 
 

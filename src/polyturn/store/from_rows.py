@@ -27,7 +27,7 @@ from polyturn.store.schema import JSON_MEMBERS, METADATA_KEY, SCHEMA, VERSION, S
 UNREADABLE = (
     pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-"""Errors from a file that is no part of a run, or that somebody wrote to break its reader."""
+"""Errors from a file that is not part of a run, or that was made to break its reader."""
 _ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "entropies", "trained_weights")
 
 

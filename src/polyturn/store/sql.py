@@ -2,8 +2,8 @@
 
     run_query(table, "select id from trajectories where reward < 1", stop=left)     an Arrow table
 
-A condition comes from whoever looks at a run. It may take `TIMEOUT_S` and `MAX_BYTES`, reads no file, and ends when nobody
-waits for its answer any more.
+A condition comes from a person who looks at a run. It may take `TIMEOUT_S` and `MAX_BYTES`, reads no file, and ends when its
+caller stops waiting.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def run_query(
     timeout_s: float = TIMEOUT_S,
     max_bytes: int = MAX_BYTES,
 ) -> pa.Table:
-    """Return what a query over the table `trajectories` gives.
+    """Run a query over the table `trajectories` and return its result.
 
     Args:
         table: Under that name.
         query: SQL, DuckDB's.
-        stop: Set when nobody waits for the answer any more.
+        stop: Set when the caller stops waiting for the answer.
         timeout_s: How long it may take.
         max_bytes: Memory that it may take beside the table.
 
@@ -80,7 +80,7 @@ def run_query(
         finally:
             child.kill()
     if stop is not None and stop.is_set():
-        raise DataError("the query was stopped: nobody waits for its answer")
+        raise DataError("the query was stopped: its caller is gone")
     if child.returncode:
         said = errors.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
         own = [name for name in table.column_names if not name.startswith("__")]

@@ -217,7 +217,7 @@ class StoredRun:
                 yield table, table[_ROW].to_numpy(), held[key]
 
     def sql(self, query: str, *, stop: threading.Event | None = None) -> pa.Table:
-        """Return what an SQL query over the table `trajectories` (the columns of `table()`) gives.
+        """Run an SQL query over the table `trajectories` (the columns of `table()`) and return its result.
 
         Raises:
             DataError: the query is not valid, or takes too much time or memory.

@@ -72,12 +72,12 @@ class TextQuery:
         """Return [N] which texts match.
 
         Raises:
-            DataError: it took too long, or nobody waits for it any more.
+            DataError: it took too long, or its caller is gone.
         """
         found = []
         for start in range(0, len(texts), _PIECE):
             if self.stop is not None and self.stop.is_set():
-                raise DataError("the search was stopped: nobody waits for its answer")
+                raise DataError("the search was stopped: its caller is gone")
             if time.monotonic() > self.until:
                 raise DataError(f"the search took longer than {TIMEOUT_S:g} s; look for less, or narrow the table first")
             piece = pc.match_substring_regex(texts.slice(start, _PIECE), pattern, ignore_case=True)

@@ -82,7 +82,7 @@ class _Tally:
 def certify(
     codec: Codec, *, tools: Sequence[Mapping[str, Any]] = (), num_random: int = 108, seed: int = 0
 ) -> TemplateReport:
-    """Try the template with dialogues of every kind and return what it does and how histories grow with it.
+    """Try the template with dialogues of every kind and report its behaviour and how histories grow with it.
 
     Args:
         codec: The tokenizer and template to look at.
@@ -190,7 +190,7 @@ def _try(trial: Trial, encoder: DeltaEncoder, tally: _Tally) -> None:
 
 
 def _as_text(answer: Sequence[Message], written: str, before: Sequence[Message], encoder: DeltaEncoder) -> str:
-    """Return how a reply reads in tokens, in which what it says of control tokens is text.
+    """Return a reply's text in tokens, with the control tokens that it mentions as plain text.
 
     Words stand in for it, because a control token may take or add the white space around it, and text does not.
     """

@@ -76,7 +76,7 @@ class Codec:
         self._plain = _without_added_tokens(self._backend)
         self._remembered: dict[str, Ids] = {}
         """The ids of short texts."""
-        # Added runs of white space (some code models have them) are ordinary text: nobody is controlled by two spaces.
+        # Added runs of white space (some code models have them) are ordinary text: two spaces control nothing.
         added = {int(i): str(t) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
         self.control_tokens: Mapping[int, str] = added
         """id -> text of every token that only templates and the model may write."""
@@ -231,7 +231,7 @@ class Codec:
         return [_encode(self._plain, parts[0]), *behind]
 
     def token_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return where each token of environment text begins and ends in it, in characters; a character may have several."""
+        """Return the start and end of each token of environment text, in characters; a character may have several."""
         spans: list[tuple[int, int]] = self._plain.encode(
             text.encode("utf-8", "replace").decode(), add_special_tokens=False
         ).offsets
@@ -263,7 +263,7 @@ class Codec:
         return self._normal_text is not None
 
     def control_spans(self, text: str) -> list[ControlSpan]:
-        """Return where the texts of control tokens stand in `text`."""
+        """Return the positions of the control tokens' texts in `text`."""
         return [ControlSpan(m.start(), m.end(), self._control_ids[m[0]]) for m in self._control_text.finditer(text)]
 
     def replace_control(self, text: str, change: Callable[[str], str], *, barred: Collection[int]) -> str:

@@ -1,7 +1,7 @@
 """Delimiters: the control tokens that open or close turns, roles and media, found by rendering.
 
 Separate from control tokens at large, because a prompt's owner may mean the others: a system prompt that explains <think>
-or <tool_call> wants the token the model knows, and nobody's prompt wants to end its own turn.
+or <tool_call> wants the token the model knows, and no prompt means to end its own turn.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ class DeltaEncoder:
         return tuple(self._rule.changed_tools(self.tools, change, foreign=self._foreign_tools))
 
     def _render_delta(self, new: Sequence[Message], past: _Past, *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return what the template writes from the end of the assistant's turn on; `tools` stand for the encoder's."""
+        """Return the template's text from the end of the assistant's turn on; `tools` stand for the encoder's."""
         codec, template = self.codec, self.codec.template
         tools = self.tools if tools is None else tools
         anchor = unused_word((w.text for w in self._rule.written(new)), _ANCHOR)
@@ -331,7 +331,7 @@ class DeltaEncoder:
                 raise TemplateError(
                     "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
                 )
-            # A template may attach the system message to the last user's turn, and nobody said the base's.
+            # A template may attach the system message to the last user's turn, and the base has its own.
             moved = any(m.text in behind and not any(m.text in n.text for n in new) for m in (_SYSTEM, _USER))
             if not moved:
                 break

@@ -128,7 +128,7 @@ def _kind(text: str) -> str:
 
 
 def shape(new: Sequence[Message]) -> tuple[object, ...] | None:
-    """Return what the frame of `new` depends on; None where only a real render will do."""
+    """Return the key on which the frame of `new` depends; None if only a real render will do."""
     out: list[object] = []
     for m in new:
         if not isinstance(m.content, str) or m.tool_calls or m.reasoning is not None or m.role not in ROLES:
@@ -174,7 +174,7 @@ def _with_text(index: int, m: Message, text: str) -> Message:
 
 
 def origin_of(message: Message) -> Origin:
-    """Return who wrote a message: the environment, where nobody says."""
+    """Return a message's origin: the environment, if it states none."""
     return message.origin or Origin.ENVIRONMENT
 
 
@@ -190,7 +190,7 @@ def map_all_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def prompt_key(messages: Sequence[Message]) -> tuple[object, ...] | None:
-    """Return what the ids of a prompt depend on; None for one that holds a turn, which is not asked for twice."""
+    """Return the key on which a prompt's ids depend; None for a prompt that holds a turn, which is not asked for twice."""
     if any(m.role == "assistant" or m.tool_calls or m.reasoning or not isinstance(m.content, str) for m in messages):
         return None
     return tuple((m.origin, m.role, m.content, m.name, m.tool_call_id) for m in messages)

@@ -23,7 +23,7 @@ _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "preprocesso
 def only_cached(name: str, *, revision: str | None = None) -> bool:
     """Return whether a model's or a tokenizer's files come from the cache alone; False for a folder.
 
-    A name that can only be a path is left to whoever opens it.
+    A name that can only be a path is returned as it is.
 
     Raises:
         ConfigError: the hub is not asked or does not answer, and the cache does not hold the name.

@@ -8,7 +8,7 @@ Nothing here knows a family of models: the processor itself is asked what one me
 processing a text that is that medium's placeholder and nothing else. A conversation's inputs are those of its media in the
 order of the messages, which is what one pass over the whole conversation gives; so media are encoded as they come.
 
-A placeholder that a tool, a user or the model wrote as text is text: whoever encodes it has to keep it from becoming the
+A placeholder that a tool, a user or the model wrote as text is text: the encoder keeps it from becoming the
 token, and a count that does not fit is refused.
 """
 
@@ -142,7 +142,7 @@ class MediaProcessor:
                     raise DataError(f"{where} shows {a_kind(medium.kind)}, but there is no file {source!r}")
 
     def expansion(self, medium: Media) -> Expansion:
-        """Return what the processor makes of one medium.
+        """Return the processor's ids and inputs for one medium.
 
         Raises:
             DataError: the processor has no part for it, cannot read it, or fails on it.
@@ -246,7 +246,7 @@ class MediaProcessor:
         return self._type_of[ids]
 
     def shown(self, ids: Ids, media: Sequence[Media]) -> int:
-        """Return how many of `media` are shown by the prefix `ids`.
+        """Return the number of `media` that the prefix `ids` shows.
 
         Raises:
             TemplateError: the prefix ends inside a medium.
@@ -339,7 +339,7 @@ class MediaProcessor:
         return out
 
     def _plain_run(self, ids: Ids) -> int:
-        """Return how many leading ids are no control tokens."""
+        """Return the number of leading ids that are no control tokens."""
         control = np.isin(ids, list(self.codec.control_tokens))
         return int(control.argmax()) if control.any() else len(ids)
 
@@ -450,7 +450,7 @@ def load_processor(path: str, *, revision: str | None = None) -> Any:
 
 
 def _find(ids: Ids, wanted: Ids, start: int) -> int | None:
-    """Return where `wanted` stands in `ids` from `start` on; None where it does not."""
+    """Return the position of `wanted` in `ids` from `start` on; None if it does not occur."""
     for at in (start + np.flatnonzero(ids[start:] == wanted[0])).tolist():
         if np.array_equal(ids[at : at + len(wanted)], wanted):
             return int(at)
@@ -458,7 +458,7 @@ def _find(ids: Ids, wanted: Ids, start: int) -> int | None:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return what a processor has under `name`; None where it has none. Processors differ in what they have, and say so
+    """Return a processor's attribute `name`; None if it has none. Processors differ in what they have, and say so
     in no other way."""
     try:
         return owner.__getattribute__(name)

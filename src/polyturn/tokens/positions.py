@@ -59,7 +59,7 @@ class MediaRows:
         """The number of each kind's features in `RowInputs.types`."""
 
     def row(self, ids: Ids, media: Sequence[Media]) -> RowInputs:
-        """Return what the model reads beside `ids`, a prefix of a segment that shows `media`.
+        """Return the model's inputs beside `ids`, a prefix of a segment that shows `media`.
 
         Raises:
             TemplateError: `ids` hold other features than those of a prefix of `media`.

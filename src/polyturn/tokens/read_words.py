@@ -52,7 +52,7 @@ def _sayings(word: str) -> tuple[str, ...]:
 
 
 def _changes(codec: _TemplateRenderer, role: str, contents: Sequence[str]) -> bool:
-    """Return whether contents are written otherwise than words that nobody looks for, but for the words."""
+    """Return whether the template changes contents beyond the words themselves, compared with neutral words."""
     plain = [f"Zq{number}plainZ" for number in range(len(contents))]
     shown = codec.template.try_render(_conversation(role, plain), add_generation_prompt=True)
     if shown is None or any(word not in shown for word in plain):

@@ -175,7 +175,7 @@ def _detected(codec: Codec) -> ToolCallParser:
 
 
 def _read_alike(held: str, full: str, parser: ToolCallParser) -> str | None:
-    """Return how two texts differ that a parser reads as the same calls and content; None if it does not."""
+    """Return the difference of two texts that a parser reads as the same calls and content; None if it reads them apart."""
     a, b = parser.parse(held), parser.parse(full)
     same_calls = [(c.name, c.arguments) for c in a.tool_calls] == [(c.name, c.arguments) for c in b.tool_calls]
     if not same_calls or _squeeze(a.content) != _squeeze(b.content):

@@ -128,7 +128,7 @@ class TrustRule:
     def changed(self, message: Message, change: Change) -> Message:
         """Return a message with every text in it changed; the message itself where that changes nothing."""
         origin = origin_of(message)
-        of_calls = Origin.MODEL if origin is Origin.OWNER else origin  # nobody means the end of a call inside one
+        of_calls = Origin.MODEL if origin is Origin.OWNER else origin  # no owner means the end of a call inside one
 
         def text(said: str) -> str:
             return change(said, origin)
@@ -179,7 +179,7 @@ class TrustRule:
         return [self._changed_schema(v, text) for v in value] if isinstance(value, list | tuple) else value
 
     def _changed_raw(self, raw: str, change: Change, origin: Origin) -> str:
-        """Return what a model wrote for a call that could not be read; the call's tags around it are what made it one.
+        """Return the model's text of a call that could not be read; the tags around it made it a call.
 
         One that was never closed may end in any other: in the end of a turn, or the beginning of a tool's answer. And a
         parser may begin one anywhere, as inside of a list.

@@ -130,12 +130,12 @@ def _run(spans: Sequence[ControlSpan]) -> list[int]:
 
 
 def common_length(a: str, b: str) -> int:
-    """Return how many characters `a` and `b` begin with alike."""
+    """Return the length of the common prefix of `a` and `b`, in characters."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def behind_anchor(text: str | None, anchor: str) -> str | None:
-    """Return what stands behind the last `anchor` in `text`; None where there is none."""
+    """Return the text behind the last `anchor` in `text`; None if there is no anchor."""
     if text is None:
         return None
     _, found, behind = text.rpartition(anchor)
@@ -143,7 +143,7 @@ def behind_anchor(text: str | None, anchor: str) -> str | None:
 
 
 def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer) -> int | None:
-    """Return where in `followed` the model's own text ends and the template's begins; None if the two do not agree.
+    """Return the position in `followed` where the model's own text ends and the template's begins; None if the two disagree.
 
     Args:
         alone: What stands behind the anchor where nothing follows the turn.

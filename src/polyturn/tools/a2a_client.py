@@ -8,7 +8,7 @@
     await agent.close()                                                the last user closes the HTTP client
 
 What the agent says may be a message, or a task that goes on for a while: its updates are followed, by a stream where it has
-one, and by asking again where not. A task that nobody waits for any more is cancelled at the agent.
+one, and by asking again where not. A task whose caller is gone is cancelled at the agent.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class A2AAgent:
         http = _http_client(self.url, self._headers)
         try:
             try:
-                async with asyncio.timeout(CARD_S):  # whoever waits for it may be gone before; the next one asks again
+                async with asyncio.timeout(CARD_S):  # the caller may be gone before; the next one asks again
                     card = await self._card(http)
             except TimeoutError:
                 raise ToolTimeoutError(f"the agent did not show its card within {CARD_S:g} s") from None

@@ -79,7 +79,7 @@ def update_task(task: Any, event: Any) -> None:
 
 
 def state_of(task: Any) -> str:
-    """Return how a task stands: submitted, working, completed, …"""
+    """Return a task's state: submitted, working, completed, …"""
     from a2a.types import TaskState
 
     return str(TaskState.Name(task.status.state)).removeprefix("TASK_STATE_").lower()

@@ -62,7 +62,7 @@ class BaseTool:
 
     @property
     def host(self) -> str | None:
-        """Whom it asks, for the limit per host: the host and port of the first URL in its config; None for nobody."""
+        """The host that it asks, for the limit per host: host and port of the first URL in its config; None for none."""
         urls = (v for v in self.config.values() if isinstance(v, str) and v.startswith(("http://", "https://")))
         return next((urlsplit(url).netloc for url in urls), None)
 

@@ -102,7 +102,7 @@ class ConcurrencyLimits:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            for limit in self._limits[tool]:  # the host's always last, so that nobody waits in a circle
+            for limit in self._limits[tool]:  # the host's always last, so that no cycle of waiting can form
                 await limit.acquire(owner)
                 held.append(limit)
             yield clock() - began

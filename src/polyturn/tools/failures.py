@@ -76,7 +76,7 @@ def kind_of(problem: Exception) -> ToolFailure:
 
 
 def reason_of(problem: Exception, *, tool: str) -> str:
-    """Return what the model is told about what a call raised."""
+    """Return the message to the model about an error that a call raised."""
     if isinstance(problem, DeadlineError):
         return f"{tool!r} did not answer: {problem}"
     return scrubbed(str(problem)) if isinstance(problem, ToolError | TooLargeError) else one_line(problem)

@@ -64,7 +64,7 @@ class Gsm8kTool(BaseTool):
         return gsm8k.compute_score(state["response"], state["ground_truth"], method="flexible", format_score=0.0, score=1.0)
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
-        """Return what is kept of the episode."""
+        """Return the state of the episode."""
         return self._instance_dict[instance_id]
 
     async def restore(self, instance_id: str, state: dict[str, Any]) -> None:

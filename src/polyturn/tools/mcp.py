@@ -137,7 +137,7 @@ class MCPSearchTool(MCPBaseTool):
 
 
 def _count_results(text: str) -> int:
-    """Return how many results an answer lists: entries with a title or a URL of their own, else one if there is text."""
+    """Return the number of results in an answer: entries with a title or a URL of their own, else one if there is text."""
     titles = len(re.findall(r"""(?im)(?:^|["'{,]\s*)title["']?\s*:""", text))
     urls = len(re.findall(r"https?://", text))
     return max(titles, urls) or int(bool(text.strip()))

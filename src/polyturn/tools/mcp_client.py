@@ -95,13 +95,13 @@ def token_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def secrets_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a server knows and must not be shown: its token, headers, and variables with a secret's name."""
+    """Return the secrets of a server's settings: its token, headers, and variables with a secret's name."""
     named = [*(settings.get("env") or {}).items(), *(settings.get("headers") or {}).items()]
     return tuple(str(v) for k, v in [("token", token_of(settings)), *named] if v is not None and is_secret_name(str(k)))
 
 
 def transport_of(settings: Mapping[str, Any]) -> str:
-    """Return how a server is reached: stdio, streamable_http or sse."""
+    """Return the transport of a server: stdio, streamable_http or sse."""
     if "command" in settings:
         return "stdio"
     kind, path = settings.get("transport") or settings.get("type"), str(settings["url"]).rstrip("/")

@@ -233,7 +233,7 @@ class McpConnection:
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._strays.discard(task)
-        _ = task.cancelled() or task.exception()  # seen, whoever still waits for it
+        _ = task.cancelled() or task.exception()  # marks the exception as retrieved
 
     # ---- the client -------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class McpConnection:
         self._holder = asyncio.create_task(holding, name=f"mcp-{self.name}")
 
     async def _hold(self, ready: asyncio.Future[Any], is_over: asyncio.Event, words: StderrTail) -> None:
-        """Keep one client open until nobody needs it."""
+        """Keep one client open until it is no longer needed."""
         from polyturn.tools.mcp_client import make_client
 
         why = "it was left while it was being connected to"
@@ -306,7 +306,7 @@ class McpConnection:
             if not ready.done():
                 self._count_failure(why)
                 ready.set_exception(ConnectionError(why))
-                _ = ready.exception()  # seen, should nobody be waiting any more
+                _ = ready.exception()  # marks the exception as retrieved, if no caller waits any more
 
     async def _hear(self, message: Any) -> None:
         from mcp.types import ToolListChangedNotification
@@ -381,7 +381,7 @@ class McpServer:
         return self.stats().num_connected
 
     def stats(self) -> McpStats:
-        """Return what the sessions hold at the moment."""
+        """Return the sessions' present counts."""
         sessions = self._sessions.values()
         return McpStats(
             num_sessions=len(sessions),

@@ -165,7 +165,7 @@ async def _skip(stdout: asyncio.StreamReader, num_bytes: int) -> Any:
             return b""
     found = _ID_FIRST.match(head) or _ID_LAST.search(tail + rest)
     if found is None:
-        return b""  # nobody can be told, so the connection ends
+        return b""  # no request to answer, so the connection ends
     return _error(int(found[1]), f"the answer of {total + len(rest)} bytes is too large; ask for less at once")
 
 
@@ -224,4 +224,4 @@ async def _stop(process: asyncio.subprocess.Process, words: StderrTail) -> None:
         async with asyncio.timeout(0.2):
             while chunk := await process.stderr.read(65536):
                 words.add(chunk)
-    process._transport.close()  # type: ignore[attr-defined]  # closes pipes that somebody else holds open, too
+    process._transport.close()  # type: ignore[attr-defined]  # closes pipes that another process holds open, too

@@ -35,7 +35,7 @@ class ToolOutcome(NamedTuple):
 
 
 def normalize(returned: Any) -> ToolOutcome:
-    """Return what `execute` or a function returned, in one shape.
+    """Return the result of `execute` or of a function in one shape.
 
     Raises:
         TypeError: a tuple that is empty or longer than three, or metrics that are no mapping.

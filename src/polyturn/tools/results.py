@@ -52,7 +52,7 @@ def told_failure(metrics: Mapping[str, Any]) -> str | None:
 
 
 def call_metrics(result: ToolResult) -> Metrics:
-    """Return what one call shows: tool/<name>/calls, errors (a share), error_<kind> (a count), time_s, and what it measured.
+    """Return a call's metrics: tool/<name>/calls, errors (a share), error_<kind> (a count), time_s, and its own.
 
     A name that the model made up or left out counts as `unknown`, so that the model cannot make up a metric. A tool's own
     `calls`, `errors` or `time_s` becomes `own_calls` and so on.

@@ -70,7 +70,7 @@ class RunTools:
         self.foreign = frozenset(
             name for name, tool in self.tools.items() if isinstance(tool, BaseTool) and tool.origin is not Origin.OWNER
         )
-        """Tools whose schemas somebody else wrote."""
+        """Tools whose schemas come from outside."""
         self.bounded = {name: CallWithDeadline(name=f"tool-{name}", timeout_s=options.timeout_s) for name in self.tools}
         self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
         self.arguments = {name: self._arguments_of(name, tool) for name, tool in self.tools.items()}
@@ -124,7 +124,7 @@ class RunTools:
         return sum(map(self._abandoned, self.tools))
 
     def number_or_none(self, name: str, value: Any) -> float | None:
-        """Return what `calc_reward` returned as a reward; a list of texts, as some tools return, is no opinion.
+        """Return the result of `calc_reward` as a reward; a list of texts, as some tools return, counts as none.
 
         Raises:
             RewardError: it is neither that nor a finite number nor None.

@@ -130,7 +130,7 @@ class SandboxFusionTool(BaseTool):
 
 
 def read_reply(reply: ServiceReply, *, timeout_s: float) -> tuple[str, str]:
-    """Return how a run ended (finished, code_error, compile_error, code_timeout, or the service's failure), and its text."""
+    """Return a run's status (finished, code_error, compile_error, code_timeout, or the service's failure), and its text."""
     if reply.status != "ok":
         return reply.status, f"The sandbox gave no answer ({reply.status}): {reply.error}"
     data = reply.data if isinstance(reply.data, Mapping) else {}
@@ -153,7 +153,7 @@ def read_reply(reply: ServiceReply, *, timeout_s: float) -> tuple[str, str]:
 
 
 def _kind(reply: ServiceReply, status: str) -> str | None:
-    """Return what a failure counts as; what the code itself brought about is none."""
+    """Return the kind of a failure; None for one that the code itself caused."""
     if reply.status != "ok":
         return reply.failure
     return ToolFailure.EXCEPTION.value if status == "sandbox_error" else None

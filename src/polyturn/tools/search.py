@@ -175,7 +175,7 @@ class _Index:
 
 
 def max_concurrent(config: Mapping[str, Any], *, num_workers: int, rate_limit: int) -> int:
-    """Return how many calls a tool's config allows at once."""
+    """Return the number of calls that a tool's config allows at once."""
     limit = int(config.get("num_workers", num_workers))
     if config.get("enable_global_rate_limit", True):
         limit = min(limit, int(config.get("rate_limit", rate_limit)))

@@ -151,7 +151,7 @@ class ToolSession:
         return rewards
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what the tools keep of the episode, behind a complete turn.
+        """Return the tools' state of the episode, behind a complete turn.
 
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.
@@ -207,7 +207,7 @@ class ToolSession:
         return dataclasses.replace(result, metrics={**result.metrics, results.WAITED_S: waited_s})
 
     def _refused(self, call: ToolCall) -> ToolResult | None:
-        """Return what the model is told of a call that no tool is asked for; None for any other."""
+        """Return the answer to a call that reaches no tool; None for any other call."""
         if call.error is not None:
             return self._failed(call, ToolFailure.BAD_JSON, call.error)
         if call.name not in self._names:
@@ -255,7 +255,7 @@ class ToolSession:
         return result
 
     def _result(self, call: ToolCall, outcome: ToolOutcome, *, duration_s: float) -> ToolResult:
-        """Return what a tool answered as the observation."""
+        """Return a tool's answer as the observation."""
         content = results.content_of(outcome.response, limit=self._box.limit)
         if outcome.reward is not None and self._agent_data is not None:
             self._agent_data.tool_rewards.append(outcome.reward)
@@ -270,7 +270,7 @@ class ToolSession:
         )
 
     def _raised(self, call: ToolCall, problem: Exception, *, duration_s: float) -> ToolResult:
-        """Return what a tool raised as the observation, whose kind says whose failure it is.
+        """Return a tool's exception as the observation; its kind tells whether the tool or the model failed.
 
         Raises:
             RewardError, ToolUnavailableError: it is no observation, but the trajectory's failure.

@@ -55,11 +55,11 @@ class EpisodeTools:
         return self._closing is not None
 
     def kwargs_of(self, name: str) -> ToolKwargs:
-        """Return what the row gives a tool."""
+        """Return the row's arguments for a tool."""
         return self.kwargs.get(name, _NO_KWARGS)
 
     async def create(self, name: str) -> ToolResult | None:
-        """Create a tool; return what it says at the start, None if nothing.
+        """Create a tool; return its opening message, None if it has none.
 
         Raises:
             ToolStartError: its `create` raised, was late, or returned an id that another live episode uses.
@@ -112,7 +112,7 @@ class EpisodeTools:
             raise SnapshotError(f"{hooks.label}: {which} failed: {one_line(problem)}") from problem
 
     async def close(self) -> tuple[str, ...]:
-        """Release everything once; return what went wrong. A cancellation goes on once everything is released."""
+        """Release everything once; return the failures. A cancellation goes on once everything is released."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._release_all())
         problems, cancelled = await finish(self._closing)

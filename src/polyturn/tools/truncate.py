@@ -56,7 +56,7 @@ class ResultLimit:
             )
 
     def cut(self, text: str) -> str:
-        """Return what the model reads of `text`: the smaller of both limits holds."""
+        """Return the part of `text` that the model reads; the smaller of both limits holds."""
         cut = truncate(text, max_chars=self.max_chars, side=self.side, codec=self.codec)
         if self.max_tokens is not None and self.codec is not None:
             fewer = truncate_tokens(text, max_tokens=self.max_tokens, side=self.side, codec=self.codec)
@@ -125,7 +125,7 @@ def _joined(text: str, head_end: int, tail_start: int, side: TruncateSide) -> st
 
 
 def _kept_head(spans: list[tuple[int, int]], count: int) -> int:
-    """Return where the first `count` tokens end, fewer if the next one shares a character with them."""
+    """Return the end of the first `count` tokens, fewer if the next one shares a character with them."""
     count = min(count, len(spans))
     while 0 < count < len(spans) and spans[count][0] < spans[count - 1][1]:
         count -= 1
@@ -133,7 +133,7 @@ def _kept_head(spans: list[tuple[int, int]], count: int) -> int:
 
 
 def _kept_tail(spans: list[tuple[int, int]], count: int) -> int:
-    """Return where the last `count` tokens begin, fewer if the one before shares a character with them."""
+    """Return the start of the last `count` tokens, fewer if the one before shares a character with them."""
     at = max(0, len(spans) - count)
     while 0 < at < len(spans) and spans[at - 1][1] > spans[at][0]:
         at += 1
@@ -141,7 +141,7 @@ def _kept_tail(spans: list[tuple[int, int]], count: int) -> int:
 
 
 def _head_end(text: str, end: int, codec: Codec | None) -> int:
-    """Return where a head that would end at `end` ends, so that nothing is torn."""
+    """Return the end of a head that would end at `end`, moved so that no character or control text is torn."""
     start, _ = _control_at(text, end, codec)
     end = min(end, start)
     moved = end
@@ -151,7 +151,7 @@ def _head_end(text: str, end: int, codec: Codec | None) -> int:
 
 
 def _tail_start(text: str, start: int, codec: Codec | None) -> int:
-    """Return where a tail that would begin at `start` begins."""
+    """Return the start of a tail that would begin at `start`, moved in the same way."""
     _, end = _control_at(text, start, codec)
     start = max(start, end)
     moved = start
@@ -161,7 +161,7 @@ def _tail_start(text: str, start: int, codec: Codec | None) -> int:
 
 
 def _control_at(text: str, at: int, codec: Codec | None) -> tuple[int, int]:
-    """Return where the control text begins and ends in whose midst `at` is; (at, at) where there is none."""
+    """Return the start and end of the control text around `at`; (at, at) if there is none."""
     if codec is None or not 0 < at < len(text):
         return at, at
     low = max(0, at - _WINDOW)

@@ -3,7 +3,7 @@
     ArgumentSchema({"properties": {"top_k": {"type": "integer"}}}).problem({"top_k": "3"})
         ->  "'top_k' must be an integer, not '3'"
 
-`jsonschema` reads the schema; the sentences are ours. A schema may be somebody else's: nothing is fetched for a `$ref`,
+`jsonschema` reads the schema; the sentences are ours. A schema may be foreign: nothing is fetched for a `$ref`,
 patterns run in an engine that needs linear time, and a check ends after `MAX_CPU_S`. A call that a schema cannot judge is
 left to the tool, with a warning.
 """
@@ -68,7 +68,7 @@ class ArgumentSchema:
         self._validator = made(ordered, registry=Registry())
 
     def problem(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with a call's arguments, for the model to read; None if they fit."""
+        """Return the fault of a call's arguments, for the model to read; None if they fit."""
         given = {name: value for name, value in arguments.items() if name not in self._also or name in self._known}
         for name in given if self._is_closed else ():
             if name not in self._known:

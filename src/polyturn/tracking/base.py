@@ -42,7 +42,7 @@ class RunInfo:
         return found if isinstance(found, dict) else {}
 
     def kept(self, name: str) -> str | None:
-        """Return what was kept under `name` before this run was interrupted; None in a new run."""
+        """Return the value kept under `name` before this run was interrupted; None in a new run."""
         path = self.folder / "tracking" / name
         return path.read_text(encoding="utf-8").strip() if self.resumed_step is not None and path.is_file() else None
 

@@ -99,7 +99,7 @@ class LiveStatus:
         self._live.stop()
 
     def picture(self) -> RenderableType:
-        """Return what is drawn now."""
+        """Return the current picture."""
         with self._lock:
             head = Table.grid(padding=(0, 1), expand=True)
             head.add_column(no_wrap=True)

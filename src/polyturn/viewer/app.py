@@ -225,7 +225,7 @@ def _file_of(chosen: StoredRun, kind: str) -> Response:
 
 
 def _summary(run: RunView) -> dict[str, Any]:
-    """Return what the list shows of a run; one that breaks its reader costs itself alone."""
+    """Return a run's line in the list; a run that breaks its reader does not affect others."""
     try:
         return run.summary()
     except Exception as problem:
@@ -236,7 +236,7 @@ def _summary(run: RunView) -> dict[str, Any]:
 async def _while_waited_for(
     request: Request, work: Callable[[threading.Event], T], limiter: anyio.CapacityLimiter | None
 ) -> T:
-    """Return what `work` gives in a thread; its event is set when the client has left."""
+    """Return the result of `work` in a thread; its event is set when the client has left."""
     stop = threading.Event()
 
     async def watch() -> None:

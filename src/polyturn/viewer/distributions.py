@@ -97,7 +97,7 @@ def of_tokens(name: str, parts: Iterable[tuple[pa.Table, Rows, dict[str, TokenVa
 
 
 def distribution(step: Rows, value: Values) -> dict[str, Any] | None:
-    """Return how many values fall into each bin of each column of steps; None without a finite value.
+    """Return the number of values in each bin of each column of steps; None without a finite value.
 
     Args:
         step: [N] at least 0.

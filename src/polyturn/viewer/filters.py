@@ -139,7 +139,7 @@ def as_jsonl(chosen: StoredRun) -> Iterator[bytes]:
 
 
 def _said(labels: Mapping[tuple[str, int, str], Label], label: str, words: Sequence[str]) -> set[tuple[str, int, str]]:
-    """Return what names the trajectories with a label ("*": any, or a note alone) and with all `words` in the note."""
+    """Return the keys of the trajectories with a label ("*": any, or a note alone) and with all `words` in the note."""
     chosen = {key: one.note.casefold() for key, one in labels.items() if label in ("*", "", one.label)}
     return {key for key, note in chosen.items() if all(word in note for word in words)}
 

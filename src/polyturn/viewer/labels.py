@@ -42,7 +42,7 @@ class Labels:
         self._lock = threading.Lock()
 
     def read(self) -> dict[_Key, Label]:
-        """Return what is written, by (id, step, split); damaged lines are left out, all where the file is."""
+        """Return the labels by (id, step, split); damaged lines are left out, or all lines if the file is damaged."""
         found: dict[_Key, Label] = {}
         try:
             text, self.problem = read_contained(self._folder, FILE, max_bytes=MAX_BYTES) or "", ""
@@ -59,7 +59,7 @@ class Labels:
         return found
 
     def write(self, given: Mapping[str, Any]) -> Label:
-        """Add a line and return what it says.
+        """Add a line and return its label.
 
         Raises:
             DataError: it is no label, or cannot be written.

@@ -26,7 +26,7 @@ _OF_EVALUATIONS = ("success", "first_turn_success", "mean_turns", "valid_tool_ca
 
 
 def facts(lines: Lines, num_trajectories: int) -> dict[str, str]:
-    """Return how far the run went, and what its time went into."""
+    """Return the run's progress, and the parts of its time."""
     found = {"steps": str(max((line["step"] for line in lines), default=0)), "trajectories": f"{num_trajectories:,}"}
     sampled = sum(line.get("tokens/sampled") or 0 for line in lines)
     seconds = sum(line.get("time/step_s") or 0 for line in lines)
@@ -62,7 +62,7 @@ def before_after(lines: Lines) -> dict[str, str]:
 
 
 def stop_reasons(table: pa.Table) -> dict[str, str]:
-    """Return how many trajectories ended in which way, the most frequent first."""
+    """Return the number of trajectories by stop reason, the most frequent first."""
     counts = sorted(pc.value_counts(table["stop_reason"]).to_pylist(), key=lambda c: -c["counts"])
     return {str(c["values"]): f"{c['counts']:,} ({100 * c['counts'] / max(1, len(table)):.1f} %)" for c in counts}
 

@@ -5,7 +5,7 @@
 
 Text of the environment is never HTML: the pages write it as text, and the content policy lets no script run but their own.
 Who may look is decided by the rules that all servers share (`serving/rules.py`): on the loopback address this machine under
-a name of its own, elsewhere whoever has the token, from the link that is printed at the start.
+a name of its own, elsewhere anyone with the token, from the link that is printed at the start.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class JSONResponse(starlette.responses.JSONResponse):
 
 
 class _WithHeaders:
-    """Adds the headers to every answer; one that nobody waits for any more is none."""
+    """Adds the headers to every answer; an answer whose client is gone is dropped."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

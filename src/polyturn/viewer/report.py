@@ -54,7 +54,7 @@ def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM
 
 
 def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
-    """Return what the pages ask of a run; a trajectory is named by its id, step and split behind the path."""
+    """Return the answers to all requests of a run's pages; a trajectory is named by id, step and split behind the path."""
     metrics = view.metrics()
     metrics["names"] = dict(list(metrics["names"].items())[:MAX_CURVES])
     metrics["panels"] = panels_of(metrics["names"])

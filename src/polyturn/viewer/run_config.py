@@ -1,4 +1,4 @@
-"""A run's config.yaml, read as data and within bounds: a run may come from somebody else."""
+"""A run's config.yaml, read as data and within bounds: a run may be foreign."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def reward_weights(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return what the parts of a reward weigh in it; one that is not named weighs nothing."""
+    """Return the weight of each part in the reward; a part that is not named weighs nothing."""
     given = section(section(config, "reward"), "weights") or DEFAULT_WEIGHTS
     return {"overlong": 1.0} | {name: known for name, weight in given.items() if (known := as_score(weight)) is not None}
 

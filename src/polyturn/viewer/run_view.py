@@ -83,7 +83,7 @@ class RunView:
         self._values: dict[Any, dict[str, TokenValues]] = {}
 
     def summary(self) -> dict[str, Any]:
-        """Return what the list of runs shows."""
+        """Return the run's line in the list of runs."""
         self.refresh()
 
         def known(column: str) -> list[str]:
@@ -123,7 +123,7 @@ class RunView:
         return found
 
     def unreadable(self, why: str) -> dict[str, Any]:
-        """Return what the list shows of the run when nothing of it can be read."""
+        """Return the line of a run that cannot be read."""
         nothing: dict[str, Any] = {
             "num_trajectories": 0,
             "splits": [],
@@ -192,7 +192,7 @@ class RunView:
         return read_contained(self.folder, "config.yaml", max_bytes=MAX_CONFIG_BYTES) or ""
 
     def overview(self) -> dict[str, Any]:
-        """Return what the run came to, in tables, and its configuration; `viewer/overview.py` says what each holds."""
+        """Return the run's results, in tables, and its configuration; `viewer/overview.py` describes each table."""
         self.refresh()
         lines, read = self._metrics.steps(), read_config(self.folder)
         calls = [
@@ -209,7 +209,7 @@ class RunView:
         }
 
     def distributions(self, split: str) -> dict[str, Any]:
-        """Return how numbers of a split's trajectories and tokens are distributed over its steps."""
+        """Return the distributions of a split's trajectories and tokens over its steps."""
         self._store.refresh()
         chosen = self._store.select(split=split)
         parts = list(chosen.scan(token_values, self._values))
@@ -285,7 +285,7 @@ class RunView:
         return chosen
 
     def label(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Write what somebody says about a trajectory, beside the run.
+        """Write a label or note on a trajectory, beside the run.
 
         Raises:
             DataError: it is no label, there is no such trajectory, or it cannot be written.
@@ -388,7 +388,7 @@ def _seconds(timings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _alarm(line: str) -> dict[str, Any]:
-    """Return what a line of alarms.jsonl says: a step, a name and a sentence."""
+    """Parse a line of alarms.jsonl: a step, a name and a sentence."""
     try:
         read = json.loads(line)
     except (ValueError, RecursionError) as problem:

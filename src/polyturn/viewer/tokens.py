@@ -133,7 +133,7 @@ def why_weight(recorded: float, used: float) -> str | None:
 
 
 def _is_aside(trajectory: Trajectory, span: Span) -> bool:
-    """Return whether no turn was sampled into a span: a look at what may come, or words for somebody else."""
+    """Return whether no turn was sampled into a span: a lookahead, or a completion in another role."""
     if not 0 <= span.turn < len(trajectory.turns):
         return False
     return not any(trajectory.span(ref) is span for ref in trajectory.turns[span.turn].spans)

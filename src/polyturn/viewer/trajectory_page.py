@@ -30,7 +30,7 @@ MAX_TEXT = 100_000
 def trajectory_page(
     record: StoredTrajectory, tokens: TokenTexts, *, segment: int = 0, start: int = 0, page_size: int = MAX_TOKENS
 ) -> dict[str, Any]:
-    """Return what the page of a trajectory shows.
+    """Return the data of a trajectory's page.
 
     Args:
         record: The trajectory and what training made of it.

@@ -179,7 +179,7 @@ def _derive(
 
 
 def _note(chosen: StoredTrajectory, own: Mapping[str, Any], found: Derivation, *, known: bool) -> str:
-    """Return what a reader has to know beside the formula; "" where it says everything."""
+    """Return a remark beside the formula; "" if the formula says everything."""
     dropped = chosen.trained.dropped
     if not chosen.split.startswith("train"):
         return "An evaluation trains nothing, so its trajectories have no advantage."

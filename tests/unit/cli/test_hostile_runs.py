@@ -315,7 +315,7 @@ def test_condition_ends_when_its_client_left(run: Path, monkeypatch: pytest.Monk
         return child
 
     monkeypatch.setattr("subprocess.Popen", started)
-    with pytest.raises(DataError, match="nobody waits"):
+    with pytest.raises(DataError, match="stopped"):
         StoredRun(run).filter("(select count(*) from range(1000000) a, range(1000000) b) > 1", stop=stop)
 
 

@@ -75,7 +75,7 @@ def test_search_has_bounds(run: StoredRun, monkeypatch: pytest.MonkeyPatch):
         run.search("a" * 501)
     stop = threading.Event()
     stop.set()
-    with pytest.raises(DataError, match="nobody waits"):
+    with pytest.raises(DataError, match="stopped"):
         run.search("apples", stop=stop)
     monkeypatch.setattr(text_search, "MAX_HELD", 0)
     assert ids(StoredRun(run.folder).search("apples")) == ["a", "b"], "read again for each search"

@@ -2,7 +2,7 @@
 
     polyturn config [CONFIG]  ==  polyturn config print [CONFIG]     polyturn config migrate FILE
 
-The command that nobody names is `print`.
+Without a command, `print` runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class DefaultGroup(TyperGroup):
     """A group whose arguments go to its command "print" unless they name another one of its commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Name the command where nobody did."""
+        """Insert the default command if none was given."""
         if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
             args = ["print", *args]
         return super().parse_args(ctx, args)

@@ -52,7 +52,7 @@ ModelNames = Annotated[
 ]
 RecordOption = Annotated[Path | None, typer.Option(help="With --openai: a run's folder for the episodes' trajectories.")]
 IdleOption = Annotated[
-    float, typer.Option(min=1, help="With --openai or --mcp: seconds after which an episode that nobody uses is ended.")
+    float, typer.Option(min=1, help="With --openai or --mcp: seconds after which an unused episode is ended.")
 ]
 DeadlineOption = Annotated[float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")]
 GraceOption = Annotated[float, typer.Option(min=0, help="Seconds that running episodes get to finish after SIGTERM.")]

@@ -143,7 +143,7 @@ class AgentData:
 
 
 class DictConfigWrap:
-    """A config in a box, so that nobody copies it."""
+    """A config in a box, so that it is not copied."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -26,7 +26,7 @@ def resolve_config_path(config_path: str) -> str:
 
 
 def format_gpt_oss_tool_response_manually(tool_response: str, tool_call_name: str) -> str:
-    """Return what a tool says to gpt-oss, in the harmony format."""
+    """Return a tool's message to gpt-oss in the harmony format."""
     return f"<|start|>functions.{tool_call_name} to=assistant<|channel|>commentary<|message|>{tool_response}<|end|>"
 
 
@@ -36,7 +36,7 @@ def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
 
 
 def build_gpt_oss_tool_response_text(messages: Sequence[Mapping[str, Any]], tool_call_names: Sequence[str]) -> str:
-    """Return what tools say to gpt-oss after a turn, each under its name, with the opening of the assistant's turn."""
+    """Return the tools' messages to gpt-oss after a turn, each under its name, with the opening of the assistant's turn."""
     said = [format_gpt_oss_tool_response_manually(m["content"], n) for m, n in zip(messages, tool_call_names, strict=True)]
     return add_generation_prompt_for_gpt_oss("".join(said))
 

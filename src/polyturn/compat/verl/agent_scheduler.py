@@ -339,7 +339,7 @@ def _weigh(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLo
 
 
 def _overlap(ids: Ids, claim: _Claim) -> int:
-    """Return how many of the turn's tokens stand in `ids` where they were sampled; an output may end within a turn."""
+    """Return the number of the turn's tokens that `ids` holds where they were sampled; an output may end within a turn."""
     sampled = claim.turn.completion.token_ids[: claim.turn.num_tokens]
     here = ids[claim.start : claim.start + len(sampled)]
     is_same = bool(np.array_equal(here, sampled[: len(here)]))

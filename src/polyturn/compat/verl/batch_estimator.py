@@ -73,7 +73,7 @@ def as_estimator(fn: AdvFn) -> Estimator:
 
 
 def _baseline(group: GroupView) -> float:
-    """Return what a greedy rollout earned; where there is none, what the members did on average."""
+    """Return the reward of a greedy rollout; without one, the members' mean reward."""
     return float(group.totals.mean()) if group.greedy_reward is None else group.greedy_reward
 
 

@@ -144,7 +144,7 @@ def _kwargs(task: Task) -> dict[str, Any]:
 
 
 def _turn_spans(segment: Segment, num_prompt: int) -> list[dict[str, Any]]:
-    """Return where the spans of a response stand in it: [{"turn": 0, "source": "sampled", "start": 0, "end": 17}, …]."""
+    """Return the spans of a response: [{"turn": 0, "source": "sampled", "start": 0, "end": 17}, …]."""
     found, at = [], -num_prompt
     for span in segment.spans:
         if at >= 0 and len(span):

@@ -45,7 +45,7 @@ class VerlFunctionTool(native.FunctionTool):
         return self._is_async
 
     async def call(self, parameters: dict[str, Any]) -> Any:
-        """Return what the function returns; a plain one runs in a thread."""
+        """Call the function and return its result; a plain one runs in a thread."""
         if self._is_async:
             return await self.function(**parameters)
         return await self.threads.run(functools.partial(self.function, **parameters))
@@ -115,7 +115,7 @@ def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
 
 
 def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Return what a function returned as (response, reward, metrics); no reward is 0.0 here.
+    """Return a function's result as (response, reward, metrics); no reward is 0.0 here.
 
     Raises:
         TypeError: a tuple that is empty or longer than three.

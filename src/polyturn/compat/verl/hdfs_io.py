@@ -37,7 +37,7 @@ def is_non_local(path: str) -> bool:
 
 
 def copy_to_local(src: str, *args: object, **kwargs: object) -> str:
-    """Return where a file, folder or model is: as it is named, because nothing is fetched from anywhere."""
+    """Return the path of a file, folder or model as it is named, because nothing is downloaded."""
     return _local(src)
 
 

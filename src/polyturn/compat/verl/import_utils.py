@@ -59,7 +59,7 @@ def load_extern_object(module_path: str | None, object_name: str) -> Any:
 
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
-    """Return what `package.module.Name` names.
+    """Import `package.module.Name` and return it.
 
     Raises:
         ValueError: it is not written so.

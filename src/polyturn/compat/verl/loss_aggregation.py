@@ -65,8 +65,8 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
         meant = next((s for s in sums.values() if s and _is_sum(s, returned)), None)
         if meant is None:
             raise ConfigError(
-                f"the policy loss {fn.__name__!r} must return what agg_loss of verl.trainer.ppo.core_algos "
-                "makes of its tokens, so that the loss of each token can be weighted over the whole batch"
+                f"the policy loss {fn.__name__!r} must return the result of agg_loss of verl.trainer.ppo.core_algos "
+                "for its tokens, so that the loss of each token can be weighted over the whole batch"
             )
         metrics = rest[0] if rest and isinstance(rest[0], dict) else {}
         stats = {str(k): torch.as_tensor(v).detach().expand(logprobs_T.shape) for k, v in metrics.items()}
@@ -146,7 +146,7 @@ def _aggregate(
 
 
 def _count(given: int | None, here: Tensor, dp_size: int, *, name: str) -> int | Tensor:
-    """Return how many tokens or rows a mean is over: those of the whole batch, which one process of many cannot count."""
+    """Return the number of tokens or rows that a mean is over: those of the whole batch, which one process cannot count."""
     if given is None and dp_size > 1:
         raise ConfigError(f"(global) {name} is required when dp_size > 1; dp_size is {dp_size}")
     return here if given is None else given

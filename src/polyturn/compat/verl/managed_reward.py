@@ -49,7 +49,7 @@ def score(
     manager_kwargs: Mapping[str, Any] | None = None,
     function_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a manager gives to a trajectory, and what it reports of it.
+    """Score a trajectory with a reward manager; return the score and the values that it reports.
 
     Args:
         trajectory: The record.
@@ -73,7 +73,7 @@ _MAKING = threading.Lock()
 
 @functools.cache
 def _judge(described: str) -> Callable[..., dict[str, Any]]:
-    """Return what asks the manager that `score`'s arguments describe, as JSON; one for all trajectories of a run."""
+    """Return the function that asks the manager described by `score`'s arguments, as JSON; one for the whole run."""
     name, function, model, config, kwargs, function_kwargs = json.loads(described)
     cls, compute_score = _imported(name, function, function_kwargs)
     if not isinstance(cls, type) or not issubclass(cls, RewardManagerBase | AbstractRewardManager):
@@ -98,7 +98,7 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
 
 
 def judge_batch(trajectory: Trajectory, described: str) -> dict[str, Any]:
-    """Return what a manager of batches gives to a trajectory, in a process that calls nothing else."""
+    """Score a trajectory with a manager of batches, in a process that runs no other code."""
     found = _of_batches(described)(as_batch(trajectory), return_dict=True)
     reported = found.get("reward_extra_info") or {}
     return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}
@@ -123,7 +123,7 @@ def _in_processes(function: str) -> Processes:
 
 
 def _by_name(function: Any, processes: Processes) -> Callable[..., Any]:
-    """Return what calls a function in `processes`, which take arguments by their names; some of its own may be bound."""
+    """Return a function that calls `function` in `processes`, with arguments by name; some of its own may be bound."""
     signature, bound = inspect.signature(function), getattr(function, "keywords", {})
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -117,7 +117,7 @@ class NaiveRewardManager(AbstractRewardManager):
         return {"reward_tensor": rewards, "reward_extra_info": info} if return_dict else rewards
 
     def verify(self, data: Any) -> list[Any]:
-        """Return what the function says of each row."""
+        """Return the function's score of each row."""
         return [
             self.compute_score(
                 data_source=row.non_tensor_batch[self.reward_fn_key],
@@ -256,14 +256,14 @@ def _kept(data: Any, scores: Sequence[Any]) -> list[Any]:
 
 
 def _lengths(data: Any) -> list[int]:
-    """Return how many tokens each response has."""
+    """Return the length of each response in tokens."""
     num_prompt = data.batch["prompts"].shape[-1]
     found: list[int] = data.batch["attention_mask"][:, num_prompt:].sum(dim=-1).tolist()
     return found
 
 
 def _extra_info(row: Any) -> dict[str, Any]:
-    """Return what a function is told of a row beside its answer."""
+    """Return a row's fields for the reward function, beside its answer."""
     columns = row.non_tensor_batch
     told = {"num_turns": columns.get("__num_turns__"), "rollout_reward_scores": columns.get("reward_scores", {})}
     return {**(columns.get("extra_info") or {}), **told}

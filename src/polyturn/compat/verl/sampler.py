@@ -140,7 +140,7 @@ class SamplerOrder(Curriculum):
         config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Callable[[], TaskSampler]:
-        """Return what makes the order anew, from the start; all of them share the one sampler.
+        """Return a function that makes the order anew, from the start; all orders share the one sampler.
 
         Args:
             tasks: The tasks.
@@ -179,7 +179,7 @@ class SamplerOrder(Curriculum):
         self._number = visits
 
     def visits(self, epochs: int) -> int:
-        """Return how many visits the first `epochs` epochs have, as the sampler counts one."""
+        """Return the number of visits in the first `epochs` epochs, as the sampler counts one."""
         sampler = self._drawn.sampler
         return epochs * (len(sampler) if isinstance(sampler, Sized) else self.size)
 
@@ -193,7 +193,7 @@ class SamplerOrder(Curriculum):
                 raise DataError(f"the sampler {name} failed in update with {one_line(problem)}") from problem
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was drawn up to here, and the sampler's own state."""
+        """Return the draws up to here, and the sampler's own state."""
         own = getattr(self._drawn.sampler, "state_dict", None)
         ends = [end for end in self._drawn.ends if end <= self._number]
         state = {"size": self.size, "order": self._drawn.order[: self._number], "ends": ends}

@@ -70,7 +70,7 @@ class VerlSandboxFusionTool(sandbox.SandboxFusionTool):
         return ExecutionPool(self.max_concurrency)
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
-        """Run code and return what the model reads; called in a thread."""
+        """Run code and return the text that the model reads; called in a thread."""
         asked = Sandbox(url=self.sandbox_fusion_url, memory_limit_mb=self.memory_limit_mb, timeout_s=timeout)
         try:
             reply = ServiceReply(status="ok", data=asked.run(code, language=language))

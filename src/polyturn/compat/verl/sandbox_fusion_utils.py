@@ -29,7 +29,7 @@ def call_sandbox_api(
     memory_limit_mb: int,
     language: str = "python",
 ) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Run one program; return what the sandbox answers and None, or None and why there is no answer."""
+    """Run one program; return the sandbox's answer and None, or None and the reason why there is no answer."""
     sandbox = _sandbox(sandbox_fusion_url, max(compile_timeout, run_timeout), memory_limit_mb)
     try:
         return sandbox.run(code, stdin=stdin or "", language=language), None
@@ -116,7 +116,7 @@ def _process_single_case(  # under this name tools of one's own call it
 
 
 def _said_of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a service's answer says of one program, by verl's names."""
+    """Return a service's answer for one program, with verl's field names."""
     run_result, compile_result = (answer.get(key) or {} for key in ("run_result", "compile_result"))
     return {
         "stdout": run_result.get("stdout"),

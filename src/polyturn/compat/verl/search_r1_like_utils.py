@@ -24,7 +24,7 @@ def call_search_api(
     return_scores: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> tuple[Any, str | None]:
-    """Return what the service answers and None, or None and why there is no answer."""
+    """Return the service's answer and None, or None and the reason why there is no answer."""
 
     async def ask() -> Any:
         service = HttpService(

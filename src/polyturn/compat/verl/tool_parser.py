@@ -144,6 +144,6 @@ def _name_of(tool: Any) -> str:
 
 
 def _end_of_values(call: str) -> int:
-    """Return where the last value of a call ends; its length where each one is closed."""
+    """Return the end of the last value of a call; the call's length if each value is closed."""
     opened, closed = call.rfind("<parameter="), call.rfind("</parameter>")
     return opened if opened > closed else len(call)

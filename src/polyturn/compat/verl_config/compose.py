@@ -48,7 +48,7 @@ MAX_NAME = 200
 
 
 class Unresolved(str):
-    """The expression of a value that leads nowhere; an error once somebody needs it."""
+    """The expression of a value that cannot be resolved; an error once the value is needed."""
 
     __slots__ = ()
 
@@ -159,7 +159,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
         elif not change.is_group:
             change.apply(tree, origin)
     values = _resolved(tree)
-    if base != BASE:  # somebody may have changed a checkout's own tree
+    if base != BASE:  # a checkout's own tree may have been changed
         keys = [".".join(path) for path, _ in leaves(values)]
         if strange := [key for key in keys if key not in origin and not is_of_verl(key)]:
             logger.warning("%s: no release of verl has %s; check that none is misspelt", base, ", ".join(strange))
@@ -168,7 +168,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
 
 
 def _about_hydra(own: Mapping[str, Any], changes: Sequence[Override]) -> dict[str, Any]:
-    """Return what is said to Hydra itself, its search path aside."""
+    """Return the arguments for Hydra itself, without its search path."""
     section = own.get("hydra")
     said = dict(section) if isinstance(section, Mapping) else {}
     said |= {c.key.removeprefix("hydra")[1:]: c.value for c in changes if c.key.startswith(("hydra.", "hydra/"))}

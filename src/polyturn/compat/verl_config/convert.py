@@ -142,7 +142,7 @@ def max_tokens_per_batch(s: Source) -> None:
 def clip(s: Source) -> None:
     """Set the bounds of the ratio; `clip_ratio` is meant where only it was written.
 
-    A loss of somebody's own, which may read none, gets those that were written; verl's have defaults of their own.
+    A user's own loss, which may read none, gets those that were written; verl's have defaults of their own.
     """
     both, last = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c"
     name = s.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
@@ -200,7 +200,7 @@ def limits(s: Source) -> None:
 
 
 def turns(s: Source) -> None:
-    """Bound the text of a tool's answer where somebody asked for it, and the turns where anybody but the model speaks."""
+    """Bound the text of a tool's answer if a bound was set, and the turns if anyone but the model speaks."""
     length = f"{MULTI_TURN}.max_tool_response_length"
     s.put("rollout.tools.max_result_chars", s.get(length, NO_LIMIT_CHARS), by=length)
     partners = [
@@ -339,7 +339,7 @@ def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:
 
 
 def _num_conversations(s: Source) -> int:
-    """Return how many conversations an episode holds: one, and those that an agent loop forks from it."""
+    """Return the number of conversations in an episode: one, and those that an agent loop forks from it."""
     return 1 + s.whole(FUTURES, 0, least=0)
 
 

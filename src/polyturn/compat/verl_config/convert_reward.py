@@ -79,7 +79,7 @@ def _managed(s: Source, function: str | None) -> None:
 
 
 def placed(name: str) -> str:
-    """Return what is there, also as `file.py:name`, with an absolute path; a module or a name of the hub as it is."""
+    """Return a path, also in `file.py:name`, as absolute; a module or a name of the hub as it is."""
     file, colon, attribute = name.partition(".py:")
     path = Path(f"{file}.py" if colon else file).expanduser()
     return f"{path.absolute()}{colon[3:]}{attribute}" if name and path.exists() else name

@@ -46,7 +46,7 @@ def every(s: Source) -> None:
 
 
 def trackers(s: Source) -> None:
-    """Name the trackers that somebody wrote; verl's default, wandb, is not started unasked."""
+    """Name the trackers that were configured; verl's default, wandb, is not started unasked."""
     key = "trainer.logger"
     if key not in s.written:
         return

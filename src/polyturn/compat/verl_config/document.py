@@ -35,7 +35,7 @@ def rows_as_markdown(rows: Iterable[KeyRule]) -> Iterator[str]:
 
 
 def fate_table(translation: Translation, *, source: str) -> str:
-    """Return the table of one config: first the keys that somebody wrote, then the defaults that count."""
+    """Return the table of one config: first the keys that were written, then the defaults that count."""
     lines = [f"# What became of each key of {source}\n"]
     for title, written in (("Written", True), ("Defaults of the base", False)):
         fates = [f for f in translation.fates if bool(f.where) is written]

@@ -22,7 +22,7 @@ from polyturn.infra.writable import check_file_writable
 
 
 def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
-    """Write the native config and, beside it, the table; print the keys that somebody wrote.
+    """Write the native config and, beside it, the table; print the keys that were written.
 
     Raises:
         ConfigError: the config cannot be translated, or the native one would be no YAML file or take its place.

@@ -188,7 +188,7 @@ def _row(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """Return what fits `a.*.b`, `a.**` (the section itself too) and `**.b`."""
+    """Return the pattern for `a.*.b`, `a.**` (the section itself too) and `**.b`."""
     text = re.escape(key).replace(r"\*\*\.", r"(.*\.)?").replace(r"\.\*\*", r"(\..*)?").replace(r"\*", r"[^.]+")
     return re.compile(text)
 

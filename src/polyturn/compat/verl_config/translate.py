@@ -34,13 +34,13 @@ class KeyStatus:
     """mapped, ignored or native."""
     to: tuple[str, ...] = ()
     notice: str = ""
-    """The reason, where whoever wrote the key should read it."""
+    """The reason, if the author of the key should read it."""
     says: str = ""
     """The reason, or the note of the table."""
     where: str = ""
     """The file or override that wrote the key; empty for the shipped base."""
     written: tuple[str, ...] = ()
-    """The keys that somebody wrote: the key, or those of the section that it is."""
+    """The written keys: the key, or those of the section that it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Translation:
     """Whether the run goes on from the newest checkpoint of its folder, if there is one."""
 
     def notices(self) -> list[str]:
-        """Return a line for every reason that somebody who wrote these keys should read, each reason once."""
+        """Return a line for every reason that the author of these keys should read, each reason once."""
         said: dict[str, list[str]] = {}
         for fate in self.fates:
             if fate.where and fate.notice:
@@ -161,7 +161,7 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
         elif missing := list(_without_value(key, value, row, tree)):
             yield from missing
         elif isinstance(value, Unresolved):
-            continue  # a default of verl's own, which nobody needs
+            continue  # a default of verl's own, which has no use here
         elif row.means is not None:
             aliases.append((key, value, row))
         else:
@@ -184,7 +184,7 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
 
 
 def _without_value(key: str, value: Any, row: KeyRule, tree: Composed) -> Iterator[str]:
-    """Yield a sentence for each value, also inside a section, that leads nowhere and that somebody wrote or that is read."""
+    """Yield a sentence for each unresolved value, also inside a section, that was written or that is read."""
     for path, one in leaves(value):
         name = ".".join((key, *path))
         if isinstance(one, Unresolved) and (row.ignored is None or (one != "???" and tree.is_written(name))):
@@ -200,7 +200,7 @@ def _resolved(value: Any) -> Any:
 
 
 def _unheard_of(key: str, value: Any, row: KeyRule, tree: Composed) -> list[str]:
-    """Return a sentence for each key that somebody wrote in a section that means nothing here, and that no release has."""
+    """Return a sentence for each written key in a section without meaning here, if no release has such a key."""
     is_section = "**" in row.key or isinstance(value, Mapping)
     if not is_section or row.ignored is None or row.key.startswith(("hydra", "**")):
         return []
@@ -248,7 +248,7 @@ def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
 
 
 def _wrong_kind(key: str, value: Any, row: KeyRule, tree: Composed) -> str | None:
-    """Return why a value that somebody wrote is of no kind that its key has; of what is accepted as nothing, of null."""
+    """Return the fault of a written value of the wrong kind; a key that is accepted without effect also takes null."""
     if row.to or row.means is not None:
         given = [] if value is None and row.may_be_null else [(key, value)]
     else:

@@ -88,7 +88,7 @@ class EnvironmentLoop(MultiTurnScheduler):
         return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
 
     async def snapshot(self, episode: Episode) -> Any:
-        """Return what the environment keeps, or its trace."""
+        """Return the environment's own snapshot, or its trace."""
         assert self._session is not None
         return await self._session.snapshot()
 

@@ -43,7 +43,7 @@ JUDGES: dict[str, Judge] = {"math": judge_math, "gsm8k": judge_gsm8k, "exact_mat
 
 
 def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
-    """Return what a name of `JUDGES`, `file.py:function` or a function stands for.
+    """Return the judge for a name of `JUDGES`, `file.py:function` or a function.
 
     Raises:
         ConfigError: it leads to no function, or needs a library that is not installed.

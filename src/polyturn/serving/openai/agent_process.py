@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Between the request to end and the end by force."""
 LAST_WORDS_S = 1.0
-"""Seconds that what it said is read behind its end, where somebody else still holds its output."""
+"""Seconds for which its output is read after its end, if another process still holds its pipe."""
 TAIL_BYTES = 4000
 
 
@@ -87,7 +87,7 @@ async def run_command(
         assert process.stdin is not None
         telling = asyncio.create_task(_tell(process.stdin, json.dumps(to_json(task)).encode() + b"\n"))
         try:
-            while process.returncode is None:  # noqa: ASYNC110  # `process.wait` waits for whoever holds its pipes, too
+            while process.returncode is None:  # noqa: ASYNC110  # `process.wait` waits for other holders of its pipes, too
                 await asyncio.sleep(POLL_S)
         finally:
             telling.cancel()
@@ -100,7 +100,7 @@ async def run_command(
 
 
 def _readable_once(text: bytes) -> int:
-    """Return a file descriptor that whoever reads it first finds `text` in, and nobody after."""
+    """Return a file descriptor from which the first reader gets `text`, and later ones nothing."""
     readable, writable = os.pipe()
     os.write(writable, text)
     os.close(writable)
@@ -120,8 +120,8 @@ async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
 async def _tail(said: bytearray) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
     """Keep in `said` the last of what is written to a pipe.
 
-    Gives its writable end, which the caller closes, and the task that ends once nobody holds that. Behind the context
-    nothing is read, whoever else still holds it.
+    Gives its writable end, which the caller closes, and a task that ends once no process holds it. Behind the context
+    nothing is read, even if another process still holds it.
     """
     reads, writes = os.pipe()
     reader = asyncio.StreamReader()

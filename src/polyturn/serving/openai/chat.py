@@ -57,7 +57,7 @@ LEAST_LOGPROB = -9999.0
 
 
 def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> ChatRequest:
-    """Return what a request asks for.
+    """Parse a request.
 
     Raises:
         BadRequest: it cannot be understood, or not be done.
@@ -159,7 +159,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def usage(said: Sequence[ChatResponse]) -> dict[str, Any]:
-    """Return how many tokens were read and written; the prompt counts once."""
+    """Return the numbers of tokens that were read and written; the prompt counts once."""
     prompt, written = len(said[0].prompt_ids), sum(len(s.token_ids) for s in said)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 

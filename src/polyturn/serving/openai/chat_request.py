@@ -232,7 +232,7 @@ def _tell_of_left_out(kind: str) -> None:
 
 
 def key_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells a message from others. Reasoning does not: most agents send a turn back without it."""
+    """Return the key that identifies a message. Reasoning is not part of it: most agents send a turn back without it."""
     content, calls = message.get("content") or "", message.get("tool_calls")
     shown = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     if calls:

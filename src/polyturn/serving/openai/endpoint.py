@@ -1,4 +1,4 @@
-"""ModelEndpoint: one HTTP server in front of many episodes, each with a base URL of its own that nobody can guess.
+"""ModelEndpoint: one HTTP server in front of many episodes, each with an unguessable base URL of its own.
 
     POST /episodes/{id}/v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
     GET  /episodes/{id}/v1/models             POST /episodes/{id}/v1/reward  {"reward": 1.0}
@@ -70,7 +70,7 @@ class Answerer(Protocol):
         ...
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return how many tokens the prompt of a request has; called in a thread."""
+        """Return the length of a request's prompt in tokens; called in a thread."""
         ...
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:

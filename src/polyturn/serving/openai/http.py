@@ -43,7 +43,7 @@ def guarded(handler: Handler, error: Callable[[BadRequest], dict[str, Any]]) -> 
             return await handler(request)
         except BadRequest as problem:
             refused = problem
-        except ClientDisconnect:  # it left, or its body was refused; whoever stands in front knows
+        except ClientDisconnect:  # it left, or its body was refused by the guard in front
             raise
         except PolyturnError as problem:
             refused = BadRequest(one_line(problem), status=500, code="server_error")
@@ -57,7 +57,7 @@ def guarded(handler: Handler, error: Callable[[BadRequest], dict[str, Any]]) -> 
 
 
 async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; it is cancelled where the client leaves. The body is read before.
+    """Return the result of `work`; it is cancelled if the client leaves. The body is read before.
 
     Raises:
         ClientDisconnect: it left.

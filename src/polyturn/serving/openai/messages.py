@@ -41,7 +41,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, needs_max_tokens: bool = True) -> ChatRequest:
-    """Return what a request asks for.
+    """Parse a request.
 
     Raises:
         BadRequest: it cannot be understood, or not be done.

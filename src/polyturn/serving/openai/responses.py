@@ -81,7 +81,7 @@ class ResponseCache:
 
 
 def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] = frozenset()) -> ChatRequest:
-    """Return what a request asks for.
+    """Parse a request.
 
     Raises:
         BadRequest: it cannot be understood, or not be done.

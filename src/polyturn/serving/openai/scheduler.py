@@ -6,8 +6,8 @@
         answer = await client.chat.completions.create(model="polyturn", messages=[{"role": "user", "content": …}])
         return float(task.ground_truth in answer.choices[0].message.content)
 
-`SessionScheduler` is the common part: an episode whose turns are asked for by somebody else, still driven by the one loop.
-`BlackBox` calls that somebody: a coroutine function, a plain one (in a thread), or a command (in a process of its own).
+`SessionScheduler` is the common part: an episode whose turns another program asks for, still driven by the one loop.
+`BlackBox` calls that program: a coroutine function, a plain one (in a thread), or a command (in a process of its own).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REWARDS = ("returned", "posted", "final")
 
 @keeps_deadlines
 class SessionScheduler(MultiTurnScheduler):
-    """An episode that somebody else asks for turn by turn; a subclass says who."""
+    """An episode that another program asks for turn by turn; a subclass says which."""
 
     gives_reward = True
     rules = SessionRules()
@@ -109,8 +109,8 @@ class BlackBox(SessionScheduler):
     for evaluation."""
     reward: str | None = None
     """The source of an episode's reward, before the run's reward functions. "returned": the function, by what it
-    returns; "posted": also whoever posts one with the reward key, which a function has as a parameter and a command on a
-    file descriptor; "final": nobody, the reward functions have the last word. None is "returned" for a function and "final"
+    returns; "posted": also by posting one with the reward key, which a function has as a parameter and a command on a
+    file descriptor; "final": neither, the reward functions alone decide. None is "returned" for a function and "final"
     for a command, whose environment code of the model's may read."""
     host: str = "127.0.0.1"
     """The address to listen on, for agents on other machines or in containers; every episode has its own key."""

@@ -8,7 +8,7 @@
 
 What is asked of an episode itself needs its reward key; the API key, which the agent has, asks the model alone.
 
-An episode is one run of `run_episode`, as in training; here its agent is whoever has its address, until `end`, until nothing
+An episode is one run of `run_episode`, as in training; here its agent is a client with the URL, until `end`, until nothing
 was asked for a while, or until the server stops. Ended trajectories are kept for a while, and recorded where that was asked.
 """
 
@@ -56,7 +56,7 @@ MAX_KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class _CreatedEpisode:
-    """An episode that somebody created."""
+    """An episode that a client created."""
 
     name: str
     address: Address | None = None
@@ -77,7 +77,7 @@ class HostedEpisodes(SessionScheduler):
         self._visits = visits
 
     async def let_ask(self, episode: Episode, session: AgentSession) -> None:
-        """Hand the session to whoever waits for it."""
+        """Hand the session to the waiting request."""
         await self._visits[episode.id](session)
 
 
@@ -174,7 +174,7 @@ class OpenAIService:
             running.add_done_callback(_look_at)
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return how many tokens the prompt of a request has."""
+        """Return the length of a request's prompt in tokens."""
         try:
             return len(self.context.encoder_listing(ask.tools).start(typed_messages(ask.messages)))
         except PolyturnError as problem:

@@ -154,7 +154,7 @@ class AgentSession:
         self._episode.given_reward = GivenReward(score=score, info=info)
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return how many tokens the prompt of a request has.
+        """Return the length of a request's prompt in tokens.
 
         Raises:
             BadRequest: the messages cannot be rendered.
@@ -325,7 +325,7 @@ class AgentSession:
         node.places.append(place)
         reply, conversation.reply = conversation.reply, None
         if reply is None or reply.done():
-            episode.weigh(turn, 0.0)  # nobody reads it, so nothing comes of it
+            episode.weigh(turn, 0.0)  # the client is gone, so nothing comes of it
             turn.info["is_unread"] = True
         else:
             reply.set_result(said)

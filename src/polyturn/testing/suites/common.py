@@ -141,7 +141,7 @@ class Pulse:
 
 
 def holdings(plugin: object) -> dict[str, int]:
-    """Return how much each collection among a plug-in's attributes holds, for what it keeps of its episodes."""
+    """Return the size of each collection among a plug-in's attributes, to see whether it keeps anything of its episodes."""
     collections = (dict, list, set, deque, Mapping)
     return {name: len(value) for name, value in attributes(plugin).items() if isinstance(value, collections)}
 

@@ -96,7 +96,7 @@ async def _check_same(found: Findings, score: Callable[..., Any], texts: Sequenc
 
 
 def router_name(function: Callable[..., Any]) -> str:
-    """Return what to call a function in messages."""
+    """Return a function's name for messages."""
     return str(function).split(" at 0x")[0].removeprefix("<function ").removeprefix("<")
 
 

@@ -101,7 +101,7 @@ class _ToolSuite:
         self._task = dataclasses.replace(task(), tools=(tool.name,), tools_kwargs={tool.name: told})
 
     async def play(self, id: str, calls: Sequence[Mapping[str, Any]], *, where: str = "") -> list[tuple[Any, float | None]]:
-        """Play one episode, call by call, and return what the model reads and the step rewards."""
+        """Play one episode, call by call, and return the observations and the step rewards."""
         answers: list[tuple[Any, float | None]] = []
         session = self._box.session(id)
         async with self._found.calling(f"an episode{where}"):

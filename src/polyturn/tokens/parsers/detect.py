@@ -90,7 +90,7 @@ def build_parser(
     Args:
         codec: Tokenizer and template; what they write decides where nothing is named.
         options: The parser's name, and what it takes for reasoning.
-        needs_calls: The run has tools, so a template whose calls nobody reads is an error.
+        needs_calls: The run has tools, so a template whose calls no parser reads is an error.
         base: The folder that relative file paths start from.
 
     Raises:
@@ -150,7 +150,7 @@ def detect_reasoning(codec: Codec, name: str, *, base: Path | None = None) -> st
 
 
 def _parse(parser: ToolCallParser, text: str) -> ParsedTurn:
-    """Read a rendered turn; a parser that somebody registered may raise, or take no tools, and is then not the one."""
+    """Read a rendered turn; a parser that raises, or that takes no tools, is not the right one."""
     tools: Tools = (_TOOL,)
     try:
         return parser.parse(text, tools=tools)
@@ -228,7 +228,7 @@ def _is_open(codec: Codec, tags: ReasoningFormat) -> bool:
 
 
 def _generation_prompts(codec: Codec) -> list[str]:
-    """Return how the template opens a turn behind a user message, and behind a tool's result where it renders one."""
+    """Return the template's opening of a turn behind a user message, and behind a tool's result where it renders one."""
     prompts, render = [], functools.partial(codec.template.try_render, tools=(_TOOL,))
     for ids in _ID_SHAPES:
         call = ToolCall(id=ids.format(0), name="zq_probe", arguments=_OTHER)

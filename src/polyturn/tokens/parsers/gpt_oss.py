@@ -1,4 +1,4 @@
-"""Harmony channels: gpt-oss. A turn is a row of messages, each with a channel and perhaps somebody it is addressed to.
+"""Harmony channels: gpt-oss. A turn is a row of messages, each with a channel and perhaps an addressee.
 
 <|channel|>analysis<|message|>Two and two.<|end|>                                                    reasoning
 <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}<|call|>  a call

@@ -74,7 +74,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, strict=
 
 
 def find_end(text: str, start: int) -> int | None:
-    """Return where the object or array that opens at `start` ends; None when it is cut."""
+    """Return the end of the object or array that opens at `start`; None if it is cut."""
     depth = 0
     for mark in _MARK.finditer(text, start):
         if mark[0] in "{[":
@@ -120,7 +120,7 @@ def with_arguments(name: str, arguments: Any, raw: str, *, key: str = "arguments
 
 
 def json_type(value: Any) -> str:
-    """Return what JSON calls the type of a value, with its article."""
+    """Return JSON's name for the type of a value, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The result of a run in a sandbox in the words of SandboxFusion's `run_code`, whoever ran the program.
+"""The result of any sandbox run in the format of SandboxFusion's `run_code`.
 
 RunResult(status="timeout")   ->   {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", …}, …}
 """

@@ -349,7 +349,7 @@ class _Printed:
         return bool(chunk)
 
     def drain(self, fd: int) -> None:
-        """Read what is there, and not what somebody keeps writing."""
+        """Read the bytes that are there, and not those that a process keeps writing."""
         for _ in range(64):
             before = self.num_bytes
             if not self.read(fd) or self.num_bytes == before:
@@ -365,7 +365,7 @@ class _Printed:
 
 
 def _read(fd: int) -> bytes | None:
-    """Return what is there, b"" at the end, None where there is nothing yet."""
+    """Return the available bytes, b"" at the end, None if there are none yet."""
     try:
         return os.read(fd, 1 << 16)
     except BlockingIOError:
@@ -376,7 +376,7 @@ class _Reply:
     """The answer to one request: a short line, then the files that were asked for, byte for byte.
 
     The code can write on its channel, so an answer is no larger than what was asked for, only a short line is ever parsed,
-    and lines that do not hold the request's id are nobody's.
+    and lines that do not hold the request's id are ignored.
     """
 
     def __init__(self, token: str, fetch: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The isolation of a sandbox: which there is on this machine, and the command that builds them.
 
-    as root       bubblewrap in the machine's own user namespace; the worker then becomes a user that nobody else is, one a
+    as root       bubblewrap in the machine's own user namespace; the worker then becomes a user of its own, one a
                   sandbox, so that the kernel's limit of processes binds it
     as a user     bubblewrap in a user namespace of its own
     neither       nothing but resource limits: refused unless `allow_unsafe` is set

@@ -61,7 +61,7 @@ class WarmPool:
         self._is_broken = False
         self._num_starting = 0
         self._num_warming = 0
-        """Of those that are being started, how many nobody has asked for."""
+        """Sandboxes that are being started and that no caller has asked for."""
 
     @property
     def num_ready(self) -> int:
@@ -72,7 +72,7 @@ class WarmPool:
         """Count a user; the first one starts the pool.
 
         Raises:
-            SandboxStartError: the machine has no thread left; nobody is counted.
+            SandboxStartError: the machine has no thread left; no sandbox is counted.
         """
         with self._changed:
             self._num_users += 1
@@ -91,7 +91,7 @@ class WarmPool:
             self._changed.notify_all()
 
     def take(self, *, within_s: float = START_S) -> Interpreter:
-        """Return a sandbox that nobody has used; the caller closes it. One that does not start is tried again.
+        """Return an unused sandbox; the caller closes it. One that does not start is tried again.
 
         Raises:
             SandboxStartError: none could be started, or none in time.
@@ -107,7 +107,7 @@ class WarmPool:
         return self._take(until)
 
     def let_go(self) -> None:
-        """Close the sandboxes that wait, at once, and start none until somebody asks; those taken live on."""
+        """Close the sandboxes that wait, at once, and start none until one is asked for; those taken live on."""
         with self._changed:
             self._is_broken = True
             while self._num_starting:

@@ -164,7 +164,7 @@ class _Session:
 
 
 def describe(result: RunResult, limits: SandboxLimits) -> str:
-    """Return what the model reads: what was printed, then how it ended where that is not plain."""
+    """Return the text that the model reads: the output, then how the program ended if that is not plain."""
     ends = {
         "ok": "",
         "error": "",

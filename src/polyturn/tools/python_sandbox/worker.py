@@ -5,7 +5,7 @@ It is given to the interpreter as source text, so that no file of the library is
     <- {"id": "5f…", "code": "x = 1\\nx", "timeout_s": 10}
     -> {"id": "5f…", "status": "ok", "exit_code": 0, "sizes": []}  what the code prints goes to stdout and stderr
 
-Files that were asked for follow the answer's line, byte for byte, so that nobody outside parses what the code wrote. The
+Files that were asked for follow the answer's line, byte for byte, so that the code's output is never parsed outside. The
 code shares this process: it could forge an answer, which says nothing that it could not print as well.
 """
 
