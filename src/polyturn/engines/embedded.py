@@ -48,6 +48,9 @@ MAX_BURST_S = 0.05
 """The longest time between two yields to the event loop, unless one step takes longer."""
 YIELD_S = 0.001
 """Those passes end after this many seconds."""
+FOLLOW_UP_SHARE = 0.03
+"""After a step longer than a burst, the share of its time for which the engine waits for finished requests to come back with
+their next turn. A tool in a thread answers within milliseconds; missing a step of a large model costs it hundreds."""
 
 
 class EmbeddedEngine:
@@ -115,6 +118,8 @@ class EmbeddedEngine:
         self._others_s, self._num_finished = 0.0, 0
         self._queue, self._kv_use = MeanOverTime(), MeanOverTime()
         self._pump_task: asyncio.Task[None] | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        self.follow_up_share = FOLLOW_UP_SHARE
         self._is_closed = False
 
     @property
@@ -154,6 +159,8 @@ class EmbeddedEngine:
         )
         self._requests[request.request_id] = running
         self._waiting.append(running)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
         if self._pump_task is None or self._pump_task.done():
             self._pump_task = asyncio.create_task(self._pump(), name="polyturn-embedded-engine")
         try:
@@ -241,22 +248,28 @@ class EmbeddedEngine:
                 self.stats.busy_s += elapsed
                 self._queue.set(len(self._waiting))
                 self._kv_use.set(float(self._slots.cached.sum()) / self._slots.ids.size)
-                await self._yield()
+                await self._yield(burst_s=elapsed)
         except Exception as problem:
             error = EngineError(f"the embedded engine broke: {one_line(problem)}")
             error.__cause__ = problem
             self._fail_all(error)
 
-    async def _yield(self) -> None:
-        """Let the rest of the loop run, and note how long it took."""
-        passes = MAX_YIELDS if self._num_finished else 1
-        self._num_finished = 0
+    async def _yield(self, *, burst_s: float) -> None:
+        """Let the rest of the loop run, and note how long it took; wait a moment for the next turns of finished requests."""
+        num_expected, self._num_finished = len(self._waiting) + self._num_finished, 0
+        passes = MAX_YIELDS if num_expected > len(self._waiting) else 1
         start = time.perf_counter()
         for _ in range(passes):
             await asyncio.sleep(0)
             self._others_s = time.perf_counter() - start
             if self._others_s > YIELD_S:
                 break
+        if burst_s <= self.max_burst_s:
+            return
+        until = start + self.follow_up_share * burst_s
+        while len(self._waiting) < num_expected and self._requests and (left_s := until - time.perf_counter()) > 0:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._arrival], timeout=left_s)
 
     def _drop_late(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import random
+import time
 
 import numpy as np
 import pytest
@@ -389,6 +390,20 @@ async def test_broken_model_fails_the_request_with_its_error():
     engine = EmbeddedEngine(model, num_slots=2)
     with pytest.raises(EngineError, match="broke: IndexError"):
         await engine.generate(ask([VOCAB - 1]))
+
+
+async def test_next_turn_behind_a_thread_joins_the_next_step():
+    engine = EmbeddedEngine(make_model(), num_slots=4)
+    engine.max_burst_s = 0.0  # each step counts as longer than a burst, as those of a large model are
+    engine.follow_up_share = 1e6
+    other = asyncio.create_task(engine.generate(ask(prompt(10), max_tokens=200)))
+    first = await engine.generate(ask(prompt(12), session="s", max_tokens=4))
+    before = engine.stats.decode_steps
+    await asyncio.to_thread(time.sleep, 0.02)  # longer than the passes of the loop behind a step
+    await engine.generate(ask([*prompt(12), *first.token_ids, 1, 2], session="s", max_tokens=4))
+    engine.follow_up_share = 0.0
+    assert engine.stats.decode_steps - before <= 5
+    await other
 
 
 async def test_other_tasks_run_beside_decoding():
