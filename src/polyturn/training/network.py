@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Metric
 from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.training.context_parallel import ContextRow, ContextShare
+from polyturn.training.head import is_plain, target_scores
 from polyturn.training.lora import base_weights, has_lora, plain_name, whole_merged
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import PackedView, attending, why_not_packed
@@ -173,8 +174,14 @@ class TargetForward:
             else:
                 out_BTX = self._model.base_model(**inputs).last_hidden_state
             read_SX = out_BTX.flatten(0, 1).index_select(0, batch.flat_S)
-        parts = []
         chunk = self._chunk(read_SX.device)
+        if self._head is not None and is_plain(self._head):
+            head = cast(nn.Linear, self._head)
+            scores = target_scores(
+                head, read_SX, batch.targets_S, batch.temperature_S, entropy_grad=entropy_grad, chunk=chunk
+            )
+            return _whole(TargetScores(*scores), share)
+        parts = []
         for start in range(0, max(1, batch.num_targets), chunk):
             part = slice(start, start + chunk)
             temperature = None if batch.temperature_S is None else batch.temperature_S[part]
@@ -185,10 +192,8 @@ class TargetForward:
             else:
                 parts.append(_score(*read))
         entropies = [p.entropy_S for p in parts if p.entropy_S is not None]
-        logprobs_S, entropy_S = torch.cat([p.logprobs_S for p in parts]), torch.cat(entropies) if entropies else None
-        if share is not None:
-            logprobs_S, entropy_S = share.of_targets(logprobs_S), None if entropy_S is None else share.of_targets(entropy_S)
-        return TargetScores(logprobs_S, entropy_S)
+        logprobs_S = torch.cat([p.logprobs_S for p in parts])
+        return _whole(TargetScores(logprobs_S, torch.cat(entropies) if entropies else None), share)
 
     def _chunk(self, device: torch.device) -> int:
         """Return how many targets are computed at a time on `device`."""
@@ -340,6 +345,14 @@ def _score(
         return TargetScores(logprobs_S, None)
     # As a figure alone it must keep no second [S, V] for the backward pass.
     return TargetScores(logprobs_S, entropy(logprobs_SV if entropy_grad else logprobs_SV.detach()))
+
+
+def _whole(scores: TargetScores, share: ContextShare | None) -> TargetScores:
+    """Return the scores of all targets of a micro-batch, of which this rank computed its share."""
+    if share is None:
+        return scores
+    entropy_S = None if scores.entropy_S is None else share.of_targets(scores.entropy_S)
+    return TargetScores(share.of_targets(scores.logprobs_S), entropy_S)
 
 
 def _separate_head(model: PreTrainedModel) -> nn.Module | None:

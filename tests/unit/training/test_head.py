@@ -1,0 +1,66 @@
+"""The head's scores and gradients against log_softmax in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from polyturn.training.head import is_plain, target_scores
+
+S, H, V = 7, 6, 11
+
+
+def case(*, bias: bool, temperature: bool):
+    torch.manual_seed(0)
+    head = nn.Linear(H, V, bias=bias, dtype=torch.float64)
+    hidden = torch.randn(S, H, dtype=torch.float64, requires_grad=True)
+    temperature_S = torch.rand(S, dtype=torch.float64) + 0.5 if temperature else None
+    return head, hidden, torch.randint(V, (S,)), temperature_S
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("temperature", [False, True])
+@pytest.mark.parametrize("entropy_grad", [None, False, True])
+def test_scores_and_gradients_are_those_of_log_softmax(bias: bool, temperature: bool, entropy_grad: bool | None):
+    head, hidden, targets, temperature_S = case(bias=bias, temperature=temperature)
+    weights = torch.randn(2, S, dtype=torch.float64)
+
+    logits = head(hidden) / (1 if temperature_S is None else temperature_S[:, None])
+    logprobs = logits.log_softmax(-1)
+    expected = logprobs.gather(1, targets[:, None])[:, 0], -(logprobs * logprobs.exp()).sum(-1)
+    loss = (expected[0] * weights[0]).sum() + (expected[1] * weights[1]).sum() * bool(entropy_grad)
+    gradients = torch.autograd.grad(loss, [hidden, *head.parameters()])
+
+    scores = target_scores(head, hidden, targets, temperature_S, entropy_grad=entropy_grad, chunk=3)
+    torch.testing.assert_close(scores.logprobs_S, expected[0], atol=1e-12, rtol=0)
+    loss = (scores.logprobs_S * weights[0]).sum()
+    if entropy_grad is None:
+        assert scores.entropy_S is None
+    else:
+        torch.testing.assert_close(scores.entropy_S, expected[1], atol=1e-12, rtol=0)
+        assert scores.entropy_S.requires_grad is entropy_grad
+        loss = loss + (scores.entropy_S * weights[1]).sum() if entropy_grad else loss
+    torch.testing.assert_close(torch.autograd.grad(loss, [hidden, *head.parameters()]), gradients, atol=1e-12, rtol=0)
+
+
+def test_bfloat16_weights_give_float32_scores():
+    head, hidden, targets, _ = case(bias=False, temperature=False)
+    head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
+    scores = target_scores(head, hidden, targets, None, entropy_grad=True, chunk=4)
+    expected = head(hidden).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert scores.logprobs_S.dtype == torch.float32
+    torch.testing.assert_close(scores.logprobs_S, expected, atol=2e-2, rtol=0)
+    scores.logprobs_S.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_extreme_logits_stay_finite():
+    head, hidden, targets, _ = case(bias=False, temperature=False)
+    scores = target_scores(head, hidden.detach() * 1e4, targets, None, entropy_grad=False, chunk=4)
+    assert torch.isfinite(scores.logprobs_S).all() and torch.isfinite(scores.entropy_S).all()
+
+
+def test_adapter_on_the_head_is_not_plain():
+    class Wrapped(nn.Linear):
+        """A head with an adapter."""
+
+    assert is_plain(nn.Linear(2, 3)) and not is_plain(Wrapped(2, 3)) and not is_plain(None)
