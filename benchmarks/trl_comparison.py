@@ -218,15 +218,17 @@ def compare(
     tried: dict[int, float] = {}
     for number in range(args.rounds):
         ours.append(in_process(ours_command, kind=kind, seed=number, threads=args.threads))
+        _say("polyturn", ours[-1])
         for size in micro_batches if number == 0 else [min(tried, key=lambda k: tried[k])]:
             found = in_process([*theirs_command, f"--micro-batch={size}"], kind=kind, seed=number, threads=args.threads)
+            _say(f"{args.peer}, micro-batch {size}", found)
             tried.setdefault(size, median(found["wall_s"][WARM_STEPS:]))
             theirs.append({**found, "micro_batch": size})
     best = min(tried, key=lambda k: tried[k])
     theirs = [found for found in theirs if found["micro_batch"] == best]
     sides = {"polyturn": _figures(ours), args.peer: _figures(theirs)}
     for what in ("tokens_per_sample", "calls_per_sample"):
-        apart = abs(sides["polyturn"][what] / max(sides[args.peer][what], 0.01) - 1)
+        apart = abs(sides["polyturn"][what] - sides[args.peer][what]) / max(sides[args.peer][what], 0.01)
         if apart > MOST_APART[kind]:
             raise SystemExit(f"{kind}: {what} of the sides are {apart:.1%} apart, so they cannot be compared: {sides}")
     return {
@@ -235,6 +237,11 @@ def compare(
         "ratio": median(_ratio(a, b, "wall") for a, b in zip(ours, theirs, strict=True)),
         **{f"{clock}_ratio_of_rounds": [_ratio(a, b, clock) for a, b in zip(ours, theirs, strict=True)] for clock in CLOCKS},
     }
+
+
+def _say(side: str, run: Mapping[str, Any]) -> None:
+    """Print one run's seconds, so that an interrupted comparison leaves something."""
+    print(f"{side}: {[round(s, 1) for s in run['wall_s']]} s a step", file=sys.stderr, flush=True)
 
 
 def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], clock: str) -> float:
