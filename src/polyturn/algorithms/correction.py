@@ -163,7 +163,7 @@ def _divergence(
     logs: Sequence[NDArray[np.float64]],
     version: int | None,
 ) -> Metrics:
-    """Return how far pi is from mu, before anything is weighed or rejected."""
+    """Return the divergence of pi from mu, before anything is weighted or rejected."""
     log = np.concatenate([*logs, np.zeros(0)])
     if not len(log):
         return {}

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
-    """Return what `work` returns; it is given what makes the `Signals` of what it runs.
+    """Return the result of `work`, which gets a function that makes the `Signals` of its run.
 
     Raises:
         KeyboardInterrupt: it was interrupted where a loop runs; in a process of its own it exits, as a command does.

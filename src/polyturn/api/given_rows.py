@@ -23,7 +23,7 @@ PROMPTS = {"prompt", "messages"}
 
 
 def refuse_coroutine(value: Any, what: str) -> None:
-    """Refuse what an async function returned that nobody awaited.
+    """Refuse a coroutine that an async function returned without being awaited.
 
     Raises:
         ConfigError: it is that.
@@ -38,7 +38,7 @@ def refuse_coroutine(value: Any, what: str) -> None:
 
 
 def checked(value: Any, what: str) -> Any:
-    """Return what tasks are given as, one row as a list of it.
+    """Return tasks in the form in which they are given, one row as a list of it.
 
     Raises:
         ConfigError, DataError: it is of a kind that holds no rows.
@@ -68,7 +68,7 @@ def checked(value: Any, what: str) -> Any:
 
 
 def called(function: Any, what: str, name: str) -> Any:
-    """Return what a function without arguments returns."""
+    """Return the result of a function without arguments."""
     try:
         inspect.signature(function).bind()
     except TypeError as problem:

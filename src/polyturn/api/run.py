@@ -129,7 +129,7 @@ class Run(StoredRun):
         show(self, trajectory)
 
     def text(self) -> str:
-        """Return what `show` prints: where it is, its metrics, its trajectories."""
+        """Return the summary that `show` prints: its folder, metrics, trajectories."""
         return f"{self!r}\n{self.metrics!r}"
 
     def __repr__(self) -> str:

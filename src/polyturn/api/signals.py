@@ -18,7 +18,7 @@ class Signals:
     """Notes SIGINT, SIGTERM and SIGHUP instead of ending; a second one of the same kind does what it always does.
 
     One that is ignored, as by `nohup`, stays so. They are noted in the middle of Python code, so also while a plug-in holds
-    the event loop. Only the main thread hears them; in another one they are what somebody notes.
+    the event loop. Only the main thread hears them; in another one they come from `note`.
     """
 
     def __init__(self) -> None:

@@ -217,7 +217,7 @@ class StepHooks:
         return self._signals[-1]
 
     def revise(self, vocab_size: int) -> Revise:
-        """Return what hands the steps of a model of `vocab_size` token ids over; called in the training thread."""
+        """Return the function that hands over the steps of a model of `vocab_size` ids; called in the training thread."""
 
         def hand_over(
             taken: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]

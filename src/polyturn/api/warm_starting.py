@@ -102,7 +102,7 @@ def warm_start(
 def _policy_to_warm(
     parts: build.Parts, latest: Path | None, first_step: int, *, on_resume: Callable[[], object]
 ) -> ModelPolicy:
-    """Return what a warm start trains, as its checkpoint `latest` has it, if there is one."""
+    """Return the policy of a warm start, from its checkpoint `latest` if there is one."""
     sft = parts.place.config.warm_start
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
     if latest is not None:

@@ -29,7 +29,7 @@ def degrees_of(config: RunConfig) -> Degrees:
 
 
 def row_width(config: RunConfig) -> int:
-    """Return how many ranks see the same samples: those that split layers or tokens, or share layers out, and under torch
+    """Return the number of ranks with the same samples: those that split layers or tokens, or share layers out, under torch
     those that split experts."""
     split = config.train.distributed
     experts = split.expert_parallel if config.train.backend == BACKEND else 1

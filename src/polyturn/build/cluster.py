@@ -123,7 +123,7 @@ def with_workers(parts: Parts) -> Parts:
 
 
 def pool_of(parts: Parts) -> RolloutPool:
-    """Return what runs the episodes of a run without training: the workers, or this process."""
+    """Return the pool that runs the episodes of a run without training: the workers, or this process."""
     rollout = parts.place.config.rollout
     here = RolloutPool(parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
     return parts.pool or here

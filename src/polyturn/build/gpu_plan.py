@@ -64,15 +64,15 @@ class Demand(NamedTuple):
     """Ranks that see the same samples, which come and go together."""
 
     def rank(self, ranks: int) -> dict[str, int]:
-        """Return what one of so many ranks holds."""
+        """Return the memory of one of `ranks` ranks, by part."""
         return rank_bytes(self.size, replace(self.load, ranks=ranks))
 
     def server(self, width: int) -> dict[str, int]:
-        """Return what each GPU of a server of so many holds."""
+        """Return the memory of each GPU of a server over `width` GPUs, by part."""
         return server_bytes(self.size, tensor_parallel=width, tokens=self.context)
 
     def tables(self, layout: GpuLayout) -> dict[str, dict[str, int]]:
-        """Return what the processes of a layout hold, or, where they share GPUs, what a GPU holds in each phase."""
+        """Return the memory of a layout's processes or, if they share GPUs, of a GPU in each phase."""
         if layout.is_shared:
             load = replace(self.load, ranks=layout.ranks)
             phases = shared_bytes(self.size, load, tensor_parallel=layout.width, tokens=self.context)
@@ -87,14 +87,14 @@ class Demand(NamedTuple):
         return all(sum(held.values()) <= limit for held in self.tables(layout).values())
 
     def at_rest(self, layout: GpuLayout) -> int:
-        """Return what a GPU of a server holds in rollout beside the server."""
+        """Return the bytes on a server's GPU in rollout beside the server."""
         if not layout.is_shared:
             return 0
         return sum(self.tables(layout)["each GPU in rollout"].values()) - sum(self.server(layout.width).values())
 
 
 def demand_of(place: ConfigSource) -> Demand:
-    """Return what a run asks of its GPUs; no weights are read for it."""
+    """Return a run's demand on its GPUs; no weights are read for it."""
     config = place.config
     model = build_outline(place, build_codec(place).tokenizer)
     if config.model.lora is not None:
@@ -104,7 +104,7 @@ def demand_of(place: ConfigSource) -> Demand:
 
 
 def load_of(place: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:
-    """Return what a run asks of each rank, with so many `tokens` in a micro-batch."""
+    """Return a run's load on each rank, with `tokens` in a micro-batch."""
     from polyturn.algorithms.advantages import traits_of
 
     config = place.config

@@ -138,7 +138,7 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
 
 
 def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
-    """Follow the leader until it is done, and return what it says at the end; `on_joined` is called once
+    """Follow the leader until it is done, and return its last message; `on_joined` is called once
     all are there."""
     from polyturn.training import process_group
 

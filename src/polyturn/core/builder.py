@@ -7,7 +7,7 @@ engine a read-only view of it: the prompt that the engine sees *is* the prefix o
     builder.sample(completion, turn=0)           segment 0: PROMPT SAMPLED
     builder.observe(feedback_ids, turn=0)        segment 0: PROMPT SAMPLED OBSERVATION
     builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0 (or segment 0 goes on)
-    other = builder.fork()                       a second place to append at; whoever comes second opens a segment
+    other = builder.fork()                       a second place to append at; the one that appends second opens a segment
 
 A builder is a place in the segments of an episode: a segment, and how far into it. Forks share the segments and have
 their own places. A token is appended in place where the segment ends there; elsewhere a new segment starts, whose prompt
@@ -369,7 +369,7 @@ class TrajectoryBuilder:
 
 
 def _common_prefix(a: Ids, b: Ids) -> int:
-    """Return how many leading ids `a` and `b` share."""
+    """Return the length of the common prefix of `a` and `b`."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n

@@ -3,7 +3,7 @@
     contained(run, "config.yaml")                      run/config.yaml; None where there is no such file
     contained(run, "config.yaml")  -> /etc/passwd      DataError: a symbolic link leads out of the folder
 
-A run is copied, unpacked and sent around, and whoever looks at it shows its files to others: a symbolic link in it must not
+A run is copied, unpacked and sent around, and a viewer shows its files to others: a symbolic link in it must not
 choose which files of this machine are shown. The folder itself may be reached through a link.
 """
 

@@ -83,7 +83,7 @@ def version_runs(runs: Sequence[tuple[int, int]], *, current: int) -> tuple[tupl
 
 
 def nothing(version: int) -> Completion:
-    """Return what a request has that was ended before it was sent."""
+    """Return the empty completion of a request that was ended before it was sent."""
     return Completion(
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),

@@ -80,7 +80,7 @@ class SamplingParams(Sampling):
 
     @classmethod
     def of(cls, sampling: Sampling, *, max_tokens: int = 256) -> SamplingParams:
-        """Return how a completion of at most `max_tokens` is sampled."""
+        """Return the sampling parameters of a completion of at most `max_tokens`."""
         return cls(max_tokens=max_tokens, **{f.name: getattr(sampling, f.name) for f in dataclasses.fields(Sampling)})
 
 
@@ -95,7 +95,7 @@ class GenerateRequest(Record):
     media: tuple[Media, ...] = ()
     """The media of the prompt, in order; its placeholders in `prompt_ids` are expanded."""
     deadline: float | None = None
-    """`loop.time()` after which nobody waits for the answer any more; None means no deadline."""
+    """`loop.time()` after which the caller no longer waits; None means no deadline."""
     priority: float = 0.0
     routed_from: int = 0
     """The caller knows which experts the tokens before this one went to, and wants to know it of those from here on."""

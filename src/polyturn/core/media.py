@@ -41,7 +41,7 @@ class Media:
 
 
 def kind_of(part: Mapping[str, Any]) -> str | None:
-    """Return what a message part shows: one of `KINDS`; None for text and for parts of unknown types."""
+    """Return the kind of a message part, one of `KINDS`; None for text and for unknown types."""
     name = str(part.get("type", "")).removesuffix("_url")
     if name in KINDS:
         return name
@@ -74,7 +74,7 @@ def media_of(content: str | Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
 
 
 def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
-    """Return what a row, a tool or a plug-in gave as a medium in the one form that records keep.
+    """Return a medium of a row, a tool or a plug-in in the one form that records keep.
 
     Args:
         kind: One of `KINDS`.

@@ -27,7 +27,7 @@ class Origin(Enum):
     MODEL = "model"
     """A model: completions, and summaries made of them."""
     ENVIRONMENT = "environment"
-    """Everybody else: tools, users, environments, clients, schemas of somebody's server."""
+    """Everyone else: tools, users, environments, clients, schemas of foreign servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_origin(messages: Iterable[Message], origin: Origin) -> tuple[Message, ...]:
-    """Return `messages`, written by `origin` where nobody has said who wrote one."""
+    """Return `messages`, with `origin` for those that have none."""
     return tuple(m if m.origin is not None else replace(m, origin=origin) for m in messages)
 
 

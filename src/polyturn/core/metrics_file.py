@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, read: one dict a step, whatever was written twice, cut off by a crash, or put there by somebody else.
+"""`metrics.jsonl`, read: one dict a step, even if lines were written twice, cut off by a crash, or damaged.
 
     {"step": 12, "rollout/success": 0.52, "loss/total": null}
     {"step": 12, "eval/greedy/success": 0.6}      ->   one step with all four
@@ -40,7 +40,7 @@ _TOGETHER = 256
 
 
 def parse_lines(data: bytes, *, loads: Callable[[bytes], Any] = json.loads) -> list[dict[str, Any] | None]:
-    """Return what `parse_line` gives for each line of a file; `loads` is a parser that may be stricter than Python's."""
+    """Return `parse_line`'s result for each line of a file; `loads` is a parser that may be stricter than Python's."""
     lines, found = data.splitlines(), []
     for start in range(0, len(lines), _TOGETHER):
         some = lines[start : start + _TOGETHER]

@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return what happened since the last call, as metrics under `engine/`; {} where there is nothing to tell."""
+        """Return the metrics since the last call, under `engine/`; {} if there are none."""
         ...
 
     async def close(self) -> None:

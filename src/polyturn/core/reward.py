@@ -34,7 +34,7 @@ def as_score(value: Any) -> float | None:
 
 
 def as_flag(value: Any) -> bool | None:
-    """Return what a plug-in says for yes or no; None for a text, of which "false" would be true, a collection and NaN."""
+    """Return a plug-in's yes or no; None for a text, of which "false" would be true, a collection and NaN."""
     if isinstance(value, str | bytes | Mapping | list | tuple) or (isinstance(value, float) and math.isnan(value)):
         return None
     try:
@@ -45,7 +45,7 @@ def as_flag(value: Any) -> bool | None:
 
 
 def shown(value: Any, max_chars: int = 100) -> str:
-    """Return what a plug-in or a judge gave in place of what was wanted, on one line of a sentence about it."""
+    """Return a wrong value of a plug-in or a judge as one line for an error message."""
     try:
         return " ".join(repr(value).split())[:max_chars]
     except BaseException as problem:  # more digits than are written out, nested too deep, or what an author's class raises
@@ -76,5 +76,5 @@ class Reward:
         return {**{k: v for k, v in beside.items() if v is not None}, **self.components}
 
     def of(self, agent: str) -> float:
-        """Return what an agent earned: its own, else the trajectory's."""
+        """Return an agent's reward: its own, else the trajectory's."""
         return self.agents.get(agent, self.total)

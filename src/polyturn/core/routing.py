@@ -43,7 +43,7 @@ class RouteShape(NamedTuple):
         return np.full((*lead, self.num_layers, self.top_k), np.iinfo(self.dtype).max, self.dtype)
 
     def read(self, values: ArrayLike) -> Any:
-        """Return what an engine said of some tokens, [T, L, K], as routes.
+        """Return an engine's routes of some tokens, [T, L, K].
 
         Raises:
             AlignmentError: they are of another shape, no numbers of experts, or of one that the model does not have.

@@ -54,7 +54,7 @@ _MAX_INT = 10**4000
 
 @functools.cache
 def _writer(kind: type[Any]) -> Callable[[Any, int], Any]:
-    """Return how values of this type become JSON data; worked out once per type, because a step writes many values."""
+    """Return the writer of values of this type; worked out once per type, because a step writes many values."""
     if issubclass(kind, Enum):
         return lambda value, _: value.value
     if dataclasses.is_dataclass(kind):
@@ -118,7 +118,7 @@ def _decode(hint: Any, data: Any) -> Any:
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Return how JSON data becomes a value of this annotation; worked out once for each, like `_writer`."""
+    """Return the reader of values of this annotation; worked out once for each, like `_writer`."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = [a for a in get_args(hint) if a is not type(None)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 def between(text: str, opens: str, closes: str) -> list[str]:
-    """Return what stands between each opening mark and the closing one after it, from left to right."""
+    """Return the texts between each opening mark and the closing one after it, from left to right."""
     found, at = [], 0
     while (start := text.find(opens, at)) >= 0 and (end := text.find(closes, start + len(opens))) >= 0:
         found.append(text[start + len(opens) : end])

@@ -54,7 +54,7 @@ class Span(Record):
     weights: NDArray[np.float32] | None = None
     """[len(ids)] weight in the loss; None means 1 where sampled and 0 elsewhere."""
     routed_experts: Routes | None = None
-    """[len(ids), L, K] the experts that each token went to, whoever wrote it (`core/routing.py`); None: not known."""
+    """[len(ids), L, K] the experts that each token went to, sampled or not (`core/routing.py`); None: not known."""
 
     def __post_init__(self) -> None:
         self._freeze(ids=ids_array, logprobs=float_array, weights=float_array, routed_experts=routes_array)

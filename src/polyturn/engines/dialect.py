@@ -89,7 +89,7 @@ class ServerDialect(ABC):
         """
 
     async def _read_load(self) -> ServerLoad | None:
-        """Return how busy the server is; None where it does not say. Only what is quick, beside `_look`."""
+        """Return the server's load; None if it does not report it. Only what is quick, beside `_look`."""
         return None
 
     @abstractmethod
@@ -143,7 +143,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     async def _named(self) -> str:
-        """Return what the server calls the weights that it has."""
+        """Return the server's own name of its weights."""
 
     @abstractmethod
     async def _forget(self) -> None:

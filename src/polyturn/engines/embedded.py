@@ -136,7 +136,7 @@ class EmbeddedEngine:
         return self.stats.busy_s
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return how many requests waited for a slot, and which share of the slots' room for tokens was in use."""
+        """Return the number of requests that waited for a slot, and the share of the slots' room for tokens in use."""
         return {"engine/queue": self._queue.read(), "engine/kv_use": self._kv_use.read()}
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -308,7 +308,7 @@ class EmbeddedEngine:
             running.future.set_result(completion)
 
     def _drop(self, running: SlotRequest) -> None:
-        """Forget a request that nobody waits for any more."""
+        """Forget a request whose caller is gone."""
         del self._requests[running.request.request_id]
         if running.slot < 0:
             self._waiting.remove(running)

@@ -72,7 +72,7 @@ class FrozenPolicy:
             engine: What it is sampled from; its own.
             encoder: Of its tokenizer and template.
             parser: Reads what it writes.
-            sampling: How it is sampled where nobody says otherwise.
+            sampling: How it is sampled by default.
             max_context: The longest prompt plus completion.
         """
         self.name = name
@@ -100,7 +100,7 @@ class FrozenPolicy:
         session: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> PolicyReply:
-        """Return what it says next.
+        """Return its next reply.
 
         Args:
             messages: The conversation as it sees it, its own words under the role "assistant".
@@ -152,7 +152,7 @@ class FrozenPolicy:
         await self.engine.close()
 
     def read_tokens(self) -> int:
-        """Return how many tokens it sampled since it was last asked."""
+        """Return the number of tokens that it sampled since the last call."""
         num, self._num_tokens = self._num_tokens, 0
         return num
 
@@ -175,7 +175,7 @@ def policy_named(name: Any, policies: Policies, *, who: str) -> FrozenPolicy:
 
 
 def sampled_with(policy: FrozenPolicy, given: Mapping[str, Any], *, who: str) -> SamplingParams:
-    """Return how a policy is sampled, where `given` may set temperature, top_p and max_tokens.
+    """Return a policy's sampling parameters, of which `given` may set temperature, top_p and max_tokens.
 
     Raises:
         ConfigError: one of them cannot be.

@@ -88,7 +88,7 @@ class SlotCache(Cache):
         self.copy(sources=second + first, targets=first + second, length=length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many positions the last forward pass looked at."""
+        """Return the number of positions that the last forward pass looked at."""
         return self._extent
 
     def _put(self, store: Tensor, states: Tensor) -> Tensor:

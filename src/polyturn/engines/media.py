@@ -105,7 +105,7 @@ class ShownPrompts:
         self._numbers: dict[bytes, int] = {}
 
     def of(self, request: GenerateRequest) -> ShownPrompt | None:
-        """Return what a request shows; None for text.
+        """Return the media of a request; None for text.
 
         Raises:
             EngineError: ids and media do not belong together, or a medium cannot be processed.

@@ -193,5 +193,5 @@ AnyEngineOptions = EmbeddedOptions | ServerOptions | OwnEngineOptions
 
 
 def is_deterministic(options: AnyEngineOptions) -> bool:
-    """Return whether the engine promises equal bits, whoever else it serves."""
+    """Return whether the engine promises equal bits, whatever other requests it serves."""
     return isinstance(options, EmbeddedOptions) and options.deterministic

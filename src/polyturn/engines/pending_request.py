@@ -2,8 +2,8 @@
 
     pending = PendingRequest(url, abort=…, abort_later=…, busy_limit_s=60)
     reply = await pending.run(post, deadline=…)     the server's JSON; None where it was ended before the server took it
-    pending.end()                                   from the caller: return what there is
-    pending.give_up(EngineLostError(…))             from whoever finds out that the server is no more
+    pending.end()                                   from the caller: return the tokens so far
+    pending.give_up(EngineLostError(…))             when the server is lost
 
 To end a request the server is asked to abort it, again and again, because the request itself may still be on its way there.
 """
@@ -61,7 +61,7 @@ class PendingRequest:
         return self._is_ended
 
     def end(self) -> None:
-        """Return what there is."""
+        """Return the result so far."""
         self._is_ended = True
         self._awaken()
 

@@ -46,7 +46,7 @@ class Replica:
     running: dict[str, PooledRequest] = field(default_factory=dict)
     is_up: bool = True
     is_stale: bool = False
-    """Its weights are older than the pool's, or nobody knows whose they are."""
+    """Its weights are older than the pool's, or unknown."""
     is_leaving: bool = False
     is_gone: bool = False
     recovery: asyncio.Task[None] | None = None

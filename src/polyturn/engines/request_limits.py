@@ -56,7 +56,7 @@ class RequestLimits:
     def of(
         cls, model: PreTrainedModel, *, max_context: int | None, takes_media: bool, routes: bool = False
     ) -> RequestLimits:
-        """Return what an engine of `model` takes; `max_context` is the model's own limit unless given.
+        """Return the limits of an engine of `model`; `max_context` is the model's own limit unless given.
 
         Raises:
             ConfigError: the model has layers other than full attention.

@@ -85,7 +85,7 @@ class Routers:
 
 
 def beside_experts(layer: nn.Module) -> tuple[int, dict[str, nn.Module]]:
-    """Return how many experts are parts of `layer`, 0 where none are, and name -> what may be their router."""
+    """Return the number of experts in `layer`, 0 if it has none, and name -> module that may be their router."""
     parts = dict(layer.named_children())
     stack = next((part for part in parts.values() if sum(p.dim() == 3 for p in _own(part)) > 1), None)
     if stack is None:

@@ -1,7 +1,7 @@
 """Sampling one token for every row of a batch at once, each row with its own settings.
 
 Separate because it is pure: logits and one uniform number per row in, tokens and logprobs out. A row's result depends on
-that row alone, which is what makes a seeded request repeatable whoever shares its batch.
+that row alone, which is what makes a seeded request repeatable whatever shares its batch.
 
 Logprobs are log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p; greedy rows (temperature
 0) report them at temperature 1.

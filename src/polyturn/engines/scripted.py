@@ -1,4 +1,4 @@
-"""ScriptedEngine: answers that somebody wrote down, for tests and for measuring the loop around an engine.
+"""ScriptedEngine: prepared answers, for tests and for measuring the loop around an engine.
 
 Separate because it needs no model and no torch. It never copies or reads the prompt, so a turn costs the same at a 32k
 history as at 1k: what is left is the loop's own cost.

@@ -47,7 +47,7 @@ class Drafts:
         return len(self._young) + len(self._old)
 
     def after(self, said: list[int]) -> Place | None:
-        """Return what followed the last tokens of `said` in a request that has ended; None where nothing is known."""
+        """Return the place behind the last tokens of `said` in a request that has ended; None if it is unknown."""
         for length in CONTEXTS:
             key = hash(tuple(said[-length:]))
             if found := self._young.get(key) or self._old.get(key):
@@ -67,7 +67,7 @@ class Drafts:
         self._right, self._wrong = FORGET * self._right + right, FORGET * self._wrong + (not right)
 
     def width(self, available: Sequence[int]) -> int:
-        """Return how many tokens a step should feed each request, of which `available` drafts can be had."""
+        """Return the number of tokens that a step should feed each request, of which `available` drafts exist."""
         accepted = self._right / (self._right + self._wrong + 0.1)  # below 1, also behind thousands that were right
         best, best_pace, width = 1, 0.0, 1
         while width <= MAX_WIDTH:

@@ -32,7 +32,7 @@ class VllmLink:
         self._source = _Source(on_gpu=way != "gloo")
         self._phases = _Phases(servers)
         self._thread = OneThread("polyturn-weight-transfer")
-        """Holds nobody up at the end, if it still waits for a server that has died."""
+        """Does not delay the end, even if it still waits for a server that has died."""
         self._engine: Any = None
 
     @classmethod
@@ -126,7 +126,7 @@ class _Phases:
         self._failed: asyncio.Future[None] = self._loop.create_future()
 
     def begin(self) -> asyncio.Future[None]:
-        """Return what fails as soon as a call fails."""
+        """Return a future that fails as soon as a call fails."""
         self._failed = self._loop.create_future()
         return self._failed
 
@@ -175,7 +175,7 @@ class _Phases:
 
 
 def _init_info(way: Way, host: str, size: int) -> Any:
-    """Return what vLLM's trainer engine of a backend is made from."""
+    """Return the arguments of vLLM's trainer engine of a backend."""
     shared: dict[str, Any] = {"rank": 0, "packed_buffer_size_bytes": BUCKET_BYTES}
     if way == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -46,7 +46,7 @@ class ServerChecksums:
 
     @classmethod
     def read(cls, workers: Sequence[Mapping[str, str]]) -> Self | None:
-        """Return what each process of a server said; None where it said something else than our checksums."""
+        """Return the checksums of each process of a server; None if it reported something else."""
         from polyturn.engines.server_side.polyturn_weights import PREFIX, total
 
         tensors: dict[str, HeldTensor] = {}

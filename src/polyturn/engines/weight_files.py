@@ -6,7 +6,7 @@
 The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a folder of its own
 and removes the one before it, so that a server which is still reading never sees half of the next one.
 
-A process that is killed removes nothing, so whoever makes such a folder removes those beside it whose owner is gone. An
+A killed process removes nothing, so the next one that makes such a folder removes those whose owner is gone. An
 owner holds a lock on a file in its folder, which the system takes back with the process; ids of processes are used again,
 and mean nothing in another container.
 """
@@ -212,7 +212,7 @@ class WeightFolder:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Make the owner's file and lock it before it gets its name: whoever finds it unlocked finds no owner."""
+    """Make the owner's file and lock it before it gets its name: an unlocked file then means that its owner is gone."""
     file = (folder / f".{_OWNER}").open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
     Path(file.name).rename(folder / _OWNER)

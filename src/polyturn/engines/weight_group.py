@@ -45,7 +45,7 @@ class WeightGroup:
         self.port = self._store.port
         self._group: Any = None
         self._thread = OneThread("polyturn-weight-group")
-        """Holds nobody up at the end, if it still waits for a server that has died."""
+        """Does not delay the end, even if it still waits for a server that has died."""
 
     async def join(self, theirs: Awaitable[Any]) -> None:
         """Make the group; `theirs` is the call in which the servers join.
@@ -117,7 +117,7 @@ class WeightGroup:
 
 
 def _device(backend: str) -> torch.device:
-    """Return where this process's end of a group has its tensors.
+    """Return the device for tensors of this process's end of a group.
 
     Raises:
         EngineError: this process has no GPU, or a torch without nccl.

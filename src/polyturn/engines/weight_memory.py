@@ -4,7 +4,7 @@ other is written.
     slot 0   [ embed_tokens | q_proj | k_proj | ... ]   <- the engine samples from this one
     slot 1   [ embed_tokens | q_proj | k_proj | ... ]   <- the trainer writes the next version here; then they change places
 
-Nobody samples from half-updated weights, because a slot is never written while it is live, and a change of slots costs no
+No request reads half-updated weights, because a slot is never written while it is live, and a change of slots costs no
 copy. The memory has no name in the file system: it is gone with the last process that holds it, however that one ends.
 """
 

@@ -199,7 +199,7 @@ class SentWeights(ServerWeights):
 
 
 async def on_all(servers: Sequence[TransferServer], call: Callable[[TransferServer], Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return what `call` of each server returns, all at once.
+    """Return the results of `call` on each server, all at once.
 
     Raises:
         EngineError: the first that one raised.

@@ -102,7 +102,7 @@ class TensorKind(NamedTuple):
 class StreamedTensors(Mapping[str, "Tensor"]):
     """Tensors that lie elsewhere, on ranks or in files, and are brought here a bucket at a time, each when it is asked for.
 
-    Whoever goes through them in order holds one bucket beside the one that is being brought.
+    Iterating in order keeps at most two buckets in memory.
     """
 
     def __init__(

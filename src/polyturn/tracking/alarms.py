@@ -6,7 +6,7 @@
 One more alarm is absolute: trainer and engine disagree on the log-probabilities of sampled tokens. Where the disagreement
 starts says where it comes from (`diagnose`).
 
-Separate and pure: it is fed metrics and returns warnings, and whoever owns the run decides what to do with them. A resumed
+Separate and pure: it is fed metrics and returns warnings, and the run decides what to do with them. A resumed
 run is brought up to date by feeding it the metrics that are already written down.
 """
 
@@ -163,7 +163,7 @@ class Alarms:
 
 
 def _for_a_signal(metrics: Mapping[str, float | None]) -> str:
-    """Return what to change so that rewards differ within a group."""
+    """Return the advice that lets rewards differ within a group."""
     success = metrics.get("rollout/success")
     read = "read some trajectories and what their rewards are made of"
     if success == 0:

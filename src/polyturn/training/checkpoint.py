@@ -159,7 +159,7 @@ class Checkpoints:
         if not file.is_file():
             raise CheckpointError(f"there is no checkpoint at {path}; a checkpoint is a folder with {STATE} in it")
         try:
-            # Tensors and plain values alone: a checkpoint that somebody passed on must not run code.
+            # Tensors and plain values alone: a foreign checkpoint must not run code.
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as problem:  # whatever damaged bytes come to
             raise CheckpointError(

@@ -192,7 +192,7 @@ class Sharded(OverRanks):
         return super().values(backbone)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> ShardedOptimizer:
-        """Split the layers over a row, shard everything over the rows, and return what updates this rank's shards.
+        """Split the layers over a row, shard everything over the rows, and return the optimizer of this rank's shards.
 
         Raises:
             ConfigError: the model cannot be split as the mesh asks.

@@ -320,5 +320,5 @@ def save_model(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return how many numbers the model has; tied tensors count once."""
+    """Return the number of parameters of the model; tied tensors count once."""
     return sum(p.numel() for p in model.parameters())

@@ -7,7 +7,7 @@
 
 What a line says is the episode's business (`rollout/journal.py`); this file decides which lines a resumed run may use: those
 of groups that the checkpoint has not trained, sampled by weights that it stands for. A line is handed to the operating
-system in a thread, before the episode goes on, so that kill -9 keeps it and a slow disk holds up nobody else.
+system in a thread, before the episode goes on, so that kill -9 keeps it and a slow disk delays no other episode.
 
 Lines that no resumed run may use leave the file once they are more than half of it, and a journal without conversations in
 flight is removed with the last checkpoint of a run.
@@ -88,7 +88,7 @@ class JournalFile:
         self._folder = folder
         self._thread = OneThread("polyturn-journal")
         self._lock = threading.Lock()
-        """Held by whoever touches the file, or what says where lines stand in it."""
+        """Held while the file, or the record of its lines, changes."""
         self._file: int | None = None
         self._size = 0
         self._step = 0
@@ -132,7 +132,7 @@ class JournalFile:
                     path.unlink(missing_ok=True)
             if not self._live and self._folder.is_dir():
                 self._close()
-                with contextlib.suppress(OSError):  # somebody keeps a file of their own there
+                with contextlib.suppress(OSError):  # it holds a file of the user's
                     self._folder.rmdir()
 
     def resume(self, step: int, *, oldest: Callable[[int], int]) -> None:
@@ -183,7 +183,7 @@ class JournalFile:
                 logger.warning("the journal of conversations in flight cannot be written anew (%s); it grows on", problem)
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return how many episodes went on, how many started again, and how many could not be kept, since last asked."""
+        """Return the numbers of episodes that continued, that restarted, and that could not be kept, since the last call."""
         counts = {metric: float(self._counts[name]) for name, metric in _METRICS.items()}
         is_over = not self._held or not self._counts  # those that did not start yet may do so in a later step
         self._unsaid += self._counts
@@ -340,7 +340,7 @@ def is_of_training(episode: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, _Found]:
-    """Return what a journal has of each episode, since it last began from its task."""
+    """Return a journal's record of each episode, since it last began from its task."""
     offset = 0
 
     def placed(data: bytes) -> tuple[bytes, _Place]:

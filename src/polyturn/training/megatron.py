@@ -117,7 +117,7 @@ class Megatron(OverRanks):
         return network
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
-        """Return what updates this rank's part."""
+        """Return the optimizer of this rank's part."""
         assert isinstance(network, MegatronNetwork)
         self._start = None
         return MegatronOptimizer(network, settings)
@@ -135,7 +135,7 @@ def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Place, Tensor]]) -
 
 
 def _outline(whole: Tensor, held: Mapping[Place, Tensor]) -> DTensor:
-    """Return what a rank holds of a tensor, its boxes side by side, without values; the rest is on the ranks of its row."""
+    """Return a rank's part of a tensor, its boxes side by side, without values; the rest is on the ranks of its row."""
     low = [min(place[d] for place in held) for d in range(whole.ndim)]
     high = [max(place[d] + box.shape[d] for place, box in held.items()) for d in range(whole.ndim)]
     shape = [end - start for start, end in zip(low, high, strict=True)]

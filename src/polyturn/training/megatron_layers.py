@@ -145,7 +145,7 @@ class RecomputedLayer(TransformerLayer):
     comes out, which hides a router from a loss on it, and asks for the random state of a GPU."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer gives."""
+        """Return the layer's output."""
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 

@@ -112,7 +112,7 @@ def _adapted(
     num_groups: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what a linear layer gives, with its adapter: `widths` are those of its parts in each of the groups."""
+    """Return a linear layer's output with its adapter: `widths` are those of its parts in each of the groups."""
     (hidden_TBH, *_), (out_TBO, bias) = inputs, output
     is_summed = isinstance(linear, RowParallelLinear)
     share = reduce_scatter_to_sequence_parallel_region if is_summed else gather_from_sequence_parallel_region

@@ -2,7 +2,7 @@
 
     ids [B, T]  ->  stage -> stage  ->  hidden states of targets [S, H]  ->  log-probabilities or values [S] on every rank
 
-Between stages, hidden states and their gradients are sent by two autograd functions, so that whoever computes a loss calls
+Between stages, hidden states and their gradients are sent by two autograd functions, so that the code of a loss calls
 `backward` as anywhere. The layers are `megatron_layers`.
 """
 
@@ -172,7 +172,7 @@ class MegatronPolicy(MegatronNetwork):
                 router.router_replay.told = None
 
     def forward(self, batch: MicroBatch, *, entropy_grad: bool | None = None, balance_grad: bool = False) -> TargetScores:
-        """Return what the forward pass gives for each target, and of routers where a gradient is asked; collective over the
+        """Return the scores of each target, and of routers if a gradient is asked; collective over the
         ranks of a row."""
         for router in self._routers:
             router.keeps_logits = balance_grad
@@ -239,7 +239,7 @@ class MegatronPolicy(MegatronNetwork):
         return (own_B + (whole_B - own_B.detach())) / self._num_routers
 
     def _router_metrics(self) -> Metrics:
-        """Return how many of this rank's tokens the engine routed otherwise than its routers would."""
+        """Return the number of this rank's tokens that the engine routed differently from its routers."""
         told = [r.router_replay for r in self._routers if r.router_replay.told is not None]
         if not told:
             return {}

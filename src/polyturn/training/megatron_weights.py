@@ -162,7 +162,7 @@ class SourceRows(NamedTuple):
 
 
 def source_rows(entry: Entry, shape: Sequence[int], *, part: int, num_groups: int, head_dim: int) -> list[SourceRows]:
-    """Return where the rows of a weight are in its sources.
+    """Return the positions of a weight's rows in its sources.
 
     Args:
         entry: The weight.

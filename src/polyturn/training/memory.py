@@ -119,7 +119,7 @@ class RankLoad:
 
 
 def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
-    """Return what a trainer rank holds at the moment when it holds most, by what it is: all layers are computed, and the
+    """Return a trainer rank's bytes at its peak, by part: all layers are computed, and the
     backward pass goes through the output embedding, a chunk of targets at a time.
 
     There the gradient of the embedding is summed over chunks before it is added to that of the micro-batches before: it is
@@ -175,7 +175,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
 
 
 def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, element: int, norms_heads: bool) -> int:
-    """Return how many bytes autograd keeps of a token in a layer of Llama's or Qwen's kind, as transformers computes it.
+    """Return the bytes that autograd keeps of a token in a layer of Llama's or Qwen's kind, as transformers computes it.
 
     With e bytes of a number, h the hidden width, q that of queries, k that of keys, i that of the feed-forward layer:
 
@@ -198,13 +198,13 @@ def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, eleme
 
 
 def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, int]:
-    """Return what each GPU of an inference server holds whose KV cache has room for `tokens`."""
+    """Return the bytes on each GPU of an inference server whose KV cache has room for `tokens`."""
     cache = 2 * size.num_layers * size.kv_width * size.element * tokens
     return {"weights": size.parameters * size.element // tensor_parallel, "KV cache": cache // tensor_parallel}
 
 
 def shared_bytes(size: ModelSize, load: RankLoad, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, dict[str, int]]:
-    """Return what a GPU holds that a rank shares with a server, in each phase: phase -> what -> bytes.
+    """Return the bytes on a GPU that a rank shares with a server, in each phase: phase -> part -> bytes.
 
     In rollout the rank is at rest. While weights arrive two buckets of them are on their way, the server has no KV cache
     yet, and in the proof at the start the rank keeps what its parameters were. In an update the server sleeps and holds
@@ -227,6 +227,6 @@ def shared_bytes(size: ModelSize, load: RankLoad, *, tensor_parallel: int = 1, t
 
 
 def sync_seconds(size: ModelSize, *, link: float, adapter_only: bool = False) -> float:
-    """Return how long the weights, or an adapter alone, take to all servers of a broadcast over a link of `link` bytes a
+    """Return the time of a broadcast of the weights, or an adapter, to all servers over a link of `link` bytes a
     second."""
     return (size.trained if adapter_only else size.parameters) * size.element / link

@@ -196,7 +196,7 @@ class TargetForward:
         return _whole(TargetScores(logprobs_S, torch.cat(entropies) if entropies else None), share)
 
     def _chunk(self, device: torch.device) -> int:
-        """Return how many targets are computed at a time on `device`."""
+        """Return the number of targets that are computed at a time on `device`."""
         if self._max_logits is not None:
             return max(1, self._max_logits // self._vocab)
         return max(MIN_CHUNK, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // self._vocab)
@@ -238,7 +238,7 @@ class PolicyNetwork(Network):
                 self._routing = None
 
     def forward(self, batch: MicroBatch, *, balance_grad: bool = False, **options: Any) -> TargetScores:
-        """Return what the forward pass gives for each target; inside `routed` also of routers, with gradient if asked."""
+        """Return the scores of each target; inside `routed` also of routers, with gradient if asked."""
         own, share = self.cut(batch)
         scores = self._targets(own, share, **options)
         if self._routing is not None:
@@ -319,7 +319,7 @@ def value_head(hidden: int, *, dtype: torch.dtype) -> nn.Linear:
 
 
 def _inputs(batch: MicroBatch, share: ContextShare | None, *, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a model is called with for `batch`, of which this rank has a `share`, or all."""
+    """Return the model's arguments for `batch`, of which this rank has a `share`, or all."""
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids_BT,
         "position_ids": batch.position_ids,

@@ -28,7 +28,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def lr_factor(step: int, settings: OptimSettings) -> float:
-    """Return what the learning rate is multiplied by at step `step`, counted from 0."""
+    """Return the factor of the learning rate at step `step`, counted from 0."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     schedule = settings.schedule
@@ -126,7 +126,7 @@ class Optimizer:
         parameter.grad = torch.full_like(parameter, math.nan)
 
     def _own(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what this process updates of a parameter, live."""
+        """Return this process's part of a parameter, live."""
         return parameter
 
     def _write_back(self) -> None:
@@ -155,7 +155,7 @@ class Optimizer:
             )
             return
         before = self.skipped_in_a_row - 1
-        self.zero_grad()  # whoever catches the error must not find the gradient that caused it
+        self.zero_grad()  # code that catches the error must not find the gradient that caused it
         raise TrainingError(problem + (f"; skipped in a row before it: {before}" if before else ""))
 
     def take_parameters(self) -> None:

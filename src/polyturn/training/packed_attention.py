@@ -138,7 +138,7 @@ def attend_share(
 
 
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, scale: float) -> Tensor:
-    """Return what `attend_rows` returns, from one kernel over the flat axis."""
+    """Return the result of `attend_rows`, from one kernel over the flat axis."""
     from torch.nn.attention import flex_attention
 
     flex: Callable[..., Any] = flex_attention.flex_attention
@@ -152,7 +152,7 @@ def attend_flex(query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, 
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Return what `attend_rows` returns, by what is fastest where the tensors are; a scale of None is that of the width."""
+    """Return the result of `attend_rows`, by the fastest kernel of the device; a scale of None is that of the width."""
     scale, share = query.shape[-1] ** -0.5 if scale is None else scale, view.share
     if share is not None:
         key, value = share.gathered(key, value)

@@ -49,7 +49,7 @@ def use_tensor_cores() -> None:
 
 @functools.cache
 def _meeting() -> tuple[dist.Store, int, int]:
-    """Return where the ranks of the environment meet, which rank this is, and of how many."""
+    """Return the store where the ranks of the environment meet, this rank, and the number of ranks."""
     store, rank, size = next(dist.rendezvous("env://", timeout=_COLLECTIVE_TIMEOUT))
     return store, rank, size
 
@@ -71,7 +71,7 @@ class ProcessRankGroup:
         """The last message to the followers, when they may end."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return what each returned.
+        """Let every rank run `command` on its share, and return the results in the order of ranks.
 
         Raises:
             RankLostError: a rank is gone.

@@ -1,4 +1,4 @@
-"""Producer: the half of the loop that starts groups whenever the buffer has a slot, and cuts off those that nobody wants.
+"""Producer: the half of the loop that starts groups whenever the buffer has a slot, and aborts those not needed.
 
     ticket -> visit of a task -> group -> do its members differ? -> buffer
                                           no: another task in its place, a bounded number of times (dynamic sampling)

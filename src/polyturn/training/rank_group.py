@@ -33,7 +33,7 @@ class RankGroup(Protocol):
     """Consecutive ranks that see the same samples, and split layers, experts or tokens."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return what each returned.
+        """Let every rank run `command` on its share, and return the results in the order of ranks.
 
         Raises:
             RankLostError: a rank is gone.
@@ -102,6 +102,6 @@ def assign(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_shar
 
 
 def put_back(rows: Sequence[Sequence[int]], found: Sequence[Sequence[Floats]], count: int) -> list[Floats]:
-    """Return what the rows found in the order of the samples."""
+    """Return the rows' results in the order of the samples."""
     at = {i: value for row, values in zip(rows, found, strict=True) for i, value in zip(row, values, strict=True)}
     return [at[i] for i in range(count)]

@@ -62,7 +62,7 @@ class RewardKl:
             self._measured = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return self._controller.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
         while end < len(messages) and messages[end].role != "assistant":
             end += 1
         observed = messages[position + 1 : end]
-        if observed and end < len(messages):  # what nothing follows would be encoded for nobody
+        if observed and end < len(messages):  # an observation at the end would be encoded in vain
             builder.observe(encoder.extend(observed, last_id=int(ids[-1])), turn=turn)
             builder.add_media(*(medium for message in observed for medium in message.media))
         elif not observed and end < len(messages):

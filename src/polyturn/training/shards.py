@@ -139,7 +139,7 @@ class Names:
         return whole_tensor(tensors[name])
 
     def shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this process has of them, live, as a checkpoint writes and reads it."""
+        """Return this process's parts of them, live, as a checkpoint writes and reads them."""
         return dict(tensors)
 
     def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
@@ -202,7 +202,7 @@ class Boxes(Tensor):
 
 
 def start_of(tensor: Tensor) -> Place:
-    """Return where in the whole this rank's part begins."""
+    """Return the index in the whole at which this rank's part begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])

@@ -95,7 +95,7 @@ def require_experts(config: PreTrainedConfig, *, parts: int) -> None:
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Return how many experts a layer of the model has; 0 of one without."""
+    """Return the number of experts in a layer of the model; 0 without experts."""
     fields = config.get_text_config().to_dict()
     return next((fields[name] for name in _COUNTS if fields.get(name)), 0)
 

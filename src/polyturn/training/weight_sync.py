@@ -191,7 +191,7 @@ class WeightSync:
         if self.noise is None:
             raise EngineError("nothing is known yet about this engine's noise; call `start` before `publish`")
         with first_error():
-            async with asyncio.TaskGroup() as tasks:  # all at once: this is time in which nobody trains
+            async with asyncio.TaskGroup() as tasks:  # all at once, because training waits meanwhile
                 held = tasks.create_task(self._held.problems(version, sent, self._engines()))
                 sampled = tasks.create_task(self._sample(version))
                 recorded = tasks.create_task(self._take_record(version))
@@ -269,7 +269,7 @@ class WeightSync:
         return None
 
     async def _sample(self, version: int) -> dict[str, list[TrainSample]]:
-        """Return what each engine says; of a pool those that are lost are left out, and at a later sync the wrong ones.
+        """Return the samples of each engine; of a pool lost ones are left out, and at a later sync the wrong ones.
 
         Raises:
             EngineError: none can, or one says that other weights spoke.

@@ -145,7 +145,7 @@ def _returns(member: MemberView, gamma: float, outcome: Outcome) -> NDArray[np.f
 
 
 def _standing(values: NDArray[np.float64], norm_by_std: bool, eps: float) -> NDArray[np.float64]:
-    """Return how each value stands among all of them; 0 where there is nothing to compare with."""
+    """Return each value's standing among all of them; 0 if there is only one."""
     if len(values) < 2:
         return np.zeros(len(values))
     scalars = centred(values)

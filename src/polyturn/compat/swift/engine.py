@@ -74,7 +74,7 @@ class _Given(NamedTuple):
     mask: Sequence[int] | None
 
     def kept(self, turn: OpenTurn) -> int | None:
-        """Return how many of the turn's sampled ids the given ones begin with; None if none are given.
+        """Return the number of the turn's sampled ids that the given ones begin with; None if none are given.
 
         Where some are missing, ids that are masked behind the last trained one are the step's own, even if they happen to
         be those that were sampled.

@@ -289,7 +289,7 @@ class OpenEnvScheduler(GYMScheduler):
 
 
 def _first_ids(tokenizer: Any, ids: list[int], *, len_text: int) -> int:
-    """Return how many ids stand for the first `len_text` characters."""
+    """Return the number of ids of the first `len_text` characters."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2
@@ -319,7 +319,7 @@ multi_turns = PluginDict(
 
 
 def _unfenced(text: str) -> str:
-    """Return what stands between two fences, without blank lines around it; a text without fences as it is."""
+    """Return the text between two fences, without blank lines around it; a text without fences as it is."""
     fenced = text.strip()
     inner = fenced[3:-3].lstrip(string.ascii_letters)
     first = len(inner) - len(inner.lstrip())

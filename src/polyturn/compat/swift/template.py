@@ -45,7 +45,7 @@ class Template:
         return self.tokenizer
 
     def _get_response_prefix(self, inputs: Any = None) -> str:
-        """Return what opens a reply: nothing, because the chat template writes it, as part of the prompt."""
+        """Return the opening of a reply: none, because the chat template writes it as part of the prompt."""
         return ""
 
     def _swift_prepare_inputs(self, inputs: Any) -> None:

@@ -104,7 +104,7 @@ class PolicyConfig(Section):
     sampling: Sampling | None = None
     """Its sampling; null is that of the trained policy in training."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens that it says at once, where whoever asks it does not say; null takes rollout.limits.max_tokens_per_turn."""
+    """Most tokens of one completion, unless its caller says otherwise; null takes rollout.limits.max_tokens_per_turn."""
     max_context: int | None = Field(None, ge=2)
     """Its longest prompt and answer together; null is its model's own limit, at most 4,096; of `self`, the run's."""
 

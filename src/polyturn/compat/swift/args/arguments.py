@@ -152,7 +152,7 @@ def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] 
 
 
 def read_value(text: str) -> Any:
-    """Return what a text means: a number, true or false, null, a list or mapping as JSON or YAML, else the text."""
+    """Return the value of a text: a number, true or false, null, a list or mapping as JSON or YAML, else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text in ("None", "null"):
@@ -168,7 +168,7 @@ def read_value(text: str) -> Any:
 
 
 def _given(name: str, text: str) -> Any:
-    """Return what the text of an argument means: itself where it is one, or a list of them, of free texts only as JSON."""
+    """Return the value of an argument's text: the text itself or a list, which must be JSON for free texts."""
     if name not in _TEXTS or text in ("None", "null"):
         return read_value(text)
     found = read_value(text) if text.startswith('["' if name in {"stop_words", "system", "api_key"} else "[") else text
