@@ -100,6 +100,7 @@ LEFT_OUT: dict[str, str] = {
     "metrics: time/*": "how long things took",
     "metrics: *_s": "how long things took",
     "metrics: system/*": "what the machine did",
+    "metrics: rollout/state_*": "how long things took",
     "metrics: engine/queue": "how long requests waited",
     "metrics: engine/kv_use": "for how long how much was in use",
     "metrics: rollout/loop_blocked": "whether this machine was busy",

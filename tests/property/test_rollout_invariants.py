@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from polyturn.core.errors import ToolError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.lifecycle import TRANSITIONS, RequestState
+from polyturn.core.lifecycle import TRANSITIONS, EpisodeState
 from polyturn.core.messages import Message
 from polyturn.core.serde import from_json, to_json
 from polyturn.core.trajectory import SpanSource, Trajectory
@@ -284,11 +284,11 @@ def check_states(outcome: Outcome) -> None:
     for episode in outcome.scheduler.episodes:
         states = episode.lifecycle.history
         assert all(after in TRANSITIONS[before] for before, after in itertools.pairwise(states))
-        assert not episode.lifecycle.is_live
+        assert not TRANSITIONS[episode.lifecycle.state]
         if outcome.trajectory is None:
-            assert states[-1] is RequestState.ABORTED
+            assert states[-1] is EpisodeState.ABORTED
         else:
-            assert (states[-1] is RequestState.COMPLETED) == (not outcome.trajectory.is_failed)
+            assert (states[-1] is EpisodeState.COMPLETED) == (not outcome.trajectory.is_failed)
 
 
 def check_tokens(plan: Plan, trajectory: Trajectory, asked: list[tuple[np.ndarray, Completion]]) -> None:

@@ -114,6 +114,7 @@ async def _all(
     finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = None,
 ) -> dict[str, EvaluatedSet]:
     out = {}
+    observer.watch(pool.context.running)
     try:
         for which in sets:
             observer.begin_phase(f"eval/{which.name}", len(which.tasks))

@@ -80,6 +80,7 @@ def roll_out(
         specs = [
             GroupSpec(id=f"g{i}", task=task, size=config.train.group_size, seed=config.seed) for i, task in enumerate(tasks)
         ]
+        observer.watch(pool.context.running)
         observer.begin_phase("rollout", len(tasks))
         try:
             return await pool.run(specs)

@@ -79,6 +79,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunO
     journal = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
         parts.pool.keep_in(journal)
+    observer.watch(parts.context.running)
     return Trainer(
         LoopSettings(train=train, evaluation=config.evaluation, seed=config.seed),
         update=update,

@@ -1,33 +1,18 @@
-"""Request states and stop reasons: one transition table, and an object that refuses every move outside it.
+"""Why a trajectory ended, and the state of a live episode.
 
-    PENDING -> GENERATING -> TOOL_CALLING or INTERACTING -> GENERATING ... -> SCORING -> COMPLETED
+    PENDING -> GENERATING -> TOOL_CALLING or INTERACTING -> GENERATING ... -> COMPLETED, FAILED or ABORTED
 
-FAILED and ABORTED can be reached from every live state, SUSPENDED only from GENERATING (a rollout that waits for new
-weights). Separate so that no other file decides what may follow what.
+`TRANSITIONS` alone says which state may follow which. A task without room for a turn goes from PENDING to its end.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import Enum
 
 from polyturn.core.errors import LifecycleError
-
-
-class RequestState(Enum):
-    """The states of an episode."""
-
-    PENDING = "pending"
-    GENERATING = "generating"
-    TOOL_CALLING = "tool_calling"
-    INTERACTING = "interacting"
-    SUSPENDED = "suspended"
-    SCORING = "scoring"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    ABORTED = "aborted"
 
 
 class StopReason(Enum):
@@ -66,72 +51,61 @@ _TRUNCATIONS = frozenset(
     {StopReason.LENGTH, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TIMEOUT}
 )
 
-_S = RequestState
-_ENDS = frozenset({_S.FAILED, _S.ABORTED})
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    _S.PENDING: frozenset({_S.GENERATING, _S.SCORING}) | _ENDS,
-    _S.GENERATING: frozenset({_S.TOOL_CALLING, _S.INTERACTING, _S.GENERATING, _S.SUSPENDED, _S.SCORING}) | _ENDS,
-    _S.TOOL_CALLING: frozenset({_S.GENERATING, _S.INTERACTING, _S.SCORING}) | _ENDS,
-    _S.INTERACTING: frozenset({_S.GENERATING, _S.TOOL_CALLING, _S.SCORING}) | _ENDS,
-    _S.SUSPENDED: frozenset({_S.GENERATING}) | _ENDS,
-    _S.SCORING: frozenset({_S.COMPLETED}) | _ENDS,
-    _S.COMPLETED: frozenset(),
-    _S.FAILED: frozenset(),
-    _S.ABORTED: frozenset(),
+
+class EpisodeState(Enum):
+    """The states of an episode."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    TOOL_CALLING = "tool_calling"
+    INTERACTING = "interacting"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_S = EpisodeState
+_ENDS = frozenset({_S.COMPLETED, _S.FAILED, _S.ABORTED})
+TRANSITIONS: dict[EpisodeState, frozenset[EpisodeState]] = {
+    _S.PENDING: _ENDS | {_S.GENERATING},
+    _S.GENERATING: _ENDS | {_S.GENERATING, _S.TOOL_CALLING, _S.INTERACTING},
+    _S.TOOL_CALLING: _ENDS | {_S.GENERATING, _S.INTERACTING},
+    _S.INTERACTING: _ENDS | {_S.GENERATING, _S.TOOL_CALLING},
+    **dict.fromkeys(_ENDS, frozenset()),
 }
-"""Which states may follow each state. PENDING -> SCORING is a task whose prompt leaves no room for a single turn."""
+"""The states that may follow each state."""
 
 
 class Lifecycle:
-    """The state of one episode; every move goes through `move`."""
+    """The state of one episode; every change goes through `move` or `during`."""
 
-    __slots__ = ("_state", "history")
-
-    def __init__(self) -> None:
-        self._state = RequestState.PENDING
-        self.history: list[RequestState] = [self._state]
-
-    @property
-    def state(self) -> RequestState:
-        """The state now."""
-        return self._state
+    def __init__(self, running: Counter[EpisodeState] | None = None) -> None:
+        """Begin in PENDING; `running` counts, over all episodes of a run, what `during` surrounds."""
+        self.running: Counter[EpisodeState] = Counter() if running is None else running
+        self.history = [EpisodeState.PENDING]
 
     @property
-    def is_live(self) -> bool:
-        """Whether anything may still follow."""
-        return bool(TRANSITIONS[self._state])
+    def state(self) -> EpisodeState:
+        """The current state."""
+        return self.history[-1]
 
-    def move(self, to: RequestState) -> None:
+    def move(self, to: EpisodeState) -> None:
         """Go to the state `to`.
 
         Raises:
             LifecycleError: the table does not allow it.
         """
-        if to not in TRANSITIONS[self._state]:
-            allowed = ", ".join(sorted(s.value for s in TRANSITIONS[self._state])) or "nothing: it has ended"
-            raise LifecycleError(f"an episode cannot go from {self._state.value} to {to.value}; allowed: {allowed}")
-        self._state = to
+        if to not in TRANSITIONS[self.state]:
+            allowed = ", ".join(sorted(s.value for s in TRANSITIONS[self.state])) or "nothing: it has ended"
+            raise LifecycleError(f"an episode cannot go from {self.state.value} to {to.value}; allowed: {allowed}")
         self.history.append(to)
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Make this the episode that the running task generates for, so that `suspended` finds it where an engine waits."""
-        token = _generating.set(self)
+    def during(self, state: EpisodeState) -> Iterator[None]:
+        """Go to `state`, and count the episode as running in it until the block ends."""
+        self.move(state)
+        self.running[state] += 1
         try:
             yield
         finally:
-            _generating.reset(token)
-
-
-_generating: ContextVar[Lifecycle | None] = ContextVar("generating", default=None)
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Hold the episode that this task generates for in SUSPENDED, and let it go on GENERATING; nothing without one."""
-    lifecycle = _generating.get()
-    if lifecycle is not None:
-        lifecycle.move(RequestState.SUSPENDED)
-    yield  # no `finally`: what fails or is cancelled while it waits ends from SUSPENDED
-    if lifecycle is not None:
-        lifecycle.move(RequestState.GENERATING)
+            self.running[state] -= 1

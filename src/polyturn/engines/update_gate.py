@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 
 from polyturn.core.continuation import continued, joined
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.lifecycle import suspended
 from polyturn.core.protocols import Engine
 from polyturn.engines.base import EngineWrapper
 
@@ -38,7 +37,7 @@ class UpdateGate(EngineWrapper):
         self._is_idle.set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion; while the weights change it waits for them, or is suspended and resumed.
+        """Sample one completion; while the weights change it waits for them, or is cut and resumed.
 
         Raises:
             EngineError: the engine's.
@@ -47,11 +46,7 @@ class UpdateGate(EngineWrapper):
             return await self.engine.generate(request)
         parts: list[Completion] = []
         while True:
-            if parts:
-                with suspended():
-                    await self._opened()
-            else:
-                await self._opened()
+            await self._opened()
             asked = continued(request, parts)
             self._live[request.request_id] = False
             self._is_idle.clear()
@@ -62,8 +57,8 @@ class UpdateGate(EngineWrapper):
                 if not self._live:
                     self._is_idle.set()
             parts.append(part)
-            is_suspended = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
-            if not is_suspended or self.mode == "wait":  # `wait` aborts nobody, so that the engine itself cut it
+            is_to_resume = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
+            if not is_to_resume or self.mode == "wait":  # `wait` aborts nobody, so that the engine itself cut it
                 return joined(parts)
 
     async def abort(self, request_id: str) -> None:

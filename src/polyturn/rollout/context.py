@@ -17,6 +17,7 @@ from typing import Any
 
 from polyturn.core.errors import HiddenToolsError, InteractionError
 from polyturn.core.generation import SamplingParams
+from polyturn.core.lifecycle import EpisodeState
 from polyturn.core.protocols import Engine, Interaction, Scheduler
 from polyturn.core.task import Task
 from polyturn.infra.loop import LoopMonitor
@@ -78,6 +79,9 @@ class RolloutContext:
 
     told: Counter[str] = field(default_factory=Counter)
     """Number of occasions for each message that is not repeated: why trajectories failed, and `warn_of`."""
+
+    running: Counter[EpisodeState] = field(default_factory=Counter)
+    """Number of episodes, and of their forks, that generate, call tools or wait for an interaction now."""
 
     journal: Journal | None = None
     """The storage of live episodes turn by turn, so that a resumed run goes on with them; None keeps nothing."""

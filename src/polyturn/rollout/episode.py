@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import InteractionError, LifecycleError, SchedulerError
 from polyturn.core.generation import GenerateRequest, SamplingParams
-from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
+from polyturn.core.lifecycle import EpisodeState, Lifecycle, StopReason
 from polyturn.core.messages import Message, Origin
 from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
@@ -62,8 +62,8 @@ class Episode:
         self.task = task
         self.given_reward: GivenReward | None = None
         """The reward that the scheduler gives, in place of the run's reward functions; None leaves it to them."""
-        self.lifecycle = Lifecycle()
-        """Which state it is in."""
+        self.lifecycle = Lifecycle(context.running)
+        """Its state."""
         self.limits = context.limits
         """Its limits; a scheduler that drives a fork may give it limits of its own."""
         self.listed_tools: tuple[Mapping[str, Any], ...] | None = None
@@ -224,15 +224,13 @@ class Episode:
         if shared.bridge.is_closed:
             raise LifecycleError(f"episode {self.id!r} has ended; nothing can be generated for it any more")
         request, cut_by = self._next_request()
-        self.lifecycle.move(RequestState.GENERATING)
         began, start = time.monotonic(), time.time()
-        with self.lifecycle.generating():
-            with shared.asking(request):
-                if self.stops:
-                    ended = await generate_until(engine, request, stops=self.stops, codec=self.codec)
-                else:
-                    ended = Stopped(await engine.generate(request), None, 0)
-            request.check_heeded(ended.completion)
+        with self.lifecycle.during(EpisodeState.GENERATING), shared.asking(request):
+            if self.stops:
+                ended = await generate_until(engine, request, stops=self.stops, codec=self.codec)
+            else:
+                ended = Stopped(await engine.generate(request), None, 0)
+        request.check_heeded(ended.completion)
         # Numbered over all forks, in the order of their completions: scores and spans are found by this number.
         index = len(shared.turns) if self._aside is None else self.aside_of
         message, text = history.read_completion(ended.completion.token_ids, turn=index)
@@ -314,9 +312,11 @@ class Episode:
     @pauses_stretch
     async def call_tools(self, turn: OpenTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
-        self.lifecycle.move(RequestState.TOOL_CALLING)
         began = time.monotonic()
-        turn.tool_results = await self.resources.tools.call(turn.message.tool_calls, messages=lambda: self.history.openai)
+        with self.lifecycle.during(EpisodeState.TOOL_CALLING):
+            turn.tool_results = await self.resources.tools.call(
+                turn.message.tool_calls, messages=lambda: self.history.openai
+            )
         turn.timings["tools"] = time.monotonic() - began
         for result in turn.tool_results:
             outcome = result.error or "answered"
@@ -336,12 +336,12 @@ class Episode:
         interaction = self.resources.interaction
         if interaction is None:
             raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
-        self.lifecycle.move(RequestState.INTERACTING)
         view = EpisodeView(self.id, self.seed, self.num_user_turns, self._speak)
         # A person's time is none of the episode's, unless the run counts it.
         leaves_time = interaction.loaded.asks_person and not self.limits.counts_people
         began = time.monotonic()
-        with self.resources.paused() if leaves_time else contextlib.nullcontext():
+        pause = self.resources.paused() if leaves_time else contextlib.nullcontext()
+        with self.lifecycle.during(EpisodeState.INTERACTING), pause:
             answer = await interaction.reply(self.history.openai, view)
         turn.timings["interaction"] = time.monotonic() - began
         if answer.score is not None:
@@ -470,7 +470,7 @@ class Episode:
             raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
         number = len(shared.forks) + 1
         other = copy.copy(self)
-        other.id, other.lifecycle, other._speakers = f"{shared.id}#{number}", Lifecycle(), {}
+        other.id, other.lifecycle, other._speakers = f"{shared.id}#{number}", Lifecycle(self.lifecycle.running), {}
         other.seed = derive_seed(self.seed, "fork", number)
         other.history = self.history.fork(agent=agent, messages=messages, at=at)
         if aside is not None:
@@ -484,7 +484,7 @@ class Episode:
             # As behind a completion, which is where tools and interaction may be called from.
             sampled = other.history.sampled_spans(other.turns[-1])
             other.turns[-1] = other.turns[-1].unanswered(sampled=sampled)
-            other.lifecycle.move(RequestState.GENERATING)
+            other.lifecycle.move(EpisodeState.GENERATING)
         shared.forks.append(Fork(other.id, other.history, other.lifecycle))
         return other
 

@@ -30,7 +30,7 @@ from polyturn.core.errors import (
     raised_by_author,
 )
 from polyturn.core.generation import SamplingParams
-from polyturn.core.lifecycle import RequestState, StopReason
+from polyturn.core.lifecycle import EpisodeState, StopReason
 from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.task import Task
@@ -103,10 +103,10 @@ async def run_episode(
         if journal is not None:
             await journal.end(trajectory)
     except BaseException as problem:
-        _end(episode, RequestState.ABORTED if isinstance(problem, asyncio.CancelledError) else RequestState.FAILED)
+        _end(episode, EpisodeState.ABORTED if isinstance(problem, asyncio.CancelledError) else EpisodeState.FAILED)
         raise
-    ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
-    _end(episode, ends.get(trajectory.stop_reason, RequestState.COMPLETED))
+    ends = {StopReason.ERROR: EpisodeState.FAILED, StopReason.ABORTED: EpisodeState.ABORTED}
+    _end(episode, ends.get(trajectory.stop_reason, EpisodeState.COMPLETED))
     return trajectory
 
 
@@ -222,7 +222,6 @@ async def _drive(
                 await journal.keep(episode, stop=stop)
             _check_scores(resources.turns)
             extra.update(_check_tokens(context, episode))
-            episode.lifecycle.move(RequestState.SCORING)
             # Where forks alone have turns, as in a tree, the last one of them all is the final turn.
             await resources.score_last(episode.turns or resources.turns)
             tool_rewards = await resources.tools.finish()
@@ -258,12 +257,10 @@ async def _score(
     return trajectory
 
 
-def _end(episode: Episode, state: RequestState) -> None:
+def _end(episode: Episode, state: EpisodeState) -> None:
     """Move to the state that ends the episode, forks included."""
     episode.lifecycle.move(state)
     for fork in episode.resources.forks:
-        if state is RequestState.COMPLETED:
-            fork.lifecycle.move(RequestState.SCORING)
         fork.lifecycle.move(state)
     episode.resources.forks.clear()
 

@@ -1,7 +1,7 @@
 """The terminal's view of a run: one line a step, and how far anything is that takes more than a second or two.
 
     step 12/100  success 0.52  reward 0.61  turns 2.3  cut 4 %  8,120 tokens/s  loss 0.0123  3.1 s  eta 4m32s
-    rollout: 120 of 256 (47 %), 33.1/s, eta 4s
+    rollout: 120 of 256 (47 %), 33.1/s, eta 4s; 90 generate, 12 call tools
 
 Separate from what is written down: nothing here is read again. Lines go through `logging`; the bar is drawn by rich, in a
 terminal only, and elsewhere progress is a plain line again and again.
@@ -19,6 +19,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from polyturn.core.lifecycle import EpisodeState
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Progress:
         *,
         console: Console | None = None,
         every_s: float = 1.5,
+        running: Mapping[EpisodeState, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Describe what goes on.
@@ -95,6 +98,7 @@ class Progress:
             console: Where the bar is drawn; give the console that log lines go to, so that they do not tear it.
             every_s: A bar appears after this many seconds, and nothing is shown for what takes less; without a terminal, a
                 line is logged this often.
+            running: The number of episodes in each state, for the end of the line.
             clock: Seconds.
         """
         self.title = title
@@ -102,6 +106,7 @@ class Progress:
         self.done = 0
         self._console = console or Console(stderr=True)
         self._every_s = every_s
+        self._running = running or {}
         self._clock = clock
         self._start = clock()
         self._lock = threading.Lock()
@@ -148,7 +153,7 @@ class Progress:
                 if self._console.is_terminal:
                     self._bar = self._drawn()
                     return
-                logger.info("%s", self.line())
+                logger.info("%s", "; ".join(filter(None, (self.line(), states(self._running)))))
 
     def _drawn(self) -> RichProgress:
         counts = () if self.total is None else (MofNCompleteColumn(), TimeRemainingColumn())
@@ -163,6 +168,18 @@ def stops(*, cut: float, out_of_turns: float) -> list[str]:
     """Return the shares of episodes that a limit stopped, in words: ["cut 81 %", "out of turns 6 %"]; none below 0.5 %."""
     shares = {"cut": cut, "out of turns": out_of_turns}
     return [f"{words} {100 * share:.0f} %" for words, share in shares.items() if share >= 0.005]
+
+
+def states(running: Mapping[EpisodeState, int]) -> str:
+    """Return the number of episodes in each state, in words: "90 generate, 12 call tools, 3 wait for an interaction"."""
+    return ", ".join(f"{running[state]} {verb}" for state, verb in _VERBS.items() if running.get(state))
+
+
+_VERBS = {
+    EpisodeState.GENERATING: "generate",
+    EpisodeState.TOOL_CALLING: "call tools",
+    EpisodeState.INTERACTING: "wait for an interaction",
+}
 
 
 def pace_of(per_second: float) -> str:

@@ -2,7 +2,7 @@
 
     ── step 12/100 ━━━━━╸────────────────────── 12 %  eta 4m32s ──
     success 0.520 ▁▂▃▅▇  reward 0.610 ▁▁▃▅▆  8,120 tokens/s  turns 2.30  tool errors 1.2 %
-    rollout 120 of 256, 33.1/s
+    rollout 120 of 256, 33.1/s; 90 generate, 12 call tools
 
 Separate from the lines, which are what stays: this is drawn over and over, and gone when the run ends. It shares the
 console of the log lines, so that neither tears the other.
@@ -23,7 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from polyturn.tracking.console import pace_of
+from polyturn.core.lifecycle import EpisodeState
+from polyturn.tracking.console import pace_of, states
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 24
@@ -53,6 +54,8 @@ class LiveStatus:
         self._history: dict[str, list[float]] = {"rollout/success": [], "reward/mean": []}
         self._phase = ""
         self._done, self._of, self._began = 0, 0, 0.0
+        self.running: Mapping[EpisodeState, int] = {}
+        """Number of episodes in each state, read whenever it is drawn."""
         if console.is_jupyter:
             self._live: Live | NotebookPicture = NotebookPicture(self.picture, seconds=1 / per_second, clock=clock)
             return
@@ -114,7 +117,9 @@ class LiveStatus:
             if self._phase:
                 seconds = self._clock() - self._began
                 pace = f", {pace_of(self._done / seconds)}" if self._done and seconds > 0 else ""
-                lines.append(Text(f"{self._phase} {self._done} of {self._of}{pace}", style="dim", no_wrap=True))
+                states_now = f"; {words}" if (words := states(self.running)) else ""
+                line = f"{self._phase} {self._done} of {self._of}{pace}{states_now}"
+                lines.append(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
             return Group(*lines)
 
     def _numbers(self) -> list[str]:

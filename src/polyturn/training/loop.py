@@ -38,6 +38,7 @@ from polyturn.training.journal_file import JournalFile
 from polyturn.training.observer import RunObserver
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
+from polyturn.training.rollout_metrics import state_metrics
 from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, Saving
 from polyturn.training.update import Update
 
@@ -227,6 +228,7 @@ class Trainer:
             await self._engine.snapshots.follow(state.step)
         finally:  # the step was taken, so it is recorded, also when the run is cancelled here
             metrics["time/step_s"] = time.perf_counter() - began[0]
+            metrics |= state_metrics(groups, step_s=metrics["time/step_s"])
             metrics["time/generate_s"] = self._engine.busy_s() - began[1]
             metrics["time/other_share"] = _other_share(metrics)
             left_out = {id for id, made in trained.items() if made.dropped is not None}

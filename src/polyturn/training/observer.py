@@ -21,6 +21,7 @@ from typing import Self
 
 from rich.console import Console
 
+from polyturn.core.lifecycle import EpisodeState
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.repeated import flat, repeated_metrics
 from polyturn.evaluation.report import EvalReport
@@ -98,6 +99,7 @@ class RunObserver:
         self._plugin_alarms = PluginAlarms()
         self._end_alarms = EndAlarms()
         self._progress: Progress | None = None
+        self._running: Mapping[EpisodeState, int] = {}
         self._has_begun = False
         """Whether the first rollout of training has."""
         self._first_step: tuple[float, int] | None = None
@@ -120,6 +122,12 @@ class RunObserver:
         for tracker in (self._metrics, self._sft_metrics):
             if tracker is not None:
                 tracker.close()
+
+    def watch(self, running: Mapping[EpisodeState, int]) -> None:
+        """Show from now on how many episodes are in each state."""
+        self._running = running
+        if self._live is not None:
+            self._live.running = running
 
     def resume(self, step: int) -> None:
         """Go on after `step`: metrics and trajectories of later steps, which are taken again, are dropped."""
@@ -286,7 +294,8 @@ class RunObserver:
     def _begin_progress(self, phase: str, total: int) -> None:
         self._end_phase()
         is_young = time.monotonic() - self._began < _OFTEN_S
-        self._progress = Progress(phase, total, console=self._bars, every_s=1.5 if is_young else 10.0)
+        every_s = 1.5 if is_young else 10.0
+        self._progress = Progress(phase, total, console=self._bars, every_s=every_s, running=self._running)
         self._progress.__enter__()
 
     def _end_phase(self) -> None:

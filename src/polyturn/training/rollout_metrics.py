@@ -82,6 +82,19 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
     return merge([*parts, plugin_times([t for g in groups for t in g.trajectories])])
 
 
+def state_metrics(groups: Sequence[TrajectoryGroup], *, step_s: float) -> dict[str, float]:
+    """Return the mean number of episodes that generated, called tools or waited for an interaction, over a step.
+
+    The seconds that the step's episodes spent so, by the seconds of the step; a group's greedy member counts.
+    """
+    trajectories = [t for g in groups for t in (*g.trajectories, g.baseline) if t is not None]
+    seconds = {"generating": "generate_s", "tool": "tools_s", "interaction": "interaction_s"}
+    return {
+        f"rollout/state_{state}": sum(t.metrics.get(name, 0.0) for t in trajectories) / step_s
+        for state, name in seconds.items()
+    }
+
+
 def of_others(trajectory: Trajectory) -> Metrics:
     """Return the tokens that were spent on a trajectory beside its turns: asides of the model, users, judges."""
     looks = [info for t in trajectory.turns if isinstance(info := t.info.get("lookahead"), Mapping)]

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import polyturn
 from polyturn.core.errors import AlignmentError, InteractionError
-from polyturn.core.generation import FinishReason
+from polyturn.core.generation import FinishReason, GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
@@ -56,6 +57,38 @@ async def test_interaction_answers_until_the_answer_is_right() -> None:
     assert t.turns[1].observation[0].text == "Your response is correct!"
     assert context.num_live_interactions == 0
     check_tokens(t)
+
+
+async def test_running_episodes_are_counted_by_state() -> None:
+    seen: list[dict[str, int]] = []
+
+    def look() -> None:
+        seen.append({state.value: number for state, number in context.running.items() if number})
+
+    def says(request: GenerateRequest) -> str:
+        look()
+        return "#### 5" if len(seen) > 2 else ADD
+
+    class Looks(Says):
+        async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            look()
+            return True, "done", 0.0, {}
+
+    @polyturn.tool
+    async def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        look()
+        return a + b
+
+    context = scripted_context(says, tools=[add], interactions={"gsm8k": Looks()})
+    await run_episode(context, task(interaction="gsm8k"), id="e")
+    assert seen == [{"generating": 1}, {"tool_calling": 1}, {"generating": 1}, {"interacting": 1}]
+    assert not any(context.running.values())
 
 
 async def test_optional_interaction_is_used_where_one_is_configured() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from polyturn.core.lifecycle import EpisodeState
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task
@@ -63,6 +65,16 @@ def test_status_shows_figures_and_time_left():
     for part in ("step 12/100", "12 %", "eta 4m32s", "success 0.520 ▁█", "reward 0.610", "4,060 tokens/s", "turns 2.30"):
         assert part in text, part
     assert "tool errors 1.2 %" in text and "rollout 1 of 256" in text
+
+
+def test_status_shows_what_episodes_do_now():
+    live = LiveStatus(100, terminal()[0])
+    live.running = running = Counter({EpisodeState.GENERATING: 9, EpisodeState.TOOL_CALLING: 2})
+    live.begin("rollout", 256)
+    live.stop()
+    assert "rollout 0 of 256; 9 generate, 2 call tools" in drawn(live)
+    running[EpisodeState.TOOL_CALLING], running[EpisodeState.INTERACTING] = 0, 4
+    assert "9 generate, 4 wait for an interaction" in drawn(live)
 
 
 def test_status_fits_a_narrow_terminal():

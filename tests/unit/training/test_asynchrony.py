@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from polyturn.core.aio import OneThread, finish
-from polyturn.core.lifecycle import Lifecycle, RequestState, suspended
 from polyturn.evaluation.options import EvalOptions
 from polyturn.training.options import TrainOptions
 from polyturn.training.state import LoopSettings
@@ -125,13 +124,3 @@ async def test_finish_waits_for_work_and_keeps_the_cancellation():
     with pytest.raises(asyncio.CancelledError):
         await running
     assert done == ["trained"]
-
-
-def test_held_completion_suspends_its_episode():
-    lifecycle = Lifecycle()
-    lifecycle.move(RequestState.GENERATING)
-    with lifecycle.generating(), suspended():
-        assert lifecycle.state is RequestState.SUSPENDED
-    assert lifecycle.state is RequestState.GENERATING
-    with suspended():
-        assert lifecycle.state is RequestState.GENERATING, "another task's episode is left alone"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.metrics import reduce
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.episode import Episode
@@ -13,7 +14,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.gsm8k import Gsm8kTool
-from polyturn.training.rollout_metrics import rollout_metrics
+from polyturn.training.rollout_metrics import rollout_metrics, state_metrics
 
 SAYS = [
     '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "4"}}</tool_call>',
@@ -37,6 +38,20 @@ async def test_calls_are_counted_by_tool() -> None:
     }
     assert metrics["rollout/turns"] == 4
     assert metrics["rollout/tool_errors"] == 2 / 3
+
+
+def test_state_metrics_are_mean_numbers_of_episodes() -> None:
+    def member(**metrics: float) -> Trajectory:
+        return Trajectory(id="g0/0", task=task(), segments=(), turns=(), stop_reason=StopReason.STOP, metrics=metrics)
+
+    members = tuple(member(generate_s=6.0, tools_s=1.0) for _ in range(3))
+    greedy = member(generate_s=2.0, interaction_s=1.0)
+    group = TrajectoryGroup(id="g0", task=task(), trajectories=members, baseline=greedy)
+    assert state_metrics([group], step_s=4.0) == {
+        "rollout/state_generating": 5.0,
+        "rollout/state_tool": 0.75,
+        "rollout/state_interaction": 0.25,
+    }
 
 
 async def test_spread_of_rewards_is_that_within_groups() -> None:
