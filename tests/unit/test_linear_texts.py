@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from polyturn.compat.swift.schedulers import _unfenced
-from polyturn.core.hiding import hide
+from polyturn.core.secrets import hide
 from polyturn.environments.gymnasium import uncoloured
 from polyturn.rewards.judge import read_verdict
 from polyturn.rewards.math import is_near

@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.segment import Segment
 
 from polyturn.core.printable import printable
-from polyturn.core.secret import HideSecrets
+from polyturn.core.secrets import HideSecrets
 
 
 class _Printable:
@@ -75,7 +75,7 @@ def log_to_console(level: str) -> None:
     root = logging.getLogger()
     if not any(isinstance(handler, ConsoleHandler) for handler in root.handlers):
         handler = ConsoleHandler()
-        handler.addFilter(HideSecrets.of_environment(os.environ))
+        handler.addFilter(HideSecrets(os.environ))
         root.addHandler(handler)
     logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
 
@@ -85,7 +85,7 @@ def logging_to(path: Path) -> Iterator[None]:
     """Append the log's lines, tracebacks included, to a file while the block runs; secrets are hidden as in the console."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.addFilter(HideSecrets.of_environment(os.environ))
+    handler.addFilter(HideSecrets(os.environ))
     logging.getLogger().addHandler(handler)
     try:
         yield

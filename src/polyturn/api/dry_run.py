@@ -21,7 +21,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.model import SELF
 from polyturn.core.errors import ConfigError
-from polyturn.core.secret import masked
+from polyturn.core.secrets import masked
 from polyturn.core.task import Task
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.infra.loop import run_loop

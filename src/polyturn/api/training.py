@@ -39,7 +39,7 @@ from polyturn.core.errors import (
     PolyturnError,
     RankLostError,
 )
-from polyturn.core.secret import masked
+from polyturn.core.secrets import masked
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable

@@ -23,7 +23,7 @@ from polyturn.cli.commands import around, config, data, learning, recorded, serv
 from polyturn.cli.end_process import end_process
 from polyturn.core.errors import PolyturnError
 from polyturn.core.printable import printable
-from polyturn.core.secret import hide, secret_variables
+from polyturn.core.secrets import hide, secret_variables
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 

@@ -32,7 +32,7 @@ from polyturn.config.unknown import as_of_now, unknown_keys, without_other_kinds
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.live import is_held, is_label
 from polyturn.core.nesting import MAX_DEPTH, is_deep
-from polyturn.core.secret import masked
+from polyturn.core.secrets import masked
 from polyturn.infra.yaml_file import read_yaml
 from polyturn.store.run_folders import RESOLVED_HEAD
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 from polyturn.core.code_origin import is_an_authors
-from polyturn.core.hiding import scrubbed
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.printable import printable
+from polyturn.core.secrets import scrubbed
 
 
 class PolyturnError(Exception):

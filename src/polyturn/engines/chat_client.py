@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import ConfigError, EngineError, one_line
-from polyturn.core.secret import bearer, hide
+from polyturn.core.secrets import bearer, hide
 from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, ask_now
 from polyturn.infra.retries import retried
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
-from polyturn.core.secret import token_from
+from polyturn.core.secrets import token_from
 from polyturn.engines.answer_cache import AnswerCache
 from polyturn.engines.chat_client import ChatClient, Endpoint, check_reachable
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.secret import bearer, token_from
+from polyturn.core.secrets import bearer, token_from
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.engines.options import LaunchOptions, ServerOptions

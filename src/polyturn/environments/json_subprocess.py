@@ -6,7 +6,7 @@
 
 Nothing but JSON crosses over. The process is started with the first request and again when it has died, ends when its input
 does, and is told to end when this process dies. What it prints is kept for the message of what went wrong. Of the trainer's
-environment it has a few names (`core.hiding.PASSED_ON`, and where caches lie), and none of its secrets.
+environment it has a few names (`core.secrets.PASSED_ON`, and where caches lie), and none of its secrets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
-from polyturn.core.hiding import passed_on
+from polyturn.core.secrets import passed_on
 from polyturn.infra.process import ManagedProcess
 
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "XDG_CACHE_HOME")

@@ -28,7 +28,7 @@ from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did
 from polyturn.core.generation import SamplingParams
 from polyturn.core.messages import Message, Origin
 from polyturn.core.registry import import_attr
-from polyturn.core.secret import token_from
+from polyturn.core.secrets import token_from
 from polyturn.core.seeds import derive_seed
 from polyturn.core.signature import has_parameter
 from polyturn.engines.chat_client import ChatClient, Endpoint

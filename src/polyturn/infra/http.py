@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.core.answers import LargeAnswerError, whole
 from polyturn.core.errors import one_line
-from polyturn.core.hiding import hide, is_secret_name, secrets_in_query
+from polyturn.core.secrets import hide, is_secret_name, secrets_in_query
 from polyturn.infra.run_sync import in_own_loop
 
 if TYPE_CHECKING:

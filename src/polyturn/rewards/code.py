@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.errors import DataError, RewardError, one_line
-from polyturn.core.secret import bearer, hide, token_from
+from polyturn.core.secrets import bearer, hide, token_from
 from polyturn.infra.deadline import Stretch
 from polyturn.infra.http import ask_now
 from polyturn.rewards.local_sandbox import LocalSandbox, local_sandbox

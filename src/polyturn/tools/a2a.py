@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, ToolError, did_you_mean
 from polyturn.core.messages import Origin
-from polyturn.core.secret import token_from
+from polyturn.core.secrets import token_from
 from polyturn.tools.a2a_client import A2AAgent
 from polyturn.tools.a2a_parts import A2AConversation
 from polyturn.tools.base import BaseTool

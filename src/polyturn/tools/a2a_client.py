@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError, ToolConnectionError, ToolError, ToolTimeoutError, one_line
-from polyturn.core.secret import bearer, hide
+from polyturn.core.secrets import bearer, hide
 from polyturn.infra.run_sync import in_own_loop
 from polyturn.tools.a2a_parts import A2AAnswer, A2AConversation, answer_of, plain, request_of, state_of, update_task
 from polyturn.tools.http_client import http_client

@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from polyturn.core.errors import ToolConnectionError, ToolError, ToolTimeoutError, one_line
-from polyturn.core.hiding import scrubbed
+from polyturn.core.secrets import scrubbed
 from polyturn.infra.deadline import DeadlineError
 
 

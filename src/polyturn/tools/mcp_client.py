@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.secret import bearer, is_secret_name, token_from
+from polyturn.core.secrets import bearer, is_secret_name, token_from
 from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop
 from polyturn.tools.http_client import http_client

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import one_line
-from polyturn.core.secret import hide
+from polyturn.core.secrets import hide
 from polyturn.infra.process import dies_with_parent, end_async
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.secret import token_from
+from polyturn.core.secrets import token_from
 from polyturn.rewards.code import run_request
 from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.secret import token_from
+from polyturn.core.secrets import token_from
 from polyturn.retrieval.embedders import EmbeddingError
 from polyturn.retrieval.searcher import Searcher, documents
 from polyturn.tools.base import BaseTool

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import ConfigError, LifecycleError
-from polyturn.core.secret import bearer
+from polyturn.core.secrets import bearer
 from polyturn.infra.http import BrokenOffError, JsonClient
 from polyturn.infra.retries import retried
 from polyturn.tools.failures import ToolFailure

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyturn.core.hiding import hide, secrets_in_query
+from polyturn.core.secrets import hide, secrets_in_query
 
 
 @pytest.mark.parametrize("text", ["{client_secret: s3cr3tvalue}", "tools: {api_key: abcdef, n: 1}", "password: hunter22"])

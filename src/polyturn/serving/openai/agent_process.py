@@ -5,7 +5,7 @@
     standard input                           the task, one JSON object
     POLYTURN_REWARD_FD                       the number of a file descriptor with the reward key, where rewards are posted
 
-Of the trainer's own environment it has a few names (`core.hiding.PASSED_ON`) and none of its secrets. Exit code 0 is an
+Of the trainer's own environment it has a few names (`core.secrets.PASSED_ON`) and none of its secrets. Exit code 0 is an
 agent that has finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode.
 The key for that is no variable, because programs that the agent starts for the model inherit those: it can be read once,
 from a pipe. However the episode ends, the process and its session are gone behind it; a program that it started and that
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
-from polyturn.core.hiding import passed_on
+from polyturn.core.secrets import passed_on
 from polyturn.core.serde import to_json
 from polyturn.core.task import Task
 from polyturn.infra.process import POLL_S, dies_with_parent, end_async

@@ -97,7 +97,7 @@ class BlackBox(SessionScheduler):
     the clients read, the task is a JSON object on its standard input."""
     kwargs: Mapping[str, Any] | None = None
     """Further arguments of the function, or variables of the command's environment, which has beside them only those of
-    `core.hiding.PASSED_ON`."""
+    `core.secrets.PASSED_ON`."""
     max_calls: int = 1000
     """Completions that an episode may have, over all its conversations."""
     ignore: Sequence[str] = ()

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from polyturn.core.errors import ConfigError, RewardError, ToolError, one_line
-from polyturn.core.secret import SHOWN, HideSecrets, bearer, hide, is_secret_name, masked, token_from
+from polyturn.core.secrets import SHOWN, HideSecrets, bearer, hide, is_secret_name, masked, token_from
 from polyturn.tools.failures import reason_of
 
 SECRET = "5ecr3t-w0rd"
@@ -120,7 +120,7 @@ def test_token_comes_from_settings_or_environment(monkeypatch: pytest.MonkeyPatc
 
 
 def test_log_record_is_kept_without_secrets(caplog: pytest.LogCaptureFixture) -> None:
-    hiding = HideSecrets.of_environment({"MY_TOKEN": "s3cr3t-token", "HOME": "/root", "EMPTY_TOKEN": ""})
+    hiding = HideSecrets({"MY_TOKEN": "s3cr3t-token", "HOME": "/root", "EMPTY_TOKEN": ""})
     caplog.handler.addFilter(hiding)
     logger = logging.getLogger("polyturn.test")
     try:
@@ -135,4 +135,4 @@ def test_log_record_is_kept_without_secrets(caplog: pytest.LogCaptureFixture) ->
     assert "asked with *** at /root" in caplog.text
     assert "ValueError: the server said ***" in caplog.text
     record = logging.LogRecord("polyturn.test", logging.WARNING, __file__, 1, "%d of %d", ("one",), None)
-    assert HideSecrets(()).filter(record), "logging itself reports a record that cannot be formatted"
+    assert HideSecrets({}).filter(record), "logging itself reports a record that cannot be formatted"

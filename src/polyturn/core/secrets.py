@@ -1,0 +1,167 @@
+"""Secrets: where they come from, how they are recognised, and how they stay out of everything written or logged.
+
+    hide("no such key: s3cr3t", "s3cr3t")                           ->  "no such key: ***"
+    masked({"api_key": "sk-1", "url": "http://me:pw@host/x"})       ->  {"api_key": "***", "url": "http://***@host/x"}
+    token_from({"token_env": "SEARCH_TOKEN"}, where="tools.yaml")   ->  "s3cr3t", from the environment
+
+Configurations are masked by the names of keys. A client hides the token that it sent, because servers quote requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+SHOWN = "***"
+"""Stands where a secret was."""
+MIN_SECRET = 6
+"""Characters that a text needs to be hidden wherever it occurs; shorter ones occur by chance."""
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""The variables of the trainer's environment that a process with a user's code has, too."""
+
+_NAME = re.compile(
+    r"^(token|pass|auth|bearer|oauth|pat)$"
+    r"|(^|[_.-])((auth|access|api|bearer|csrf|hf|hub|id|refresh|secret|session)[_-]?token|api[_-]?keys?|secrets?|jwt|pwd?"
+    r"|(secret|access|private|encryption|signing)[_-]?(access[_-]?)?key|passw(or)?d|passphrase|(db|user)[_-]?pass"
+    r"|credentials?|cookies?|(basic|http|proxy)[_-]auth|authorization)$"
+    r"|(?-i:^([A-Z0-9_]*(TOKEN|API_?KEY|SECRET|SECRET_(ACCESS_)?KEY|PASSWORD|CREDENTIALS)|([A-Z0-9_]+_)?(PASS|PAT))$)",
+    re.IGNORECASE,
+)
+_KEYS = r"(?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd|pwd|pw)"
+_FLAG = r"(?<![\w-])--(?:[\w-]+-)?(?:token|api-key|secret|password)"
+_QUERY = r"([?&](?:token|api[_-]?key|key|access_token|(?:client_)?secret|password|sig|(?:x-\w+-)?signature)=)[^&\s'\"]+"
+_NEW = r"(?!\*\*\*|\$\{)"
+"""Neither hidden already nor an expression such as ${oc.env:NAME}."""
+_PATTERNS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(://)[^/@\s'\"]+(?=@)",
+        _QUERY,
+        r"(authorization['\"]*\s*[:=]\s*['\"]*(?:(?:bearer|basic|token)\s+|(?=[^\s'\",}]{16}))"
+        rf"|x-api-key\s*[:=]\s*(?=[^\s'\",}}]{{16}})){_NEW}[^\s'\",}}]+",
+        r"\b(bearer\s+)(?!\*\*\*)(?=[^\s'\",}]*[\d._~+/=-])[\w.~+/=-]{6,}",
+        rf"\b({_KEYS}['\"]?\s*(?:=\s*['\"]?|:\s*['\"])){_NEW}[^\s'\",;&}}\])]{{3,}}",
+        # YAML's value without quotes ends its line or entry, as in `{client_secret: X}`; prose goes on behind it.
+        rf"(?<![\w-])({_KEYS}['\"]?\s*:\s+){_NEW}(?!(?:null|true|false)\b)[^\s'\",{{}}\[\]]{{3,}}(?=\s*(?:[,}}\]\n]|\Z))",
+        rf"({_FLAG}[ =]){_NEW}[^\s'\"]{{3,}}",
+        # Long and with a digit, as a token of a vocabulary is not.
+        rf"(\btoken['\"]?\s*[:=]\s*['\"]?){_NEW}(?=[\w.~+/-]*\d)[\w.~+/-]{{16,}}",
+        # Behind all names, because a cookie is whatever stands between semicolons.
+        r"((?:set-)?cookie['\"]*\s*[:=]\s*['\"]*)[^\s;'\",}]+(?:;\s*[^\s;'\",}]+)*",
+        r"\b()(?-i:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsru]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
+        r"|AKIA[0-9A-Z]{16})",
+    )
+)
+"""Of what each finds, the first group stays and the rest is hidden."""
+_ONLY_SCHEME = re.compile(r"\A(\s*(?:bearer|basic)\s+)(?!\$\{)\S+\s*\Z", re.IGNORECASE)
+"""The whole value of an Authorization header, whatever the key's name."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a key or variable of this name holds a secret: api_key, auth_token, HF_TOKEN; not eos_token."""
+    return name not in ("PWD", "OLDPWD") and _NAME.search(name) is not None
+
+
+def masked(value: Any, *, is_secret: bool = False) -> Any:
+    """Return plain data with every secret replaced: values under a secret's name or flag, and secrets in addresses.
+
+    An expression such as ${oc.env:NAME} stays.
+    """
+    if isinstance(value, Mapping):
+        return {k: masked(v, is_secret=is_secret or is_secret_name(str(k))) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        flags = [isinstance(word, str) and re.fullmatch(_FLAG, word, re.IGNORECASE) for word in (None, *value)]
+        return [masked(v, is_secret=is_secret or bool(flag)) for v, flag in zip(value, flags, strict=False)]
+    if is_secret:
+        is_shown = value is None or isinstance(value, bool) or value == "" or str(value).startswith("${")
+        return value if is_shown else SHOWN
+    return _ONLY_SCHEME.sub(rf"\1{SHOWN}", hide(value)) if isinstance(value, str) else value
+
+
+def hide(text: str, *secrets: str | None) -> str:
+    """Return a text without these secrets, and without those in its addresses, headers, flags and assignments."""
+    # The longest first: one secret may be a part of another, which would stay in pieces.
+    for secret in sorted({s for s in secrets if s and len(s) >= MIN_SECRET}, key=len, reverse=True):
+        text = text.replace(secret, SHOWN)
+    for pattern in _PATTERNS:
+        text = pattern.sub(rf"\1{SHOWN}", text)
+    return text
+
+
+def secrets_in_query(url: str) -> tuple[str, ...]:
+    """Return the secrets in a URL's query, as written and decoded: `?key=s3cr3t` gives s3cr3t."""
+    values = [match[0].removeprefix(match[1]) for match in re.finditer(_QUERY, url, re.IGNORECASE)]
+    return tuple(dict.fromkeys([*values, *map(urllib.parse.unquote_plus, values)]))
+
+
+def secret_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values of all variables with a secret's name."""
+    return tuple(value for name, value in environ.items() if is_secret_name(name))
+
+
+def scrubbed(text: str) -> str:
+    """Return a text without the secrets of this process's environment, and without those that `hide` finds."""
+    return hide(text, *secret_variables(os.environ))
+
+
+def passed_on(*also: str) -> dict[str, str]:
+    """Return the variables of `PASSED_ON` and `also` that are set."""
+    return {name: os.environ[name] for name in (*PASSED_ON, *also) if name in os.environ}
+
+
+def token_from(settings: Mapping[str, Any], *, where: str) -> str | None:
+    """Return the token that settings name: `token` itself, or `token_env`, a variable of the environment; None without.
+
+    Raises:
+        ConfigError: the variable is not set, both are given, or the token is no text.
+    """
+    from polyturn.core.errors import ConfigError  # which needs `scrubbed`
+
+    token, name = settings.get("token"), settings.get("token_env")
+    if token is not None and name is not None:
+        raise ConfigError(f"{where} has `token` and `token_env`; give one of them")
+    if name is not None:
+        token = os.environ.get(name, "").strip() if isinstance(name, str) else ""
+        if not token:
+            raise ConfigError(f"{where} names the variable {name!r:.80}, which the environment does not have; set it")
+    if token is None or token == "":
+        return None
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"{where}: the token is not a text that a header can carry")
+    return token
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """Return the headers that carry a token."""
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+class HideSecrets(logging.Filter):
+    """Hides secrets in log records, tracebacks included; add it to a handler, which sees the records of all loggers."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """Hide the values of all variables with a secret's name, and what `hide` finds."""
+        super().__init__()
+        self._secrets = secret_variables(environ)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; it is always kept."""
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):
+            return True  # logging reports it itself
+        hidden = hide(message, *self._secrets)
+        if hidden != message:
+            record.msg, record.args = hidden, ()
+        if record.exc_info and record.exc_text is None:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = hide(record.exc_text, *self._secrets)
+        return True
