@@ -27,8 +27,8 @@ from polyturn.config.models import RunConfig
 from polyturn.config.sources import merge
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import LiveObject, hold
+from polyturn.core.plugin_shape import required
 from polyturn.core.reward import shown
-from polyturn.core.signature import required
 from polyturn.data.conversations import Conversation
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name

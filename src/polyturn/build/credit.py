@@ -10,7 +10,7 @@ from polyturn.build.parts import Parts
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_class import CallShape, check_function
+from polyturn.core.plugin_shape import CallShape, check_function
 from polyturn.core.stand_in import as_ours
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams
 from polyturn.core.live import is_label
+from polyturn.core.plugin_shape import takes_any_keyword
 from polyturn.core.protocols import Engine
 from polyturn.core.routing import RouteShape
-from polyturn.core.signature import takes_any_keyword
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 from polyturn.engines.foreign import ForeignEngine, making
 from polyturn.engines.options import OwnEngineOptions, ServerOptions

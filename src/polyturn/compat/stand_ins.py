@@ -12,8 +12,7 @@ from typing import Any
 
 from polyturn.compat import install
 from polyturn.config.dialect import ConfigDialect
-from polyturn.core.plugin_class import check_class
-from polyturn.core.signature import has_parameter
+from polyturn.core.plugin_shape import check_class, has_parameter
 from polyturn.core.stand_in import StandIn
 from polyturn.core.trajectory import TrajectoryGroup
 

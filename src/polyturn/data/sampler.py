@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import CheckpointError, DataError
-from polyturn.core.plugin_class import CallShape, Shape
+from polyturn.core.plugin_shape import CallShape, Shape
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 

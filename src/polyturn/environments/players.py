@@ -27,10 +27,10 @@ from typing import Any, Protocol, runtime_checkable
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
 from polyturn.core.generation import SamplingParams
 from polyturn.core.messages import Message, Origin
+from polyturn.core.plugin_shape import has_parameter
 from polyturn.core.registry import import_attr
 from polyturn.core.secrets import token_from
 from polyturn.core.seeds import derive_seed
-from polyturn.core.signature import has_parameter
 from polyturn.engines.chat_client import ChatClient, Endpoint
 from polyturn.engines.frozen_policy import SAMPLED_WITH, FrozenPolicy, Policies, policy_named, sampled_with
 from polyturn.rollout.calls import keeps_deadlines

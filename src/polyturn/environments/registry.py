@@ -19,7 +19,7 @@ from polyturn.core.entry_points import wrong_kind
 from polyturn.core.env import ENV, Env
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
 from polyturn.core.live import is_label, shown_name
-from polyturn.core.plugin_class import CallShape, Shape, check_class
+from polyturn.core.plugin_shape import CallShape, Shape, check_class
 from polyturn.core.registry import Registry, import_attr
 from polyturn.environments.base import Adapter
 

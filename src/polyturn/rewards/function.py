@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import to_openai
-from polyturn.core.plugin_class import refuse_generator
-from polyturn.core.signature import lacks
+from polyturn.core.plugin_shape import lacks, refuse_generator
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.deadline import CallWithDeadline, Stretch

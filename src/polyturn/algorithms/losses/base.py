@@ -15,10 +15,10 @@ from torch import Tensor
 
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, told_in_a_sentence
+from polyturn.core.plugin_shape import has_parameter, required, takes_any_keyword
 from polyturn.core.registry import Registry
 from polyturn.core.reward import shown
 from polyturn.core.sample import TrainSample
-from polyturn.core.signature import has_parameter, is_required, takes_any_keyword
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this before `exp`: beyond it nothing is trained anyway, and exp(89) is infinite in float32."""
@@ -152,7 +152,7 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
             options = [n for n in known if not n.endswith(("_T", "_N")) and n != "rng"]
             raise ConfigError(f"the policy loss takes no option {name!r}.{did_you_mean(name, options)}")
     own = kwargs if takes_any_keyword(loss) else {k: v for k, v in kwargs.items() if has_parameter(loss, k)}
-    bound = {**{k: v for k, v in USUAL_CLIPS.items() if is_required(loss, k)}, **own}
+    bound = {**{k: v for k, v in USUAL_CLIPS.items() if k in required(loss)}, **own}
     needs_sequences = has_parameter(loss, "sequence_T")  # looked up once, not for every micro-batch
 
     def call(

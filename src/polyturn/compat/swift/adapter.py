@@ -28,7 +28,7 @@ from polyturn.compat.swift.shapes import refuse_batches
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.signature import has_parameter, num_positional, takes_any_keyword
+from polyturn.core.plugin_shape import has_parameter, num_positional, takes_any_keyword
 from polyturn.core.task import Task
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput

@@ -20,7 +20,7 @@ from typing import Any
 
 from polyturn.compat.swift.orm import orms
 from polyturn.core.errors import ConfigError, RewardError, one_line
-from polyturn.core.signature import has_parameter, takes_any_keyword
+from polyturn.core.plugin_shape import has_parameter, takes_any_keyword
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.deadline import CallWithDeadline
 from polyturn.serving.outputs import reward_rows

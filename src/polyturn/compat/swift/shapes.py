@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_class import CallShape, Shape, check_class
+from polyturn.core.plugin_shape import CallShape, Shape, check_class
 
 _BASES = (RolloutScheduler, MultiTurnScheduler)
 _CALLS = {

@@ -27,7 +27,7 @@ from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for 
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.messages import Message
-from polyturn.core.plugin_class import CallShape, Shape, check_class
+from polyturn.core.plugin_shape import CallShape, Shape, check_class
 from polyturn.core.task import NATIVE_AGENTS
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder

@@ -43,9 +43,8 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, UnknownNameError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.plugin_class import check_class
+from polyturn.core.plugin_shape import check_class, has_parameter
 from polyturn.core.registry import import_attr
-from polyturn.core.signature import has_parameter
 from polyturn.core.task import NATIVE_AGENTS, Task
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 

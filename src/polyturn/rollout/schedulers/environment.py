@@ -24,7 +24,7 @@ from polyturn.core.env import ENV, Env, EnvStep, envs, observed
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
-from polyturn.core.plugin_class import check_class
+from polyturn.core.plugin_shape import check_class
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.rollout.calls import keeps_deadlines

@@ -1,11 +1,11 @@
-"""The methods of a plug-in's class, checked when it is loaded: a misspelt one leaves the base class's in its place.
+"""The methods and arguments of a user's class or function, read by `inspect.signature` when it is loaded.
 
     class Customer(BaseInteraction):
         async def respond(self, instance_id, messages, **kwargs): ...
     ->  ConfigError: Customer defines `respond`, but an interaction needs `generate_response`: did you mean that?
 
-Each kind of plug-in says in a `Shape` which methods it needs, which ones there are, and how each is called. A method counts
-as defined where a class that is not one of the kind's base classes defines it, so that classes may inherit from one another.
+Without the check, a misspelt method would leave the base class's in its place. A method counts as defined where a class that
+is not one of the kind's base classes defines it, so that classes may inherit from one another.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ _NEAR = 0.85
 """The similarity above which a name is taken for a misspelling of a method's."""
 _FAR = 0.6
 """The similarity above which it is named in place of the first of several methods, where none of them is there."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """The ways in which a method is called."""
+    """The arguments that a method is called with."""
 
     num: int
     """Number of positional arguments it is given."""
@@ -64,8 +66,8 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
 
     Args:
         cls: The class. One of the library's own is taken as it is.
-        shape: What it must be.
-        where: What names the class, for the message.
+        shape: The methods of its kind.
+        where: The class's name in messages.
 
     Raises:
         ConfigError: the first problem found.
@@ -73,40 +75,39 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
     foreign = [c for c in cls.__mro__ if c not in shape.bases and not _is_ours(c)]
     if not foreign or cls in shape.bases:
         return
-    prefix = f"{where}: " if where else ""
+    name_of = f"{where}: {cls.__name__}" if where else cls.__name__
+    own = [n for c in foreign for n, value in vars(c).items() if n[0] != "_" and _is_method(value)]
     known = {*shape.calls, *shape.also, *(n for group in shape.needs for n in group)}
-    known |= {n for base in shape.bases for n in dir(base) if not n.startswith("_")}
-    own = [n for c in foreign for n, value in vars(c).items() if not n.startswith("_") and _is_method(value)]
+    known |= {n for base in shape.bases for n in dir(base) if n[0] != "_"}
     strangers = [n for n in dict.fromkeys(own) if n not in known]
-    is_open = any("__getattr__" in vars(c) for c in foreign)  # what it has is not known before it is asked
-    needs = () if shape.may_be_empty and not strangers else shape.needs
-    if not any(issubclass(cls, base) for base in shape.bases):
-        needs += tuple((name,) for name in shape.needs_alone)
-    for group in needs:
+
+    alone = () if any(issubclass(cls, base) for base in shape.bases) else tuple((name,) for name in shape.needs_alone)
+    needed = (() if shape.may_be_empty and not strangers else shape.needs) + alone
+    is_open = any("__getattr__" in vars(c) for c in foreign)  # it answers to names that it does not list
+    for group in needed:
         if is_open or any(_defines(cls, name, shape) for name in group):
             continue
         if strangers:
-            found, name = max(((s, n) for s in strangers for n in group), key=lambda pair: _likeness(*pair))
-            name = name if _likeness(found, name) >= _FAR else group[0]
-            raise ConfigError(
-                f"{prefix}{cls.__name__} defines `{found}`, but {shape.what} needs `{name}`: did you mean that?"
-            )
+            stranger, name = max(((s, n) for s in strangers for n in group), key=lambda pair: _likeness(*pair))
+            name = name if _likeness(stranger, name) >= _FAR else group[0]
+            raise ConfigError(f"{name_of} defines `{stranger}`, but {shape.what} needs `{name}`: did you mean that?")
         example = f"; write `{shape.calls[group[0]].write}`" if group[0] in shape.calls else ""
         if group not in shape.needs:
             example = f"; inherit polyturn.{shape.bases[0].__name__}, which has it"
-        raise ConfigError(f"{prefix}{cls.__name__} defines no `{group[0]}`, and {shape.what} needs it{example}")
+        raise ConfigError(f"{name_of} defines no `{group[0]}`, and {shape.what} needs it{example}")
+
     for name in strangers:
         likely = max(sorted(known), key=lambda n: _likeness(name, n))
         if likely not in own and _likeness(name, likely) >= _NEAR:
             raise ConfigError(
-                f"{prefix}{cls.__name__} defines `{name}`, which nothing calls: did you mean `{likely}`? A helper of its "
-                f"own may be called `_{name}`"
+                f"{name_of} defines `{name}`, which nothing calls: did you mean `{likely}`? A helper of its own may be "
+                f"called `_{name}`"
             )
     for name, call in shape.calls.items():
         if name in own:
-            # `self` is an argument of what is not bound yet; a static method, or one of the class, has none.
+            # `self` is an argument of an unbound method; static and class methods have none.
             unbound = (None,) if inspect.isfunction(inspect.getattr_static(cls, name)) else ()
-            _check_call(getattr(cls, name), call, *unbound, where=f"{prefix}{cls.__name__}.{name}")
+            _check_call(getattr(cls, name), call, *unbound, where=f"{name_of}.{name}")
 
 
 def check_function(function: Any, call: CallShape, *, where: str) -> None:
@@ -115,7 +116,7 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
     Args:
         function: The function, its options bound.
         call: How it is called.
-        where: What names it, for the message.
+        where: The function's name in messages.
 
     Raises:
         ConfigError: the first problem found.
@@ -126,7 +127,7 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
 
 
 def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
-    """Refuse a function with `yield`, which answers with itself, and not with what it yields.
+    """Refuse a function with `yield`: a call of it returns a generator and no value.
 
     Raises:
         ConfigError: it is one.
@@ -135,43 +136,79 @@ def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
         raise ConfigError(f"{where} has `yield` in it, so that a call of it gives nothing; write `return`")
 
 
+def num_positional(function: Callable[..., Any]) -> int | None:
+    """Return how many positional arguments `function` takes; None for any number, or an unknown one."""
+    parameters = _parameters(function)
+    if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in _POSITIONAL for p in parameters)
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Return whether `function` has a parameter called `name`."""
+    return name in (p.name for p in _named(function))
+
+
+def required(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters of `function` without a default, in their order."""
+    return tuple(p.name for p in _named(function) if p.default is p.empty)
+
+
+def lacks(function: Callable[..., Any], name: str) -> bool:
+    """Return whether `function` has a parameter called `name` and no value for it: no default, or None."""
+    return name in (p.name for p in _named(function) if p.default is p.empty or p.default is None)
+
+
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Return whether `function` ends in `**kwargs`."""
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function) or ())
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of `function`; None for one in C that does not tell them."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [p for p in _parameters(function) or () if p.kind not in _STARS]
+
+
 def _check_call(function: Callable[..., Any], call: CallShape, *own: None, where: str) -> None:
     refuse_generator(function, where=where)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # nobody knows
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    signature = inspect.Signature(parameters)
     try:
         signature.bind(*own, *[None] * call.num, **dict.fromkeys(call.names))
     except TypeError as problem:
-        if call.or_num is not None and _binds(signature, *own, *[None] * call.or_num):
+        if call.or_num is not None and _binds(signature, len(own) + call.or_num):
             return
-        names = ", ".join(_STARS.get(p.kind, "") + p.name for p in signature.parameters.values())
+        names = ", ".join(_STARS.get(p.kind, "") + p.name for p in parameters)
         raise ConfigError(
             f"{where} takes ({names}) and cannot be called as it is ({problem}); write `{call.write}`"
         ) from problem
 
 
-def _likeness(one: str, other: str) -> float:
-    """Return how like two names are; 1 where they differ in the order of their letters, capitals, underscores, or in a
-    word that is cut short: `calc_score`, `calculateScore`."""
-    plain, others = (sorted(name.replace("_", "").lower().replace("calculate", "calc")) for name in (one, other))
-    return 1.0 if plain == others else difflib.SequenceMatcher(None, one, other).ratio()
-
-
-def _binds(signature: inspect.Signature, *args: Any) -> bool:
+def _binds(signature: inspect.Signature, num: int) -> bool:
     try:
-        signature.bind(*args)
+        signature.bind(*[None] * num)
     except TypeError:
         return False
     return True
 
 
-_STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+def _likeness(one: str, other: str) -> float:
+    """Return the similarity of two names; 1 where only capitals, underscores, the order of letters or a cut word differ."""
+    plain, others = (sorted(name.replace("_", "").lower().replace("calculate", "calc")) for name in (one, other))
+    return 1.0 if plain == others else difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _defines(cls: type, name: str, shape: Shape) -> bool:
-    """Return whether `cls` has the method from a class that is not among the bases; what cannot be called is no method."""
+    """Return whether `cls` has the method from a class that is not among the bases."""
     owner = next((c for c in cls.__mro__ if name in vars(c)), None)
     if owner is None or owner in shape.bases or not callable(getattr(cls, name)):
         return False
