@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.environments.scripted import play
 from polyturn.store.stored_run import open_store
 from support.cases import needs

@@ -11,7 +11,7 @@ import yaml
 from polyturn.cli.main import main
 from polyturn.config.models import DataConfig, RolloutConfig
 from polyturn.core.messages import Message
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
 from polyturn.interactions.registry import initialize_interactions_from_config

@@ -17,7 +17,7 @@ import yaml
 
 from polyturn.cli.main import main
 from polyturn.compat.verl_config.command import run_main_ppo
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.data.prepare import prepare_gsm8k
 from polyturn.store.stored_run import open_store

@@ -9,7 +9,7 @@ import pytest
 
 import polyturn
 from polyturn.core.generation import FinishReason
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import StopReason, Turn
 
 FOLDER = Path(__file__).parents[2] / "examples" / "calculator"

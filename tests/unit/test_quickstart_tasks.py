@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.rewards import gsm8k
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError, ConfigError, told_in_a_sentence
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import Registry
 from polyturn.core.reward import shown
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
 

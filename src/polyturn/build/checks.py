@@ -16,7 +16,7 @@ from polyturn.build.training import build_trackers
 from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource
 from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import DatasetSummary, check_tasks
 from polyturn.data.sequences import Subset

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
-from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams
 from polyturn.core.live import is_label
 from polyturn.core.plugin_shape import takes_any_keyword
+from polyturn.core.plugins import wrong_kind
 from polyturn.core.protocols import Engine
 from polyturn.core.routing import RouteShape
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines

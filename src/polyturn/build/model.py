@@ -11,7 +11,7 @@ from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig, TrainTokenizerConfig
 from polyturn.core.errors import ConfigError, one_line, raised_at
 from polyturn.core.live import is_label, target
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.tokens.templates import template_source

@@ -24,9 +24,8 @@ from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.generation import Sampling, SamplingParams
 from polyturn.core.live import is_label, shown_name
 from polyturn.core.plugin_shape import check_class, has_parameter, lacks
-from polyturn.core.plugins import load_plugins
+from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.core.protocols import Engine
-from polyturn.core.registry import import_attr
 from polyturn.core.stand_in import stand_ins
 from polyturn.engines.options import EmbeddedOptions
 from polyturn.engines.update_gate import UpdateGate

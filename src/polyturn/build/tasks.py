@@ -14,7 +14,7 @@ from polyturn.config.models import TaskSourceConfig
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_shape import check_class, has_parameter
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset, generate_tasks
 from polyturn.data.hub_dataset import open_hub_dataset

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.config.dialect import ConfigDialect, MigrateDialect
-from polyturn.core.entry_points import load_each, load_offered, offered, wrong_kind
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.plugins import load_each, load_offered, offered, wrong_kind
 
 if TYPE_CHECKING:
     from polyturn.config.load import Loaded

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from polyturn.cli.console import Output
-from polyturn.core.entry_points import offered
-from polyturn.core.registry import NAMESPACES
+from polyturn.core.plugins import NAMESPACES, offered
 
 FEATURES = {
     "train": "training, the embedded engine",

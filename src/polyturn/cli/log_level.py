@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from polyturn.core.entry_points import offered
-from polyturn.core.registry import NAMESPACES
+from polyturn.core.plugins import NAMESPACES, offered
 
 OWN = "POLYTURN_LOG_LEVEL"
 _OF_OTHERS = "_LOGGING_LEVEL"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.core.registry import install_namespace
+from polyturn.core.plugins import install_namespace
 from polyturn.core.stand_in import StandIn, stand_ins
 
 STANDS_IN = "POLYTURN_RUN_AS"

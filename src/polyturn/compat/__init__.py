@@ -3,7 +3,7 @@
     polyturn.compat.install("verl")      "import verl.interactions.base" now finds polyturn's own module
 
 A namespace is put in place only where the library itself is not installed. It happens by itself when a configuration names
-a class whose module needs it: `core.registry` finds the installer as an entry point of the group `polyturn.namespaces`.
+a class whose module needs it: `core.plugins` finds the installer as an entry point of the group `polyturn.namespaces`.
 """
 
 from __future__ import annotations

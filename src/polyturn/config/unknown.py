@@ -35,8 +35,8 @@ from polyturn.config.schema import (
 )
 from polyturn.config.sources import merge, nested
 from polyturn.config.well_known import suggestion
-from polyturn.core.entry_points import offered
 from polyturn.core.errors import did_you_mean
+from polyturn.core.plugins import offered
 
 CLOSE = 0.8
 """How near a name is (of difflib) that is rather meant than another trainer's, or one of another section."""

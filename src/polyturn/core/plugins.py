@@ -1,76 +1,384 @@
-"""Plug-in files: Python files that register what they define when they are imported, named by `plugins` in a config.
+"""Plug-ins: from a name in a configuration to a class, a function or a module.
 
-    load_plugins([Path("my_envs.py"), Path("my_rewards.py")])
+    ppo_clip                   an entry point of the group `polyturn.losses`, or a name that this process registered
+    my_project.losses:mine     an attribute of an importable module (a dotted path works, too)
+    losses.py:mine             an attribute of a file, relative to the configuration that names it
+    plugins: [mine.py]         a file that registers what it defines when it is imported
 
-A file is imported as a module of its name, with its folder first on the path, so that it finds the files beside it. Separate
-from the registry, which imports single classes: here the import itself is the point.
+Another distribution offers its parts in its pyproject.toml, and `algorithm.loss: mine` works without any import:
+
+    [project.entry-points."polyturn.losses"]
+    mine = "my_package.losses:mine"
+
+Groups: `polyturn.engines`, `.estimators`, `.losses`, `.environments`, `.trackers`, `.config_dialects`, `.namespaces`, and
+one for every other `Registry`. Nothing is imported before it is named.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
+import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+import threading
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any, Generic, TypeVar
 
-from polyturn.core.errors import ConfigError, MissingModuleError, PolyturnError, one_line
+from polyturn.core import live
+from polyturn.core.errors import (
+    ConfigError,
+    MissingAttributeError,
+    MissingModuleError,
+    PolyturnError,
+    UnknownNameError,
+    did_you_mean,
+    one_line,
+)
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
-from polyturn.core.registry import import_aliased
 
 logger = logging.getLogger(__name__)
 
-_LOADED: dict[str, tuple[Path, ModuleType]] = {}
-"""Module name -> the file that it was loaded from, and the module."""
+T = TypeVar("T")
+OWN = "polyturn"
+"""The name of our own distribution."""
+NAMESPACES = "polyturn.namespaces"
+"""Entry points of libraries that polyturn can stand in for: the root name, and a function that puts that in place."""
+_PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+_LOADING = threading.RLock()
+"""Held while a file is imported, which several threads may ask for at once."""
+
+
+class Registry(Generic[T]):
+    """Names of one kind of plug-in, such as "rewards": those registered here, and the entry points of its group."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.group = f"polyturn.{kind}"
+        self._entries: dict[str, T] = {}
+        self._replaced: set[str] = set()
+        """Names that were registered in place of others."""
+
+    def register(self, name: str, *, replace: bool = False) -> Callable[[T], T]:
+        """Return a decorator that registers its argument under `name`, with `replace` in place of another.
+
+        Raises:
+            ConfigError: the name is taken by something else; a file that is imported under a second name registers the same.
+        """
+
+        def add(entry: T) -> T:
+            is_own = any(distribution_of(point) == OWN for point in offered(self.group).get(name, ()))
+            if replace:
+                self._replaced.add(name)
+            elif (name in self._entries or is_own) and not is_same_source(taken := self.resolve(name), entry):
+                raise ConfigError(f"{self.kind}: the name {name!r} is registered already, as {taken!r}")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*offered(self.group), *self._entries]))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries or name in offered(self.group)
+
+    def resolve(self, name: str, *, base: Path | None = None, key: str | None = None) -> T:
+        """Return the object with this name.
+
+        Args:
+            name: The name.
+            base: The folder that relative file paths start from.
+            key: The configuration's key that holds the name, for messages.
+
+        Raises:
+            UnknownNameError: there is no such name; the message shows the nearest known ones.
+            ConfigError: two distributions offer that name.
+            MissingModuleError, MissingAttributeError: a path, or an entry point, that leads nowhere.
+        """
+        where = key or self.kind
+        if name in self._entries:
+            others = [d for d in map(distribution_of, offered(self.group).get(name, ())) if d != OWN]
+            if others and name not in self._replaced:
+                raise ConfigError(
+                    f"{where}: {name!r} is {self._entries[name]!r}, and {' and '.join(others)} offers that name, too (an "
+                    f"entry point of {self.group!r}); uninstall {others[0].split()[0]}, or give yours another name"
+                )
+            return self._entries[name]
+        found: T
+        if ":" in name or "." in name or live.is_label(name):
+            found = import_attr(name, base=base)
+        elif name in offered(self.group):
+            found = load_offered(self.group, name, where=where)
+        else:
+            raise UnknownNameError(f"{where}: there is no {name!r}.{did_you_mean(name, self)}")
+        return found
+
+
+def is_same_source(one: Any, other: Any) -> bool:
+    """Return whether two values are one, or one function or class of a file that was imported under two names."""
+    return one is other or (_source(one) is not None and _source(one) == _source(other))
+
+
+def _source(entry: Any) -> tuple[Any, ...] | None:
+    """Return the name and file of a function or class; None for one that is made while a program runs."""
+    name: str = getattr(entry, "__qualname__", "<locals>")
+    if "<locals>" in name:
+        return None
+    if isinstance(entry, FunctionType):
+        return name, Path(entry.__code__.co_filename).absolute(), entry.__code__.co_firstlineno
+    file = getattr(sys.modules.get(entry.__module__), "__file__", None) if isinstance(entry, type) else None
+    return None if file is None else (name, Path(file).absolute())
+
+
+# Entry points.
+
+
+def offered(group: str) -> Mapping[str, Sequence[EntryPoint]]:
+    """Return the entry points of a group such as "polyturn.losses", by name; our own first."""
+    return _entry_points(tuple(sys.path)).get(group, {})
+
+
+def distribution_of(point: EntryPoint) -> str:
+    """Return the distribution that offers an entry point: "some-package 1.0", or `OWN`."""
+    return OWN if point.dist is None or point.dist.name == OWN else f"{point.dist.name} {point.dist.version}"
+
+
+def load_offered(group: str, name: str, *, where: str) -> Any:
+    """Import the entry point `name` of a group, which `offered` must have; `where` begins messages.
+
+    Raises:
+        ConfigError: several distributions offer the name.
+        MissingModuleError, MissingAttributeError: its module cannot be imported, or lacks it.
+    """
+    point, *others = offered(group)[name]
+    if others:
+        names = " and ".join(map(distribution_of, (point, *others)))
+        raise ConfigError(
+            f"{where}: {name!r} is offered by {names} (entry points of {group!r}); uninstall all but one of them"
+        )
+    try:
+        return point.load()
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
+        package = distribution_of(point).split()[0]
+        reason, cure = f"cannot be imported ({one_line(problem)})", f"repair or uninstall {package}"
+        if isinstance(problem, ModuleNotFoundError):
+            reason = f"needs {problem.name}, which is not installed"
+            cure = f"install that, or uninstall {package}" if package != OWN else "install it"
+            if package == OWN and name in _own()[1]:
+                cure = f"run: pip install 'polyturn[{name}]'"
+        kind = MissingAttributeError if isinstance(problem, AttributeError) else MissingModuleError
+        raise kind(f"{_in_words(where, name, point)} {reason}; {cure}") from problem
+
+
+def load_each(group: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """Yield the name and value of each entry point of a group that is of a kind; a broken one is left out with a warning."""
+    for name in offered(group):
+        try:
+            found = load_offered(group, name, where=group)
+        except ConfigError as problem:
+            _warn(str(problem))
+            continue
+        if isinstance(found, kind):
+            yield name, found
+
+
+def wrong_kind(group: str, name: str, found: object, *, where: str, needs: str) -> ConfigError:
+    """Return the error of an entry point that leads to something of another kind than its group holds."""
+    points = offered(group).get(name)
+    what = _in_words(where, name, points[0]) if points else f"{where}: {name!r}"
+    return ConfigError(f"{what} is {found!r:.100}; it must be {needs}")
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    logger.warning("%s", problem)
+
+
+def _in_words(where: str, name: str, point: EntryPoint) -> str:
+    return f"{where}: {name!r}, which {distribution_of(point)} offers as {point.value!r},"
+
+
+@functools.lru_cache(maxsize=4)
+def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
+    """Return group -> name -> entry points, of all distributions under `path` (which is `sys.path`)."""
+    points, seen = [*_own()[0]], {OWN}
+    for one in distributions():
+        found = [point for point in one.entry_points if point.group.startswith("polyturn.")]
+        if found and (name := (one.name or "").lower()) not in seen:
+            seen.add(name)  # of a distribution that lies on the path twice, the first is imported
+            points += found
+    groups: dict[str, dict[str, list[EntryPoint]]] = {}
+    for point in points:
+        groups.setdefault(point.group, {}).setdefault(point.name, []).append(point)
+    return groups
+
+
+@functools.cache
+def _own() -> tuple[Sequence[EntryPoint], Sequence[str]]:
+    """Return our own entry points and extras: in a checkout those of pyproject.toml, which the metadata may lag behind."""
+    if _PYPROJECT.is_file():
+        project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == OWN:
+            groups = project.get("entry-points", {})
+            points = [EntryPoint(n, value, group) for group, names in groups.items() for n, value in names.items()]
+            return points, [*project.get("optional-dependencies", {})]
+    one = next(iter(distributions(name=OWN)), None)
+    return ((), ()) if one is None else ([*one.entry_points], one.metadata.get_all("Provides-Extra") or ())
+
+
+# Modules and files.
+
+
+def import_attr(path: str, *, base: Path | None = None) -> Any:
+    """Import `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr`; the label of a live object gives that object.
+
+    Raises:
+        ConfigError: this is no such path.
+        MissingModuleError: the module or file cannot be found or imported.
+        MissingAttributeError: the module has no such attribute.
+    """
+    if live.is_label(path):
+        return live.target(path)
+    where, colon, name = path.rpartition(":")
+    if not colon:
+        where, _, name = path.rpartition(".")
+    if not where or not name or (not colon and name == "py"):
+        raise ConfigError(f"{path!r} is not an import path; write it as 'package.module:Name' or 'file.py:Name'")
+    module = import_file((base or Path()) / where) if where.endswith(".py") else _import_module(where)
+    try:
+        return functools.reduce(getattr, name.split("."), module)
+    except AttributeError as problem:
+        known = [n for n in vars(module) if not n.startswith("_")]
+        raise MissingAttributeError(f"{where!r} has no attribute {name!r}.{did_you_mean(name, known)}") from problem
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file as a module of its own, once however often it is named.
+
+    Raises:
+        MissingModuleError: there is no such file, or it fails when it is imported.
+    """
+    with _LOADING:
+        return _import_once(str(path.resolve()))
+
+
+@functools.cache
+def _import_once(path: str) -> ModuleType:
+    if not (path.endswith(".py") and Path(path).is_file()):
+        raise MissingModuleError(f"there is no Python file {path!r}; a path in a config is relative to the config's folder")
+    name = f"polyturn_plugin_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle find it by name
+    try:
+        _with_stand_in(spec.loader.exec_module, module)
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
+        del sys.modules[name]
+        # A syntax error says its line itself; what the file imports is not its line.
+        frames = () if isinstance(problem, SyntaxError) else traceback.extract_tb(problem.__traceback__)
+        line = next((f", at line {frame.lineno}" for frame in reversed(frames) if frame.filename == path), "")
+        raise MissingModuleError(f"{path!r} fails when imported{line}: {one_line(problem)}") from problem
+    return module
 
 
 def load_plugins(files: Sequence[str | Path], *, base: Path | None = None) -> list[ModuleType]:
-    """Import plug-in files, each once however often it is named; return their modules.
+    """Import plug-in files, each once and as a module of its name, so that they find the files beside them.
 
     Args:
         files: The files.
         base: The folder that relative paths start from.
 
     Raises:
-        ConfigError: a file is missing or fails when imported, two have one name, or one has the name of another module.
+        ConfigError: a file is missing or fails when imported, or another module has its name.
     """
-    paths = [(base or Path()).joinpath(Path(file).expanduser()).resolve() for file in files]
-    return [_load(path) for path in paths]
+    return [_load_plugin((base or Path()).joinpath(Path(file).expanduser()).resolve()) for file in files]
 
 
-def _load(path: Path) -> ModuleType:
+def _load_plugin(path: Path) -> ModuleType:
     if not path.is_file() or path.suffix != ".py":
         raise MissingModuleError(
             f"plugins: there is no Python file {str(path)!r}; a path is relative to the config's folder"
         )
     name = path.name.partition(".")[0]
-    if name in _LOADED:
-        held, module = _LOADED[name]
-        if held == path:
+    if (module := sys.modules.get(name)) is not None:
+        if Path(module.__file__ or "").resolve() == path:
             return module
         raise ConfigError(
-            f"plugins: {str(held)!r} and {str(path)!r} would both be the module {name!r}; rename one of the files"
-        )
-    if name in sys.modules and Path(sys.modules[name].__file__ or "").resolve() != path:
-        raise ConfigError(
-            f"plugins: {str(path)!r} would be the module {name!r}, which is imported already from "
-            f"{sys.modules[name].__file__}; rename the file"
+            f"plugins: {str(path)!r} would be the module {name!r}, which is imported already from {module.__file__}; rename "
+            "the file"
         )
     if str(path.parent) in sys.path:
         sys.path.remove(str(path.parent))
     sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()  # a finder may remember the folder from before the file was written
     try:
-        module = import_aliased(name)
-    except PolyturnError:
-        sys.modules.pop(name, None)
-        raise
+        module = _with_stand_in(importlib.import_module, name)
     except PLUGIN_RAISES as problem:
         pass_interrupt(problem)
         sys.modules.pop(name, None)
+        if isinstance(problem, PolyturnError):
+            raise
         raise MissingModuleError(f"the plug-in {str(path)!r} fails when imported: {one_line(problem)}") from problem
-    _LOADED[name] = path, module
     logger.info("plug-in %s (sha256 %s)", path, hashlib.sha256(path.read_bytes()).hexdigest()[:12])
     return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return _with_stand_in(importlib.import_module, name)
+    except PLUGIN_RAISES as problem:
+        pass_interrupt(problem)
+        raise MissingModuleError(
+            f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
+            f"installed or on PYTHONPATH{_installed_hint(problem)}"
+        ) from problem
+
+
+# Libraries that polyturn stands in for, because plug-ins written for them import them.
+
+
+def _with_stand_in(load: Callable[[Any], T], what: Any) -> T:
+    """Return `load(what)`, tried again behind the stand-in of a library that it lacks."""
+    try:
+        return load(what)
+    except ModuleNotFoundError as problem:
+        if not offer_namespace(problem):
+            raise
+        return load(what)
+
+
+def offer_namespace(problem: ModuleNotFoundError) -> bool:
+    """Put a stand-in for the missing library in place, if an entry point offers one; return whether it answers now."""
+    root = (problem.name or "").partition(".")[0]
+    return root in offered(NAMESPACES) and install_namespace(root)
+
+
+def install_namespace(root: str) -> bool:
+    """Put the stand-in of a library in place; return whether it answers: an installed library goes first.
+
+    Raises:
+        ConfigError: the entry point that offers the stand-in is broken.
+    """
+    return bool(load_offered(NAMESPACES, root, where=f"the library {root!r}")())
+
+
+def _installed_hint(problem: BaseException) -> str:
+    """Return the advice about a module that the installed version of a library no longer has."""
+    if not isinstance(problem, ModuleNotFoundError) or "." not in (problem.name or ""):
+        return ""
+    root = str(problem.name).partition(".")[0]
+    if root not in offered(NAMESPACES) or offer_namespace(problem):
+        return ""
+    return (
+        f". The {root} that is installed has no such module, and polyturn answers to that name only where {root} is not "
+        f"installed: name the class under polyturn, or uninstall {root}"
+    )

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from polyturn.core.entry_points import load_each
-from polyturn.core.registry import NAMESPACES
+from polyturn.core.plugins import NAMESPACES, load_each
 from polyturn.core.trajectory import TrajectoryGroup
 
 

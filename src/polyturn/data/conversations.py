@@ -16,7 +16,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.messages import Message
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import as_rows
 from polyturn.data.dataset import JsonlRows
 from polyturn.data.media import with_media

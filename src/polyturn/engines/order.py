@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.generation import GenerateRequest
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import Registry
 from polyturn.engines.predictor import WorkPredictor
 
 

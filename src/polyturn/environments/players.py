@@ -28,7 +28,7 @@ from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did
 from polyturn.core.generation import SamplingParams
 from polyturn.core.messages import Message, Origin
 from polyturn.core.plugin_shape import has_parameter
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.secrets import token_from
 from polyturn.core.seeds import derive_seed
 from polyturn.engines.chat_client import ChatClient, Endpoint

@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.entry_points import wrong_kind
 from polyturn.core.env import ENV, Env
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
 from polyturn.core.live import is_label, shown_name
 from polyturn.core.plugin_shape import CallShape, Shape, check_class
-from polyturn.core.registry import Registry, import_attr
+from polyturn.core.plugins import Registry, import_attr, wrong_kind
 from polyturn.environments.base import Adapter
 
 adapters: Registry[type[Adapter]] = Registry("environments")

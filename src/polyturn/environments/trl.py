@@ -28,8 +28,8 @@ from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError, one_line
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.plugin_shape import takes_any_keyword
+from polyturn.core.plugins import import_attr
 from polyturn.core.protocols import Tool
-from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter, check_kwargs
 from polyturn.rollout.calls import keeps_deadlines

@@ -16,7 +16,7 @@ from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.live import is_label, shown_name
 from polyturn.core.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.infra.plugin_files import PluginFile, read_plugin_file
 from polyturn.interactions.base import BaseInteraction, ViewInteraction
 

@@ -23,7 +23,7 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.reward import as_score
 from polyturn.core.seeds import derive_seed
 from polyturn.engines.chat_partner import (

@@ -18,9 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from polyturn.core.entry_points import offered
 from polyturn.core.errors import RewardError
-from polyturn.core.registry import NAMESPACES
+from polyturn.core.plugins import NAMESPACES, offered
 from polyturn.infra.deadline import Stretch
 from polyturn.infra.process import ManagedProcess
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyturn.core.errors import DataError
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import Registry
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, judge, math, math_dapo, search_r1

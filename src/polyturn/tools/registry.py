@@ -16,7 +16,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.plugin_shape import CallShape, Shape, check_class
-from polyturn.core.registry import import_attr, import_file
+from polyturn.core.plugins import import_attr, import_file
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.tools.a2a import A2ATool, build_a2a_tools
 from polyturn.tools.base import BaseTool, check_names, read_schema

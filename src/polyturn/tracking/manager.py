@@ -20,10 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.plugins import Registry, wrong_kind
 from polyturn.core.protocols import Tracker
-from polyturn.core.registry import Registry
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.tracking.base import RunInfo, RunTracker, samples
 

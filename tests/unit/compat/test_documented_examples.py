@@ -10,7 +10,7 @@ import pytest
 
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.registry import initialize_interactions_from_config

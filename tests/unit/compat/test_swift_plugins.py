@@ -22,8 +22,7 @@ from polyturn.core.errors import ConfigError, MissingModuleError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import to_source
 from polyturn.core.messages import Message
-from polyturn.core.plugins import load_plugins
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine

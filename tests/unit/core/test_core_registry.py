@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.core.errors import ConfigError, MissingAttributeError, MissingModuleError, UnknownNameError
-from polyturn.core.registry import Registry, import_attr
+from polyturn.core.plugins import Registry, import_attr
 
 PLUGIN = """
 from dataclasses import dataclass

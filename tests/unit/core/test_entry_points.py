@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.core.entry_points import OWN, load_offered, offered
 from polyturn.core.errors import ConfigError, MissingAttributeError, MissingModuleError, UnknownNameError
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import OWN, Registry, distribution_of, load_offered, offered
 from polyturn.core.stand_in import stand_ins
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.timeout(280)  # the own parts import torch and its frie
 @pytest.mark.parametrize("group", OWN_POINTS)
 def test_own_parts_are_found_by_entry_point(group: str) -> None:
     for name in OWN_POINTS[group]:
-        assert [offer.distribution for offer in offered(group)[name]] == [OWN]
+        assert [distribution_of(point) for point in offered(group)[name]] == [OWN]
         if find_spec(NEEDS.get(name, "json")) is not None:
             assert load_offered(group, name, where="here") is not None
             continue

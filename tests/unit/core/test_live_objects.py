@@ -10,7 +10,7 @@ import pytest
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.live import hold, is_held, is_label, target
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 
 
 def made() -> object:
@@ -42,6 +42,6 @@ def test_object_arrives_in_another_process(tmp_path: Path) -> None:
     file.write_bytes(cloudpickle.dumps(held))
     code = (
         f"import pickle, pathlib; held = pickle.loads(pathlib.Path({str(file)!r}).read_bytes())\n"
-        f"from polyturn.core.registry import import_attr; print(import_attr({held.label!r})(21))"
+        f"from polyturn.core.plugins import import_attr; print(import_attr({held.label!r})(21))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "42\n"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.arrays import Floats
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import Registry
 from polyturn.core.sample import TrainSample
 
 Rewards = NDArray[np.float64]

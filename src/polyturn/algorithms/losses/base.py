@@ -16,7 +16,7 @@ from torch import Tensor
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, told_in_a_sentence
 from polyturn.core.plugin_shape import has_parameter, required, takes_any_keyword
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import Registry
 from polyturn.core.reward import shown
 from polyturn.core.sample import TrainSample
 

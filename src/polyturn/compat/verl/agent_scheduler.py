@@ -44,7 +44,7 @@ from polyturn.core.errors import ConfigError, DataError, PolyturnError, Schedule
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.plugin_shape import check_class, has_parameter
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import NATIVE_AGENTS, Task
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 

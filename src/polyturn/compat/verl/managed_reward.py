@@ -33,7 +33,7 @@ from polyturn.compat.verl.tokenizer import hf_tokenizer
 from polyturn.compat.verl_config.convert_reward import MANAGER_S, NUM_PROCESSES
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_shape import lacks
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rewards.default import default_compute_score
 from polyturn.rewards.processes import Processes

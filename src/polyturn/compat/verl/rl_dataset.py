@@ -29,7 +29,7 @@ from polyturn.compat.verl.tokenizer import hf_processor, hf_tokenizer
 from polyturn.compat.verl.torch_functional import compute_position_id_with_mask, postprocess_data
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.plugin_shape import has_parameter
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.rows import task_from_row
 from polyturn.data.sequences import TaskSequence

@@ -29,7 +29,7 @@ from polyturn.compat.verl.dataproto import to_dataproto
 from polyturn.compat.verl.protocol import DataProto
 from polyturn.core.errors import CheckpointError, ConfigError, DataError, one_line
 from polyturn.core.plugin_shape import check_class
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler, Visit, empty

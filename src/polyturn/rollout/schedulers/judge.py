@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, SchedulerError, UnknownNameError, did_you_mean
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.core.tagged import between
 from polyturn.core.task import Task
 from polyturn.rewards import exact_match, gsm8k, math

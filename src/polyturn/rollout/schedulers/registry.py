@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyturn.core.plugin_shape import CallShape, Shape
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import Registry
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 schedulers: Registry[Any] = Registry("schedulers")

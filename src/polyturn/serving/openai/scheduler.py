@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.registry import import_attr
+from polyturn.core.plugins import import_attr
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.serving.address import is_loopback

@@ -13,7 +13,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-from polyturn.core.registry import Registry
+from polyturn.core.plugins import Registry
 
 
 @dataclass(frozen=True, slots=True)
