@@ -17,19 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-
-TRANSLATED_KEYS = {
-    "工具": "tools",
-    "交互": "interaction",
-    "名称": "name",
-    "类名": "class_name",
-    "配置": "config",
-    "工具模式": "tool_schema",
-}
-"""Keys as translated documents print them, and what they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,27 +63,15 @@ def read_plugin_file(
         path = base / path if base is not None and not path.is_absolute() else path
         origin, data = str(path), _load(path)
         base = path.parent
-    _refuse_translated(data, origin=origin)
     if key not in data:
         hint = did_you_mean(key, map(str, data)) if data else " The file is empty."
-        raise ConfigError(f"{origin}: there is no top-level list {key!r}.{hint}")
+        keys = ", ".join(map(repr, sorted(allowed)))
+        raise ConfigError(f"{origin}: there is no top-level list {key!r}, whose items have the keys {keys}.{hint}")
     items = data[key] if data[key] is not None else []
     if not isinstance(items, list):
         raise ConfigError(f"{origin}: {key!r} must be a list of items with a class_name, not {items!r:.100}")
     entries = tuple(_entry(item, where=f"{origin}: {key}[{i}]", allowed=allowed) for i, item in enumerate(items))
     return PluginFile(entries=entries, base=base)
-
-
-def _refuse_translated(data: Mapping[str, Any], *, origin: str) -> None:
-    """Raise a ConfigError that names the English keys where a file has translated ones."""
-    items = [item for value in data.values() if isinstance(value, list) for item in value if isinstance(item, Mapping)]
-    found = [str(k) for part in (data, *items) for k in part if k in TRANSLATED_KEYS]
-    if found:
-        said = ", ".join(f"{k!r} is {TRANSLATED_KEYS[k]!r}" for k in dict.fromkeys(found))
-        raise ConfigError(
-            f"{origin}: keys are written in English: {said}. A tool file has `tools`, each item with `class_name`, `config` "
-            "and `tool_schema`; an interaction file has `interaction`, each item with `name`, `class_name` and `config`"
-        )
 
 
 def _entry(item: Any, *, where: str, allowed: Collection[str]) -> PluginEntry:
@@ -118,38 +94,38 @@ def _entry(item: Any, *, where: str, allowed: Collection[str]) -> PluginEntry:
 def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"there is no file {str(path)!r}; a path in a config is relative to the config's folder")
+    if path.suffix != ".json":
+        from polyturn.infra.yaml_file import read_yaml  # which imports omegaconf
+
+        return _resolved(read_yaml(path), where=str(path))
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError, UnicodeDecodeError) as problem:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path}: this is not valid {kind}: {one_line(problem)}") from problem
-    if data is None:
-        return {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ConfigError(f"{path}: this is not valid JSON: {one_line(problem)}") from problem
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}: the top level must be a mapping, not {type(data).__name__}")
     return _resolved(data, where=str(path))
 
 
 def _resolved(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return a deep plain copy with every `${...}` resolved; omegaconf is only imported where there is one."""
-    if "${" not in repr(data):
-        copied: dict[str, Any] = _plain(data)
-        return copied
+    """Return a deep plain copy with every `${...}` resolved."""
+    plain: dict[str, Any] = _plain(data)
+    if "${" not in repr(plain):
+        return plain
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        found = OmegaConf.to_container(OmegaConf.create(_plain(data)), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except OmegaConfBaseException as problem:
         raise ConfigError(f"{where}: a reference cannot be resolved: {one_line(problem)}") from problem
-    assert isinstance(found, dict)
-    return {str(k): v for k, v in found.items()}
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(v) for v in value]
-    return value
+        return {key: _plain(inner) for key, inner in value.items()}
+    return (
+        [_plain(inner) for inner in value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+    )
