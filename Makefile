@@ -83,7 +83,6 @@ learn: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py
-	$(BIN)/python benchmarks/engine_order.py --only live --rounds 15
 	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs docs/demo.md
 
 verify: $(STAMP)

@@ -24,18 +24,15 @@ from typing import Any
 import aiohttp
 import orjson
 from _real_servers import client, server
-from _replay import replay
+from _replay import Workload, replay
 
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.engines.base import EngineWrapper
 from polyturn.engines.remote import RemoteEngine
-from polyturn.testing.workload import Workload
 
 ROLLOUT = Workload(
-    name="32 at once",
     tasks=8,
     group=4,
-    replicas=1,
     slots=32,
     prompt_tokens=100,
     turns=4,
@@ -73,10 +70,10 @@ async def through_polyturn(engine: str, url: str) -> tuple[float, dict[str, list
     recorder = Recorder(client(engine, url))
     try:
         await recorder.update_weights(0)  # the version that it has: only drops what was computed before
-        result = await replay(ROLLOUT, [recorder], policy="fifo")
+        seconds = await replay(ROLLOUT, [recorder])
     finally:
         await recorder.close()
-    return result.makespan_s, recorder.sent
+    return seconds, recorder.sent
 
 
 async def raw(engine: str, url: str, sent: Mapping[str, list[tuple[str, bytes]]], number: int) -> float:

@@ -35,8 +35,6 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.simulated import Speed
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
@@ -47,7 +45,8 @@ from polyturn.testing.episodes import tiny_codec, turn_ids
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
-from support.failing_engine import FailingEngine
+from support.timed_engine import TimedEngine
+from support.virtual_time import run_virtual
 
 EPISODES = 200_000
 BATCH = 500
@@ -110,7 +109,7 @@ def _ids(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return turn_ids(SAYS[number])
 
 
-class Speaking(FailingEngine):
+class Speaking(TimedEngine):
     """A simulated server that says something."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -137,9 +136,7 @@ def slope_per_10k(readings: list[tuple[int, float]]) -> float:
 
 async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVERY) -> dict[str, Any]:
     """Run the episodes, and return what the memory did."""
-    servers = [
-        Speaking(Speed(), plan=lambda request: len(said(request)), name=f"server {i}", timeout_s=5.0) for i in range(2)
-    ]
+    servers = [Speaking(plan=lambda request: len(said(request)), name=f"server {i}", timeout_s=5.0) for i in range(2)]
     user = User()
     options = ToolOptions(timeout_s=5.0, max_result_tokens=64, max_concurrency={"flaky": 64})
     box = ToolBox([flaky], options, codec=tiny_codec())

@@ -3,7 +3,7 @@
     timed_asserts("began = time.monotonic()\nwork()\nassert time.monotonic() - began < 2")  ->  [3]
 
 A test waits for causes instead: an event, a barrier where all meet, the order of calls, a clock of its own
-(`polyturn.engines.virtual_time`), or counted steps (`tests/support/steps.py`). What must not wait for something slow is
+(`tests/support/virtual_time.py`), or counted steps (`tests/support/steps.py`). What must not wait for something slow is
 given something that never ends, so that it proves itself by coming back.
 """
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from polyturn.engines.virtual_time import run_virtual
+from support.virtual_time import run_virtual
 
 pytestmark = pytest.mark.chance
 

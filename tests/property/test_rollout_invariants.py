@@ -24,7 +24,6 @@ from polyturn.core.lifecycle import TRANSITIONS, EpisodeState
 from polyturn.core.messages import Message
 from polyturn.core.serde import from_json, to_json
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
@@ -34,6 +33,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.base import BaseTool
 from support.invariants import check_invariants, sampled_turns
+from support.virtual_time import run_virtual
 
 CALL = '<tool_call>\n{"name": "probe", "arguments": {"say": "hi"}}\n</tool_call>'
 SAYINGS = (

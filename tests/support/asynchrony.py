@@ -27,9 +27,7 @@ from polyturn.core.metrics import Mean, Metrics
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.engines.simulated import SimulatedEngine, Speed
 from polyturn.engines.update_gate import UpdateGate, UpdateMode
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.evaluation.report import EvalReport
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import RolloutPool
@@ -38,6 +36,8 @@ from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.loop import Trainer
 from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
+from support.timed_engine import TimedEngine
+from support.virtual_time import run_virtual
 
 MAX_TOKENS = 400
 
@@ -176,7 +176,7 @@ def run_simulated(
         is_flat = int(trajectory.task.id[1:]) < flat_share * num_tasks
         return 0.0 if is_flat else float(trajectory.id.endswith(("/0", "/2")))
 
-    engine = SimulatedEngine(Speed(step_s=0.01, per_sequence_s=0.0005, slots=64), plan=plan)
+    engine = TimedEngine(token_s=0.018, plan=plan)
     context = scripted_context(
         ["never asked"],
         rewards={"simulated": reward},

@@ -17,9 +17,9 @@ import numpy as np
 
 import polyturn
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from support.virtual_time import run_virtual
 
 Args = ParamSpec("Args")
 

@@ -25,6 +25,7 @@ from polyturn.core.errors import PolyturnError
 from polyturn.core.printable import printable
 from polyturn.core.secrets import hide, secret_variables
 
+_ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 app = typer.Typer(
@@ -45,7 +46,6 @@ command()(learning.sft)
 command("eval")(learning.evaluate)
 command()(recorded.compare)
 command()(learning.rollout)
-command()(around.simulate)
 command()(serving.serve)
 command()(recorded.show)
 command("runs")(recorded.list_runs)
@@ -59,6 +59,7 @@ command()(around.init)
 command()(around.doctor)
 command()(around.model)
 command()(around.export)
+command("simulate", hidden=True, context_settings=_ANY_ARGUMENTS)(around.simulate)
 command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
 
 

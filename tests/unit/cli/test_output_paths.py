@@ -26,9 +26,7 @@ FOLDERS = (
 FILES = (
     "report run -o",
     "plot run -o",
-    "simulate all_short --png",
     "config migrate a-file --out",
-    "simulate --fit=http://x --out",
     "rescore run --reward=f --out",
     "export . -o",
 )

@@ -273,8 +273,12 @@ def test_every_command_refuses_an_option_given_twice() -> None:
 
     found = list(commands(typer.main.get_command(app)))
     assert len(found) > 20 and all(isinstance(each, Command) for each in found)
-    repeated = call("simulate", "nothing", "--policy", "fifo", "--policy", "oracle")
+    repeated = call("run-as", "nothing", "--set", "a=1", "--set", "b=2")
     assert repeated.code == 2 and "times" not in repeated.err
+
+
+def test_retired_command_names_its_replacement() -> None:
+    assert_refused(call("simulate", "swe_like", "--policy", "fifo"), "engine/queue")
 
 
 @pytest.mark.parametrize(

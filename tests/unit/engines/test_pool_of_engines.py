@@ -13,9 +13,8 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest, 
 from polyturn.engines.order import LongestFirst
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import EngineLostError
-from polyturn.engines.simulated import SimulatedEngine, Speed
-from polyturn.engines.virtual_time import run_virtual
-from support.failing_engine import FailingEngine
+from support.timed_engine import TimedEngine
+from support.virtual_time import run_virtual
 
 
 def ask(session: str, turn: int = 0, prompt: int = 10) -> GenerateRequest:
@@ -27,19 +26,19 @@ def ask(session: str, turn: int = 0, prompt: int = 10) -> GenerateRequest:
     )
 
 
-def servers(count: int, length: int = 100, **options: Any) -> list[FailingEngine]:
-    return [FailingEngine(Speed(), plan=lambda r: length, name=f"s{i}", **options) for i in range(count)]
+def servers(count: int, length: int = 100, **options: Any) -> list[TimedEngine]:
+    return [TimedEngine(plan=lambda r: length, name=f"s{i}", **options) for i in range(count)]
 
 
 def test_turns_go_where_their_prefix_is() -> None:
-    async def main() -> tuple[list[int], int]:
+    async def main() -> tuple[list[list[str]], int]:
         engines = servers(2)
         pool = EnginePool(engines)
         await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
         await asyncio.gather(*(pool.generate(ask(f"g/{i}", turn=1, prompt=120)) for i in range(4)))
-        return [engine.prefilled_tokens for engine in engines], pool.admission.num_moved
+        return [sorted(engine.served) for engine in engines], pool.admission.num_moved
 
-    assert run_virtual(main()) == ([40, 40], 0)
+    assert run_virtual(main()) == ([["g/0", "g/0", "g/2", "g/2"], ["g/1", "g/1", "g/3", "g/3"]], 0)
 
 
 def test_requests_of_a_killed_server_are_redone_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,7 +92,7 @@ def test_hung_server_is_left_and_used_again_when_back() -> None:
 
 def test_lost_server_is_tried_when_its_pause_ends() -> None:
     async def main() -> list[str]:
-        engines = [FailingEngine(Speed(step_s=0.1), plan=lambda r: 10_000, name=f"s{i}") for i in range(2)]
+        engines = [TimedEngine(token_s=0.1, plan=lambda r: 10_000, name=f"s{i}") for i in range(2)]
         pool = EnginePool(engines, slots=1)
         pool.replicas[0].pause_s = 60.0  # the longest, as behind many losses
         engines[0].kill()
@@ -173,7 +172,7 @@ def test_longest_predicted_session_goes_first() -> None:
     """Group a's first member was long and group b's short, so of the rest the pool starts with a."""
 
     async def main() -> list[str]:
-        engine = SimulatedEngine(Speed(), plan=lambda r: 1000 if r.session_id.startswith("a") else 10)
+        engine = TimedEngine(plan=lambda r: 1000 if r.session_id.startswith("a") else 10)
         pool = EnginePool([engine], slots=1)
         order: list[str] = []
 

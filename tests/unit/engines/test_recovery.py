@@ -18,17 +18,16 @@ from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PoolWeights, recover
 from polyturn.engines.replica import Replica
-from polyturn.engines.simulated import Speed
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
-from support.failing_engine import FailingEngine
+from support.timed_engine import TimedEngine
+from support.virtual_time import run_virtual
 
 
-class Restartable(FailingEngine):
+class Restartable(TimedEngine):
     """A server that can be asked how it is, and is started again after `dead_s`, so often and no more."""
 
     def __init__(self, *, dead_s: float = 10.0, max_restarts: int = 1, keeps_weights: bool = False) -> None:
-        super().__init__(Speed(), plan=lambda request: 100, name="server")
+        super().__init__(plan=lambda request: 100, name="server")
         self.dead_s, self.max_restarts, self.keeps_weights = dead_s, max_restarts, keeps_weights
         self.num_restarts = 0
         self.is_down = False

@@ -7,7 +7,7 @@ import pytest
 from polyturn.core.errors import EngineError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.engines.virtual_time import run_virtual
+from support.virtual_time import run_virtual
 
 
 def request(number: int = 0, *, session: str = "s", prompt=(1, 2, 3), **sampling) -> GenerateRequest:

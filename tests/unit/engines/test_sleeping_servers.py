@@ -19,9 +19,9 @@ from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WrittenWeights
+from support.virtual_time import run_virtual
 
 KINDS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 SLEEP = {

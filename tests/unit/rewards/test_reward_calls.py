@@ -16,7 +16,6 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import Segment, Span, SpanRef, SpanSource, Trajectory, Turn
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.rewards import math
 from polyturn.rewards.calls import Batch
 from polyturn.rewards.code import Sandbox
@@ -25,6 +24,7 @@ from polyturn.rewards.options import BatchOptions, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.router import RewardRef, RewardRouter, Weighing
 from support.isolated import need_isolation
+from support.virtual_time import run_virtual
 
 
 def turn(text: str = "x", **fields: Any) -> Turn:

@@ -15,7 +15,6 @@ from polyturn.core.generation import GenerateRequest
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing import check_tool
 from polyturn.testing.episodes import scripted_context, task
@@ -24,6 +23,7 @@ from polyturn.tools.mcp import MCPBaseTool, MCPSearchTool, Pace
 from polyturn.tools.mcp_connection import McpLimits, McpServer
 from polyturn.tools.registry import initialize_tools_from_config
 from support.tools_parts import Held, until
+from support.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
 

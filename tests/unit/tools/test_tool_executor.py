@@ -20,13 +20,13 @@ from polyturn.core.media import to_source
 from polyturn.core.messages import ToolCall
 from polyturn.core.metrics import Mean, Sum, merge, reduce
 from polyturn.core.task import Task
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.tools.executor import ToolBox, ToolStartError
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.truncate import truncate
 from support.tools_parts import Answers, Obeys, PlainObeys, call, task_with
+from support.virtual_time import run_virtual
 
 LATE_S = 0.02
 """The deadline of a tool that never answers; tools that answer have the box's, a minute."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import polyturn
 from polyturn.core.errors import ConfigError, ToolConnectionError, ToolError, ToolTimeoutError
 from polyturn.core.messages import ToolCall
-from polyturn.engines.virtual_time import run_virtual
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import Breaker, BreakerSettings
@@ -26,6 +25,7 @@ from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.truncate import ResultLimit, truncate, truncate_tokens
 from support.tools_parts import TASK, Answers, Obeys, call, schema
+from support.virtual_time import run_virtual
 
 SETTINGS = BreakerSettings(failures=3, cooldown_s=10.0, max_cooldown_s=40.0)
 

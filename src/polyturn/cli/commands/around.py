@@ -1,7 +1,7 @@
-"""Commands around a run: begin a project, certify a template, look at the machine, replay a workload, export a
-model, fetch a real one.
+"""Commands around a run: begin a project, certify a template, look at the machine, export a model, fetch a
+real one.
 
-    polyturn init NAME     polyturn check MODEL     polyturn doctor     polyturn simulate     polyturn export RUN
+    polyturn init NAME     polyturn check MODEL     polyturn doctor     polyturn export RUN
     polyturn model smollm2
 
 `polyturn run-as NAME -- …` alone starts a run, in another library's words.
@@ -16,35 +16,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import new_file, new_folder, new_optional_folder
+from polyturn.cli.arguments import new_folder, new_optional_folder
+from polyturn.core.errors import ConfigError
 
 
-def simulate(
-    workload: Annotated[
-        str | None, typer.Argument(metavar="WORKLOAD", help="Name of a shipped workload, or a YAML file of one.")
-    ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="fifo, least_loaded, longest_first, or oracle; may be given several times.")
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Number of servers; the workload's own by default.")] = None,
-    png: Annotated[Path | None, typer.Option(callback=new_file, help="Draw the last policy's timeline here.")] = None,
-    speed: Annotated[Path | None, typer.Option(help="Speed of the servers, as --fit wrote it.")] = None,
-    fit: Annotated[str | None, typer.Option(metavar="URL", help="Measure the server that runs there instead.")] = None,
-    engine: Annotated[str, typer.Option(help="With --fit: vllm or sglang.")] = "vllm",
-    out: Annotated[Path | None, typer.Option(callback=new_file, help="With --fit: write the speed here.")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="With --fit: requests at once, at most.")] = 32,
-    vocab: Annotated[int, typer.Option(min=2, help="With --fit: prompts are drawn from ids below this.")] = 1000,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --fit: prompts of this length.")] = 100,
-) -> None:
-    """Replay a rollout on simulated servers, on a virtual clock. How near it comes to the optimum is printed."""
-    from polyturn.cli import simulate as command
-
-    if (workload is None) == (fit is None):
-        raise typer.BadParameter("give a WORKLOAD to replay, or --fit URL to measure a server")
-    if fit is not None:
-        command.fit(fit, engine=engine, out=out, slots=slots, vocab_size=vocab, prompt_tokens=prompt_tokens)
-    elif workload is not None:
-        command.run(workload, policies=policy or ["longest_first"], replicas=replicas, png=png, speed=speed)
+def simulate() -> None:
+    """Say that this command is gone."""
+    raise ConfigError(
+        "polyturn simulate is no longer a command, as its predictions were not exact enough to choose servers by; run a few "
+        "steps on one server and read engine/queue and engine/kv_use of its metrics"
+    )
 
 
 def check(
