@@ -47,9 +47,19 @@ class SlotAllocator:
         self._sessions: dict[str, int] = {}
 
     def admit(self, waiting: Sequence[SlotRequest]) -> tuple[list[SlotRequest], list[PrefixCopy]]:
-        """Give slots to requests as far as there are any; return those that still wait, and what is to be copied."""
+        """Give free slots to requests; return the requests that still wait, and the prefixes to copy.
+
+        Prompts are compared only while a slot is free: a long queue costs a full engine nothing.
+        """
         copies: list[PrefixCopy] = []
-        return [running for running in waiting if not self._place(running, copies)], copies
+        still_waiting = []
+        num_free = self._slots.running.count(None)
+        for running in waiting:
+            if num_free and self._place(running, copies):
+                num_free -= 1
+            else:
+                still_waiting.append(running)
+        return still_waiting, copies
 
     def leave(self, running: SlotRequest) -> None:
         """Take a request out of its slot; the slot keeps what it cached."""
@@ -83,7 +93,7 @@ class SlotAllocator:
                 running.slot = slot
 
     def _place(self, running: SlotRequest, copies: list[PrefixCopy]) -> bool:
-        """Put the request into a slot; False when it has to wait for one, or for a prefix that is being computed."""
+        """Put the request into one of the free slots; False when it waits for a prefix that is being computed."""
         slots, request = self._slots, running.request
         prompt, length = running.keys, len(request.prompt_ids)
         slot = self._sessions.get(request.session_id, -1)
@@ -98,8 +108,6 @@ class SlotAllocator:
             if soon - shared >= MIN_SHARED_PREFIX:  # a sibling computes it now; copying it then costs less
                 return False
             slot, evicted = slots.claim()
-            if slot < 0:
-                return False
             if evicted is not None:
                 self._sessions.pop(evicted, None)
                 self._stats.evictions += 1

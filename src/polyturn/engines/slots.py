@@ -191,7 +191,7 @@ class Slots:
 
     def claim(self) -> tuple[int, str | None]:
         """Return a slot to overwrite, and the session that loses it: an empty slot, else the longest unused free one, else
-        the longest idle session's; (-1, None) while every slot runs."""
+        the longest idle session's. At least one slot must not be running."""
         best, best_key = -1, (3, 0)
         for slot, running in enumerate(self.running):
             if running is not None:
@@ -204,8 +204,6 @@ class Slots:
                 best, best_key = slot, key
                 if key[0] == 0:  # nothing is better than empty
                     break
-        if best < 0:
-            return -1, None
         evicted, self.session[best] = self.session[best], None
         return best, evicted
 
