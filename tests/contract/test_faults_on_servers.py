@@ -260,5 +260,4 @@ async def test_client_reports_the_capabilities_of_its_server(kind, server):
     await engine.generate(ask(max_tokens=1))
     assert engine.capabilities.max_context == 2048
     assert engine.capabilities.seeded == (kind == "vllm")
-    assert engine.capabilities.priorities
     await engine.close()

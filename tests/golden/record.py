@@ -58,7 +58,7 @@ COMMON: dict[str, Any] = {
 """Under every scenario. One episode at a time, so that no order depends on how quick anything is."""
 IN_VERL: dict[str, Any] = {name: COMMON[name] for name in ("num_threads", "rollout")}
 """What of it has no key of verl's."""
-SERVED: dict[str, Any] = {"engine": {"kind": "sglang", "order": "fifo", "max_in_flight": 8}}
+SERVED: dict[str, Any] = {"engine": {"kind": "sglang", "max_in_flight": 8}}
 """Under those whose completions come from a script."""
 
 

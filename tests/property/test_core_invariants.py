@@ -174,7 +174,6 @@ requests = st.builds(
     ),
     media=tuples(media, 2),
     deadline=st.none() | st.floats(),
-    priority=st.floats(),
 )
 
 

@@ -58,7 +58,7 @@ class EchoEngine(RemoteEngine):
         return EngineCapabilities(logprobs=True, max_context=self._context)
 
     async def _describe(self) -> ServerFacts:
-        return ServerFacts(seeded=True, priorities=False, max_context=64)
+        return ServerFacts(seeded=True, max_context=64)
 
     async def _look(self) -> None:
         await self._link.get("/health", timeout_s=self._health_s)
@@ -119,7 +119,7 @@ async def echo_pool(places: ServerPlaces) -> EnginePool:
         )
         for number in range(places.count)
     ]
-    pool = EnginePool(engines, policy="least_loaded", slots=8, patience_s=120, files=places.store(None))
+    pool = EnginePool(engines, slots=8, patience_s=120, files=places.store(None))
     await pool.update_weights(0)
     return pool
 

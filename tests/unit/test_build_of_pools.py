@@ -18,7 +18,6 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.engines.dialect import ServerFacts
-from polyturn.engines.order import Fifo, LongestFirst
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
@@ -46,7 +45,6 @@ async def test_each_url_is_a_server_of_the_pool(tmp_path: Path) -> None:
     pool = build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://a:1, http://b:2/]", f"engine.weights_folder={tmp_path}")
     assert [engine.url for engine in clients(pool)] == ["http://a:1", "http://b:2"]
     assert all(isinstance(engine, VllmEngine) for engine in clients(pool))
-    assert isinstance(pool.order, LongestFirst)
     await pool.close()
 
 
@@ -65,14 +63,12 @@ async def test_replicas_have_their_own_devices_and_log(tmp_path: Path) -> None:
         "engine.launch.devices=['0,1', '2,3']",
         f"engine.launch.log={log}",
         "engine.launch.max_restarts=5",
-        "engine.order=fifo",
     )
     supervisors = [engine.supervisor for engine in clients(pool)]
     specs = [supervisor.spec for supervisor in supervisors if supervisor is not None]
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2,3"]
     assert [spec.log for spec in specs] == [log, Path(f"{log}.1")]
     assert [supervisor.max_restarts for supervisor in supervisors if supervisor is not None] == [5, 5]
-    assert isinstance(pool.order, Fifo)
     await pool.close()
 
 
@@ -132,16 +128,10 @@ async def test_servers_of_several_versions_are_refused() -> None:
     model = ServedModel(vocab_size=8)
     engines = [VllmEngine(f"http://{name}:1", model) for name in "abc"]
     for engine, version in zip(engines, ("0.32.0", "0.32.0", "0.31.1"), strict=True):
-        engine._facts = ServerFacts(seeded=True, priorities=False, max_context=None, version=version)
+        engine._facts = ServerFacts(seeded=True, max_context=None, version=version)
     require_one_version(EnginePool(engines[:2]))
     with pytest.raises(ConfigError, match=r"vllm 0\.31\.1 at http://c:1, vllm 0\.32\.0 at http://a:1; install one on all"):
         require_one_version(EnginePool(engines))
-
-
-async def test_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
-    pool = build_pool(tmp_path, *LAUNCH, "engine.order_kwargs.age=1.5")
-    assert isinstance(pool.order, LongestFirst) and pool.order.age == 1.5
-    await pool.close()
 
 
 @pytest.mark.parametrize(
@@ -163,9 +153,7 @@ async def test_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
         ),
         (("engine.in_process=true",), "leave it out: engine.kind: sglang starts a server beside the trainer"),
         (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and names GPUs for 1"),
-        (("engine.order=longest",), "longest_first"),
-        (("engine.order_kwargs.age=3",), "more than 3 times its fair share"),
-        (("engine.order=fifo", "engine.order_kwargs.age=1"), "does not take {'age': 1}"),
+        (("engine.order=fifo",), "engine.order.* leave it out"),
     ],
 )
 def test_engine_section_that_cannot_work_is_refused(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:

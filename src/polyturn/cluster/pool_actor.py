@@ -222,7 +222,7 @@ class ActorEngine(BaseEngine):
 async def replica_pool(members: Sequence[Member], capabilities: EngineCapabilities) -> EnginePool:
     """Make a pool of engines in actors, which queue by themselves."""
     engines = [ActorEngine(member, capabilities) for member in members]
-    pool = EnginePool(policy="least_loaded", slots=AT_ONCE)
+    pool = EnginePool(slots=AT_ONCE)
     for member, engine in zip(members, engines, strict=True):
         pool.join(engine, name=member.name)
     return pool

@@ -91,6 +91,8 @@ RETIRED: Mapping[str, Successor] = {
     "policies.<name>.model.reference": Successor(
         "leave it out: this policy is not trained, so no KL term reads a reference"
     ),
+    "engine.order": Successor("leave it out: waiting requests go in the order of arrival", was="longest_first"),
+    "engine.order_kwargs": Successor("leave it out: waiting requests go in the order of arrival"),
     "engine.in_process": Successor(
         "leave it out: engine.kind: sglang starts a server beside the trainer (engine.launch)", was=False
     ),

@@ -96,7 +96,6 @@ class GenerateRequest(Record):
     """The media of the prompt, in order; its placeholders in `prompt_ids` are expanded."""
     deadline: float | None = None
     """`loop.time()` after which the caller no longer waits; None means no deadline."""
-    priority: float = 0.0
     routed_from: int = 0
     """The caller knows which experts the tokens before this one went to, and wants to know it of those from here on."""
 

@@ -32,8 +32,6 @@ class EngineCapabilities:
     pause_modes: tuple[str, ...] = ()
     max_context: int | None = None
     """The longest prompt plus completion, in tokens; None when unknown."""
-    priorities: bool = False
-    """Of requests that wait, the one with the highest `priority` goes first."""
     shares_weights: bool = False
     """True where it samples from the tensors that are trained, so that of a new policy version only the number is news."""
     routes: bool = False

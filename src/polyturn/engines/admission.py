@@ -1,6 +1,7 @@
-"""Admission: the queue of a pool's requests, and their places on its servers, in the policy's order.
+"""Admission: the queue of a pool's requests, first come, first served, and their places on its servers.
 
     an episode's next turn  ->  the server that has its prefix, while it has a place; else another, which costs its prefill
+    an episode's first turn ->  the server with the fewest requests
     no server is live       ->  wait, with a look at who may be tried; in the end, `EngineLostError`
 
 Separate from the pool, which asks servers and says which of them are well: here is only the queue in front of them.
@@ -12,24 +13,21 @@ import asyncio
 
 from polyturn.core.errors import EngineLostError
 from polyturn.engines.base import MeanOverTime
-from polyturn.engines.order import OrderPolicy
 from polyturn.engines.replica import FIRST_RETRY_S, PooledRequest, Replica, reasons
 
 
 class Admission:
     """The queue of a pool."""
 
-    def __init__(self, policy: OrderPolicy, replicas: list[Replica], *, patience_s: float) -> None:
+    def __init__(self, replicas: list[Replica], *, patience_s: float) -> None:
         """Begin with nobody waiting.
 
         Args:
-            policy: Who goes next and where.
             replicas: The pool's servers; they join and leave while the queue lives.
             patience_s: How long a request waits while no server is up.
         """
         self.num_moved = 0
         """Turns that were sent to another server than the one that has their prefix."""
-        self._policy = policy
         self._replicas = replicas
         self._patience_s = patience_s
         self._homes: dict[str, Replica] = {}
@@ -46,15 +44,13 @@ class Admission:
         Raises:
             EngineLostError: no server came back in time.
         """
-        self._policy.push(waiting)
         self._waiting[waiting] = None
         self.queue.set(len(self._waiting))
         self.admit()
-        deadline, loop = waiting.request.deadline, asyncio.get_running_loop()
         try:
             if waiting.place.done():
                 return waiting.place.result()
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(waiting.request.deadline):
                 return await waiting.place
         except TimeoutError:
             self._withdraw(waiting)
@@ -65,9 +61,6 @@ class Admission:
             if waiting.is_aborted and (task is None or not task.cancelling()):
                 return None
             raise
-        finally:
-            waited = loop.time() - waiting.arrived
-            self._policy.predictor.admitted(waiting.request, waited_s=waited)
 
     def free(self, replica: Replica, waiting: PooledRequest) -> None:
         """Give the place of a request back."""
@@ -76,7 +69,7 @@ class Admission:
         self.admit()
 
     def admit(self) -> None:
-        """Give free places to those who wait, in the policy's order."""
+        """Give free places to waiting requests, the oldest first."""
         if not self._waiting:
             return
         now = asyncio.get_running_loop().time()
@@ -84,17 +77,13 @@ class Admission:
             free = [replica for replica in self._replicas if replica.takes_work(now)]
             if not free:
                 break
-            waiting = self._policy.pop()
-            if waiting is None:
-                break
-            assert isinstance(waiting, PooledRequest)
+            waiting = next(iter(self._waiting))
             self._leave(waiting)
             if waiting.place.done():  # aborted, and its caller has not run yet
                 continue
             session = waiting.request.session_id
             home = self._homes.get(session)
-            chosen = self._policy.place(home if home in free else None, free)
-            assert isinstance(chosen, Replica)
+            chosen = home if home in free else min(free, key=lambda replica: replica.load)
             self.num_moved += home is not None and home is not chosen
             self._homes[session] = chosen
             chosen.running[waiting.request.request_id] = waiting
@@ -118,7 +107,6 @@ class Admission:
             self._timer.cancel()
 
     def _leave(self, waiting: PooledRequest) -> None:
-        waiting.is_gone = True
         self._waiting.pop(waiting, None)
         self.queue.set(len(self._waiting))
 

@@ -40,7 +40,6 @@ class ServerFacts(NamedTuple):
     """Facts that a server reports about itself."""
 
     seeded: bool
-    priorities: bool
     max_context: int | None
     num_workers: int = 1
     """Processes that hold weights, each with its share of the model."""

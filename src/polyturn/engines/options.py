@@ -133,10 +133,6 @@ class ServerOptions(AskedOptions):
     """Seconds that a request waits while no server is up."""
     max_tries: Annotated[int, Field(ge=1)] = 8
     """Number of times that one request may be lost with its server before its trajectory fails."""
-    order: str = "longest_first"
-    """Which waiting request is sent next: fifo, least_loaded, longest_first, or `file.py:Class` of an OrderPolicy."""
-    order_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the order's class, for instance {age: 2.0} of longest_first."""
     weights: Annotated[Literal["auto", "folder", "gloo", "nccl", "ipc", "adapter"], BeforeValidator(_not_retired)] = "auto"
     """The way of new weights to a server: a folder that it reads, or its own transfer of tensors: a broadcast to all servers
     (nccl between GPUs, gloo between processors), or handles of memory on the same GPU (ipc). auto is the folder, and a

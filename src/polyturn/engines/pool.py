@@ -1,4 +1,4 @@
-"""EnginePool: many servers behind one `Engine`, with the order in which requests are admitted, and what is lost redone.
+"""EnginePool: many servers behind one `Engine`, which admits requests in the order of arrival and repeats what is lost.
 
 A request waits until a server has a place (`admission.py`). What a lost server (`EngineLostError`) held is asked of another
 one. A request holds the whole prompt, so that the turn is done again from its last complete turn, and only one answer of it
@@ -11,7 +11,6 @@ another one, and the server serves again once it has the right ones.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,6 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
-from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import PoolWeights, Revivable, Sleeper, Verify, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, Replica
 from polyturn.engines.weight_files import ServerWeights, WeightStore
@@ -41,7 +39,6 @@ class EnginePool(BaseEngine):
         self,
         engines: Sequence[Engine] = (),
         *,
-        policy: str | OrderPolicy = "longest_first",
         slots: int = 256,
         max_tries: int = 8,
         patience_s: float = 600.0,
@@ -52,7 +49,6 @@ class EnginePool(BaseEngine):
 
         Args:
             engines: The servers, all with the same model.
-            policy: Who goes next and where: a name of `order.policies`, or a policy.
             slots: Requests on each server at once; more wait here, in order.
             max_tries: How often one request may be lost before it fails.
             patience_s: How long a request waits while no server is up.
@@ -63,12 +59,11 @@ class EnginePool(BaseEngine):
         super().__init__()
         if slots < 1 or max_tries < 1:
             raise ConfigError(f"slots is {slots} and max_tries is {max_tries}; both are at least 1")
-        self._policy = make_policy(policy)
         self._slots = slots
         self._max_tries = max_tries
         self._patience_s = patience_s
         self._replicas: list[Replica] = []
-        self.admission = Admission(self._policy, self._replicas, patience_s=patience_s)
+        self.admission = Admission(self._replicas, patience_s=patience_s)
         """The queue, and the places of requests."""
         self._live: dict[str, PooledRequest] = {}
         self._files = files
@@ -95,11 +90,6 @@ class EnginePool(BaseEngine):
             self.join(engine)
 
     # Who is in it.
-
-    @property
-    def order(self) -> OrderPolicy:
-        """The order in which waiting requests are served."""
-        return self._policy
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -178,7 +168,6 @@ class EnginePool(BaseEngine):
         if request.request_id in self._live:
             raise EngineError(f"request id {request.request_id!r} is in use")
         loop = asyncio.get_running_loop()
-        self._policy.predictor.arrived(request, now=loop.time())
         problems: list[str] = []
         try:
             with self.busy.running():
@@ -194,7 +183,6 @@ class EnginePool(BaseEngine):
                         continue
                     if completion is not None:
                         self.num_redone += bool(problems)
-                        self._policy.predictor.answered(request, now=loop.time())
                         return completion
                     problems.append(f"{replica.name}: served other weights than it was given")
         finally:
@@ -215,8 +203,7 @@ class EnginePool(BaseEngine):
             await waiting.place.result().engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Forget where an episode ran, and learn from how long it took."""
-        self._policy.predictor.ended(session_id)
+        """Forget where an episode ran."""
         home = self.admission.forget(session_id)
         if home is not None and home.is_up:
             await home.engine.end_session(session_id)
@@ -336,9 +323,6 @@ class EnginePool(BaseEngine):
     async def _ask(self, replica: Replica, waiting: PooledRequest) -> Completion | None:
         """Ask `replica`; None where it answered with other weights than it was given."""
         request, before, epoch = waiting.request, replica.version, replica.epoch
-        priority = self._policy.priority(request)
-        if priority != request.priority:
-            request = dataclasses.replace(request, priority=priority)
         try:
             completion = await replica.engine.generate(request)
         except EngineLostError as problem:

@@ -30,7 +30,6 @@ class PooledRequest:
     request: GenerateRequest
     arrived: float
     place: asyncio.Future[Replica]
-    is_gone: bool = False
     is_aborted: bool = False
 
 

@@ -36,7 +36,6 @@ def vllm_command(
         *("--model", str(model), "--host", "{host}", "--port", "{port}"),
         *("--max-model-len", str(max_context), *([] if sees else ["--skip-tokenizer-init"])),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
-        *("--scheduling-policy", "priority"),
         *([] if way in {"folder", "adapter"} else ["--weight-transfer-config.backend", way]),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
@@ -66,7 +65,6 @@ def sglang_command(
     """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images,
     `way` how new weights come."""
     flags = ["--host", "{host}", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
-    flags += ["--enable-priority-scheduling", "--disable-priority-preemption"]
     if not sees:
         flags.append("--skip-tokenizer-init")
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}

@@ -22,7 +22,6 @@ from polyturn.core.secrets import bearer, token_from
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.engines.options import LaunchOptions, ServerOptions
-from polyturn.engines.order import make_policy
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
@@ -62,7 +61,6 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         _require_package(way, setup, client)
     if root is not None and not root.is_dir():
         raise ConfigError(f"engine.weights_folder is {root}, which is no folder; make it where the servers see it too")
-    order = make_policy(options.order, base=setup.base, **options.order_kwargs)
     folder = setup.model_folder()
     own_model = folder.path if folder.is_temporary else None
     transfer = None if in_folder else WeightTransfer(way, client.open_link, own_model=own_model)
@@ -97,7 +95,6 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         files = WeightFolder(folder.path, root=root, owns_model=folder.is_temporary, adapter=setup.adapter)
     return EnginePool(
         clients,
-        policy=order,
         slots=options.max_in_flight,
         max_tries=options.max_tries,
         patience_s=options.patience_s,

@@ -50,7 +50,6 @@ class SglangEngine(RemoteEngine):
             media=self._media.is_there,
             pause_modes=("abort", "in_place", "retract"),
             max_context=self._context,
-            priorities=self._facts is not None and self._facts.priorities,
             routes=self._routes.are_wanted,
         )
 
@@ -61,7 +60,6 @@ class SglangEngine(RemoteEngine):
         self._routes.check_given(bool(found.get("enable_return_routed_experts")), url=self.url)
         return ServerFacts(
             seeded=bool(found.get("enable_deterministic_inference")),
-            priorities=bool(found.get("enable_priority_scheduling")) and not found.get("schedule_low_priority_values_first"),
             max_context=found.get("context_length"),
             num_workers=int(found.get("tp_size") or 1) * int(found.get("pp_size") or 1),
             version=str(found.get("version") or ""),
@@ -113,8 +111,6 @@ class SglangEngine(RemoteEngine):
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_from}
         if sent.uris:
             body["image_data"] = list(sent.uris)
-        if facts is not None and facts.priorities:
-            body["priority"] = round(request.priority)  # the highest goes first there
         return HttpCall("/generate", body)
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:

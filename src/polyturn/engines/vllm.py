@@ -56,7 +56,6 @@ class VllmEngine(RemoteEngine):
             media=self._media.is_there,
             pause_modes=("abort", "wait", "keep"),
             max_context=self._context,
-            priorities=self._facts is not None and self._facts.priorities,
             routes=self._routes.are_wanted,
         )
 
@@ -79,7 +78,6 @@ class VllmEngine(RemoteEngine):
         self._routes.check_given(bool(found["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
         return ServerFacts(
             seeded=True,
-            priorities=found["scheduler_config"]["policy"] == "priority",
             max_context=model["max_model_len"],
             num_workers=int(workers),
             version=version,
@@ -135,8 +133,6 @@ class VllmEngine(RemoteEngine):
             body["return_token_ids"] = True
         if self._adapter is not None:
             body["model"] = self._adapter
-        if self._facts is not None and self._facts.priorities:
-            body["priority"] = -round(request.priority)  # the lowest goes first there
         return HttpCall("/inference/v1/generate", body)
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:

@@ -55,7 +55,7 @@ class Echo(RemoteEngine):
         return EngineCapabilities(max_context=self._context)
 
     async def _describe(self) -> ServerFacts:
-        return ServerFacts(seeded=True, priorities=False, max_context=64)
+        return ServerFacts(seeded=True, max_context=64)
 
     async def _look(self) -> None:
         await self._link.get("/health", timeout_s=self._health_s)
