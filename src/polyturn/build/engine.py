@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.errors import ConfigError, did_you_mean, told_in_a_sentence
 from polyturn.core.generation import SamplingParams
 from polyturn.core.live import is_label
 from polyturn.core.plugin_shape import takes_any_keyword
@@ -19,7 +19,7 @@ from polyturn.core.plugins import wrong_kind
 from polyturn.core.protocols import Engine
 from polyturn.core.routing import RouteShape
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
-from polyturn.engines.foreign import ForeignEngine, making
+from polyturn.engines.foreign import ForeignEngine
 from polyturn.engines.options import OwnEngineOptions, ServerOptions
 from polyturn.engines.recovery import ServerPool
 from polyturn.infra.writable import check_file_writable
@@ -99,7 +99,7 @@ def _adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
     """Make an engine that somebody else wrote, and contain it; of a pool the run knows the servers, and asks them itself."""
-    with making(options.kind, build):
+    with told_in_a_sentence(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         made = build(setup, **options.kwargs)
         is_engine, is_pool = isinstance(made, Engine), isinstance(made, ServerPool)  # which looks at its properties
     if not is_engine:

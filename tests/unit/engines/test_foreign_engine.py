@@ -15,12 +15,12 @@ import pytest
 
 from polyturn.cli.main import main
 from polyturn.core.arrays import ids_array
-from polyturn.core.errors import ConfigError, EngineError, EngineLostError, RolloutError
+from polyturn.core.errors import EngineError, EngineLostError, RolloutError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines import foreign
 from polyturn.engines.base import BaseEngine
-from polyturn.engines.foreign import ForeignEngine, making
+from polyturn.engines.foreign import ForeignEngine
 from support.runs import call_command, write_tiny_run
 
 HERE = "test_foreign_engine.py"
@@ -116,9 +116,10 @@ CALLS: dict[str, Callable[[ForeignEngine], Any]] = {
     ],
 )
 async def test_exception_of_an_engine_names_class_method_and_line(name: str, problem: BaseException, words: str):
-    with pytest.raises(EngineError, match=rf"^the engine Odd: {name} \({HERE}, line \d+\) raised ") as caught:
+    with pytest.raises(EngineError, match=rf"^the engine Odd: {name} raised ") as caught:
         await CALLS[name](contained(raising(problem)))
-    assert words in str(caught.value) and str(caught.value).count(f"({HERE}, line") == 2
+    assert words in str(caught.value)
+    assert "CancelledError" in words or f"({HERE}, line" in str(caught.value)
 
 
 async def test_engine_error_passes_unchanged():
@@ -168,7 +169,7 @@ async def test_hanging_call_fails_at_its_deadline(
     monkeypatch.setattr(Odd, name, hangs)
     engine = of(Odd(completion), timeout_s=0.01)
     engine.bounded.max_abandoned = 0
-    with pytest.raises(EngineError, match=rf"Odd: {name} .*0.01 s.*engine.timeout_s"):
+    with pytest.raises(EngineError, match=rf"Odd: {name}: .*0.01 s.*engine.timeout_s"):
         await CALLS[name](engine)
     if not lets_itself_be_cancelled:
         with pytest.raises(RolloutError, match="Odd"):
@@ -220,9 +221,9 @@ def test_wrong_properties_and_metrics_are_refused():
     bare = of(Bare())
     with pytest.raises(EngineError, match="Bare: capabilities returned None"):
         _ = bare.capabilities
-    with pytest.raises(EngineError, match="Bare: busy_s returned 'long'"):
+    with pytest.raises(EngineError, match=r"Bare: busy_s raised ValueError.*'long'"):
         _ = bare.busy_s
-    with pytest.raises(EngineError, match="'engine/x': 'much'"):
+    with pytest.raises(EngineError, match=r"Odd: read_metrics raised ValueError.*'much'"):
         contained(lambda: {"engine/x": "much"}).read_metrics()
     with pytest.raises(EngineError, match="SystemExit: 3"):
         contained(raising(SystemExit(3))).read_metrics()
@@ -242,11 +243,6 @@ async def test_close_that_fails_or_hangs_is_a_warning(monkeypatch: pytest.Monkey
     assert "Stays: close" in second
 
 
-def test_engine_that_cannot_be_made_is_named():
-    with pytest.raises(ConfigError, match=rf"'odd' .*SystemExit: 3 \({HERE}, line"), making("odd", Odd):
-        raising(SystemExit(3))()
-
-
 ENGINE = """
 import asyncio
 import numpy as np
@@ -259,6 +255,8 @@ class Leaves(BaseEngine):
     def __init__(self, setup, *, when):
         super().__init__()
         self.when, self.num, self.version = when, 0, 0
+        if when == "init":
+            raise SystemExit(3)
 
     @property
     def capabilities(self):
@@ -285,8 +283,9 @@ SMALL = ("warm_start.conversations=null", "train.steps=1", "train.group_size=2",
 @pytest.mark.parametrize(
     ("when", "code", "words"),
     [
-        ("generate", 0, "generate (leaving.py, line 18) raised CancelledError (leaving.py, line 21)"),
-        ("update_weights", 2, "update_weights (leaving.py, line 28) raised SystemExit: 3 (leaving.py, line 30)"),
+        ("init", 2, "'leaving.py:Leaves' cannot be made; it raised SystemExit: 3 (leaving.py, line 14)"),
+        ("generate", 0, "the engine Leaves: generate raised RuntimeError: CancelledError"),
+        ("update_weights", 2, "the engine Leaves: update_weights raised RuntimeError: SystemExit: 3 (leaving.py, line 32)"),
     ],
 )
 def test_run_reports_the_failure_of_its_engine(tmp_path: Path, when: str, code: int, words: str):
@@ -295,4 +294,4 @@ def test_run_reports_the_failure_of_its_engine(tmp_path: Path, when: str, code: 
     (tmp_path / "leaving.py").write_text(ENGINE)
     engine = f"engine={{kind: 'leaving.py:Leaves', kwargs: {{when: {when}}}}}"
     called = call_command(main, "train", config, engine, *SMALL)
-    assert called.code == code and f"the engine Leaves: {words}" in called.err, called.err
+    assert called.code == code and words in called.err, called.err
