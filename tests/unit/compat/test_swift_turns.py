@@ -131,6 +131,37 @@ async def test_turn_without_ids_is_trained_from_its_sampled_ids(listed: list[int
     assert trained == [turn not in listed or not masked for turn in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("listed", "trained"),
+    [
+        (["own"], [True, True, False]),
+        (["own", 2], [True, False, True]),
+        ([1, "own"], [True, True, False]),
+        ([0, "own", 2], [True, False, True]),
+        (["own", 0, 1, 2], [True, True, True]),
+    ],
+)
+async def test_own_ids_exclude_the_reply_they_stand_for_alone(listed: list[Any], trained: list[bool]) -> None:
+    async def some(engine: Any, request: Any, config: Any) -> RolloutOutput:
+        ids: dict[Any, list[int]] = {"own": [7, 7]}
+        for turn in range(3):
+            response = await engine.infer_async(request, config)
+            request.messages.append(assistant(response.choices[0].message.content))
+            ids[turn] = response.choices[0].token_ids
+            if turn < 2:
+                request.messages.append({"role": "user", "content": "Again."})
+        return RolloutOutput(
+            response=response,
+            messages=request.messages,
+            response_token_ids=[ids[one] for one in listed],
+            response_loss_mask=[[int(one != "own")] * len(ids[one]) for one in listed],
+        )
+
+    trajectory = await play(running(some), ["a", "b a", "c"])
+    assert trajectory.error is None
+    assert [all(weights) for _, weights in sampled(trajectory)] == trained
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheduler", [OutputOfEachTurn, OneOutput, Step])
 @given(says=st.lists(st.sampled_from(REPLIES), min_size=1, max_size=5))

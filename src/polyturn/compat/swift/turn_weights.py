@@ -158,7 +158,8 @@ def _held(
 ) -> dict[int, Floats | None]:
     """Return the turns that an output holds, each with the weights of its tokens; None is 1 for each.
 
-    Ids in a list of the scheduler's own stand for the text of some turn, and which one is not known: then a turn needs ids.
+    As in ms-swift, the last list belongs to the last reply in the messages, and so on backwards. A list of the scheduler's
+    own ids, which its mask excludes, therefore excludes the reply that it stands for, and no other one.
     """
     if not output.response_token_ids:
         is_ours = any(one.response is output.response for one in turns.asked)
@@ -176,7 +177,8 @@ def _held(
         )
     held: dict[int, Floats | None] = {}
     seen: set[_TurnPlace] = set()
-    is_foreign = False
+    replies = [at for at, message in enumerate(output.messages or ()) if message.get("role") == "assistant"]
+    replaced: set[int] = set()
     for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
         mask = masks[k] if masks else [1] * len(places)
         known = [place for place in places if place is not None]
@@ -197,12 +199,14 @@ def _held(
                 weights = held.setdefault(place.turn, np.zeros(turns.asked[place.turn].turn.num_tokens, np.float32))
                 assert weights is not None
                 weights[place.at] = float(value > 0)
-        is_foreign = is_foreign or (bool(places) and not known)
-    num_lists = sum(length > 0 for length in lengths)
-    if num_lists < len({at for at, _ in spoken}) and not is_foreign:
+        from_end = len(lengths) - k
+        if places and not known and from_end <= len(replies):
+            replaced.add(replies[-from_end])
+    if replaced or sum(length > 0 for length in lengths) < len({at for at, _ in spoken}):
         # Turns without ids beside those with ids: the messages hold them, so all that was sampled in them is trained.
-        for _, i in spoken:
-            held.setdefault(i, None)
+        for at, i in spoken:
+            if at not in replaced:
+                held.setdefault(i, None)
     return held
 
 
