@@ -6,9 +6,10 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from polyturn.api.console import quiet_transformers
+from polyturn.api.step_size import with_step_size
 from polyturn.build import ConfigSource, Parts
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
@@ -18,13 +19,22 @@ ANOTHER_FOLDER = "set out=FOLDER to one that can be, or another name=NAME"
 """The advice where a run's folder cannot be made."""
 
 
-def open_place(path: Path, overrides: Sequence[str]) -> tuple[ConfigSource, dict[str, Any]]:
+def open_place(
+    path: Path, overrides: Sequence[str], *, resume: bool | Literal["auto"] | None = None
+) -> tuple[ConfigSource, dict[str, Any]]:
     """Read a config, or that of a run's folder.
+
+    Args:
+        path: The config, or the folder.
+        overrides: Changes of it, `section.key=value`.
+        resume: Whether the run that it trains goes on; None where nothing is trained.
 
     Returns:
         It with the folder its paths start from, and as resolved data that is safe to write.
     """
     loaded = load_config(RunConfig, path, overrides)
+    if resume is not None:
+        loaded = with_step_size(loaded, resume=resume)
     quiet_transformers()
     return ConfigSource(config=loaded.config, base=base_of(path)), loaded.resolved
 

@@ -85,6 +85,9 @@ def train(
 
         run = polyturn.train(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], reward=right, steps=100, group_size=8)
 
+    On a machine without a CUDA GPU a step has 4 groups, not 32, and a turn at most 128 tokens, not 512, unless
+    `groups_per_step` and `max_tokens_per_turn` say otherwise.
+
     Works in a script, in a notebook, under torchrun (every rank returns the run) and on a Ray cluster. In a notebook, or
     wherever an event loop runs, training takes place in a thread of its own; an interrupt leaves a checkpoint either way.
 
@@ -149,7 +152,7 @@ def evaluate(
 
     own = {"model": model, "tools": tools, "interaction": interaction, "reward": reward}
     given = GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None, evaluates=True)
-    with _begun(given, reads=()) as (source, resolved):
+    with _begun(given) as (source, resolved):
         from polyturn.api import evaluating
         from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
@@ -229,7 +232,8 @@ def steps(
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     told = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
-    source, resolved = read(told)
+    with _shown():
+        source, resolved = read(told, resume=resume)
     from polyturn.api.stepping import Steps
 
     @_in_a_sentence
@@ -252,7 +256,7 @@ def _again(name: str) -> str:
 
 def _train(given: GivenArguments, *, resume: bool | Literal["auto"], on_step: OnStep | None) -> Run:
     called = _called_each_step(on_step)
-    with _begun(given) as (source, resolved):
+    with _begun(given, resume=resume) as (source, resolved):
         from polyturn.api.event_loop import run_beside
         from polyturn.api.training import RunOptions, run_training
 
@@ -270,7 +274,7 @@ def _show_plan(given: GivenArguments, *, resume: bool | Literal["auto"]) -> DryR
     Raises:
         ConfigError: the run would not start on this machine; what it would start from is printed before.
     """
-    with _begun(given) as (source, resolved):
+    with _begun(given, resume=resume) as (source, resolved):
         from polyturn.api.console import make_console
         from polyturn.api.dry_run import report_of
         from polyturn.api.event_loop import run_beside
@@ -328,20 +332,23 @@ def _run_of(finished: Any, given: Any, source: Any, *, on_step: OnStep | None = 
 
 
 @contextlib.contextmanager
-def _begun(given: GivenArguments, *, reads: Collection[str] | None = None) -> Iterator[tuple[ConfigSource, dict[str, Any]]]:
+def _begun(
+    given: GivenArguments, *, reads: Collection[str] = (), resume: bool | Literal["auto"] | None = None
+) -> Iterator[tuple[ConfigSource, dict[str, Any]]]:
     """Read what was given, and show the lines of the run that begins.
 
     Args:
         given: What was given.
-        reads: Of the keywords of training, those that a run without training reads too; None where it trains.
+        reads: Of the keywords of training, those that a run without training reads too.
+        resume: Whether the run that it trains goes on; None where nothing is trained.
     """
     from polyturn.api.given import read
     from polyturn.api.keywords import path_of
 
     with _shown():
-        source, resolved = read(given)
+        source, resolved = read(given, resume=resume)
         _announce(source)
-        idle = [n for n in given.overrides if reads is not None and n not in reads and path_of(n)[0] in _OF_TRAINING]
+        idle = [n for n in given.overrides if resume is None and n not in reads and path_of(n)[0] in _OF_TRAINING]
         if idle:
             instead = "; how often a task is answered: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
             logger.warning("nothing is trained here, so %s has no effect%s", ", ".join(idle), instead)

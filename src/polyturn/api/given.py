@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from polyturn.api.given_rows import PROMPTS, called, check_first, checked, refuse_coroutine, rows_of, tasks_of
 from polyturn.api.keywords import path_of
+from polyturn.api.step_size import with_step_size
 from polyturn.config.config_source import ConfigSource, model_folder
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
@@ -106,8 +107,12 @@ def _own(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keywords.items() if name in fields}
 
 
-def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
+def read(given: GivenArguments, *, resume: bool | Literal["auto"] | None = None) -> tuple[ConfigSource, dict[str, Any]]:
     """Return the configuration that was given, with its objects, and as resolved data that is safe to write.
+
+    Args:
+        given: What was given.
+        resume: Whether the run that it trains goes on; None where nothing is trained.
 
     Raises:
         ConfigError, DataError: something cannot be what it was given as.
@@ -139,6 +144,8 @@ def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
     if path is None and isinstance(about := values.get("model", {}), Mapping) and not {"path", "init"} & about.keys():
         raise ConfigError("model is not given; name one on the hub, or its folder: model='Qwen/Qwen3-0.6B'")
     loaded = load_config(RunConfig, path, values=values)
+    if resume is not None:
+        loaded = with_step_size(loaded, resume=resume)
     base = Path() if path is None else base_of(path)
     return ConfigSource(config=loaded.config, base=base.resolve(), live=tuple(reader.held)), loaded.resolved
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from polyturn import build
+from polyturn.api.step_size import with_step_size
 from polyturn.build.parts import check_plugins
 from polyturn.cli.dialects import load_native
 from polyturn.config.config_source import ConfigSource, folder_or_name
@@ -26,7 +27,8 @@ def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
         ConfigError: there is no config, or it cannot be read.
     """
     file = config_of(path)
-    source = ConfigSource(config=load_native(file, ()).config, base=base_of(file))
+    loaded = with_step_size(load_native(file, ()), resume=False)
+    source = ConfigSource(config=loaded.config, base=base_of(file))
     yield "config", str(file), True
     parts: dict[str, Callable[[ConfigSource], str]] = {
         "model": _model,

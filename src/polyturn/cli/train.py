@@ -30,7 +30,7 @@ ROWS = {
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool, with_ids: bool = False) -> None:
     """Train the run that `path` describes."""
-    place, resolved = open_place(path, overrides)
+    place, resolved = open_place(path, overrides, resume=resume)
 
     def again(name: str) -> list[str]:
         renamed = [] if name == place.config.name else [f"name={name}"]

@@ -54,6 +54,8 @@ class Loaded(NamedTuple, Generic[ModelT]):
     config: ModelT
     resolved: dict[str, Any]
     """Everything with defaults filled in and `${…}` resolved, except what depends on the environment."""
+    written: frozenset[KeyPath]
+    """The keys that a file, an override or a program set."""
 
 
 def load_config(
@@ -170,7 +172,7 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
         read = f"; it is read where that is {where}" if where else ""
         now = as_shown(idle.now, idle.by, raw_env).replace("None", "null")
         logger.warning("%s, which has no effect while %s is %s%s", said, dotted(idle.by), now, read)
-    return Loaded(config, writable(config, resolved, raw_env))
+    return Loaded(config, writable(config, resolved, raw_env), frozenset(path for path, _ in leaves(written, ())))
 
 
 def write_resolved(resolved: Mapping[str, Any], path: Path, *, base: Path | None = None) -> None:

@@ -46,7 +46,8 @@ class Limits:
     max_user_turns: Annotated[int, Field(ge=0)] | None = None
     """Replies of an interaction that the model is shown; null is no limit. The turn after the last one is still scored."""
     max_tokens_per_turn: Annotated[int, Field(ge=1)] | None = 512
-    """Sampled tokens of one completion; null is no limit."""
+    """Sampled tokens of one completion; null is no limit. Where it is not set, 128 in training on a machine without a CUDA
+    GPU."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens after the first prompt, observations included."""
     max_context: Annotated[int, Field(ge=2)] | None = None

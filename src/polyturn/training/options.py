@@ -195,7 +195,7 @@ class TrainOptions:
     epochs: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Passes over the tasks, which replace `steps` once the tasks are counted; a last step that is not full is not taken."""
     groups_per_step: Annotated[int, Field(ge=1, le=2**20)] = 32
-    """Tasks whose groups are trained in one step."""
+    """Tasks whose groups are trained in one step; where it is not set, 4 in training on a machine without a CUDA GPU."""
     group_size: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Trajectories of one task that are compared with one another."""
     minibatches: Annotated[int, Field(ge=1)] = 1

@@ -1,0 +1,93 @@
+"""The size of a training step where the configuration does not set it: smaller on a CPU, so that the first step takes about
+a minute and not an hour.
+
+    with_step_size(loaded, resume=False)  ->  on a CPU train.groups_per_step 4, not 32; group_size 8; 128 tokens a turn
+    with_step_size(loaded, resume=True)   ->  the numbers in the config.yaml of the run's folder, on any machine
+
+The numbers are chosen once, before anything reads them, and written into the run's config.yaml. Only training asks: what an
+evaluation measures does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from polyturn.api.ranks import this_rank
+from polyturn.config.load import Loaded
+from polyturn.config.models import RunConfig
+from polyturn.config.references import value_at
+from polyturn.config.schema import KeyPath, dotted
+from polyturn.config.sources import leaves, merge, nested
+from polyturn.core.errors import ConfigError
+from polyturn.engines.options import ServerOptions
+from polyturn.infra.cuda import has_cuda
+from polyturn.infra.yaml_file import read_yaml
+
+logger = logging.getLogger(__name__)
+
+ON_CPU: Mapping[KeyPath, int] = {
+    ("train", "groups_per_step"): 4,
+    ("train", "group_size"): 8,
+    ("rollout", "limits", "max_tokens_per_turn"): 128,
+}
+"""The keys of a step's size, and their defaults on a machine without a GPU."""
+
+
+def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"]) -> Loaded[RunConfig]:
+    """Return a configuration with the keys of a step's size that it does not set.
+
+    Args:
+        loaded: The configuration.
+        resume: Whether the run goes on, with the numbers that it began with.
+    """
+    config = loaded.config
+    former = _former(Path(config.out) / config.name / "config.yaml") if resume else {}
+    unset = [path for path in ON_CPU if path not in loaded.written]
+    if former:
+        sizes = {path: value for path, value in leaves(former, ()) if path in unset}
+        why = "as the run began"
+    elif _is_on_cpu(config):
+        sizes = {path: ON_CPU[path] for path in unset}
+        why = "smaller by default on a CPU; set them for another size"
+    else:
+        return loaded
+    sizes = {path: value for path, value in sizes.items() if value != value_at(loaded.resolved, path)}
+    if not sizes:
+        return loaded
+    this = this_rank()
+    if this is None or this.rank == 0:
+        numbers = ", ".join(f"{dotted(path)} {'null' if value is None else value}" for path, value in sizes.items())
+        logger.info("%s: %s", numbers, why)
+    resolved = copy.deepcopy(loaded.resolved)
+    for path, value in sizes.items():
+        config = _replaced(config, path, value)
+        merge(resolved, nested(path, value))
+    return Loaded(config, resolved, loaded.written)
+
+
+def _former(path: Path) -> dict[str, Any]:
+    """Return the settings of a run that began; none if there is no such file, or a damaged one, of which resuming warns."""
+    try:
+        return read_yaml(path) if path.is_file() else {}
+    except ConfigError:
+        return {}
+
+
+def _is_on_cpu(config: RunConfig) -> bool:
+    """Return whether the run trains on a CPU: not on a cluster, whose GPUs are elsewhere, nor on GPUs that it names."""
+    launch = config.engine.launch if isinstance(config.engine, ServerOptions) else None
+    return config.cluster.address is None and not (launch is not None and launch.devices) and not has_cuda()
+
+
+def _replaced(section: Any, path: KeyPath, value: Any) -> Any:
+    """Return a section with another value at `path`."""
+    key, *rest = map(str, path)
+    changed = {key: _replaced(getattr(section, key), tuple(rest), value) if rest else value}
+    return section.model_copy(update=changed) if isinstance(section, BaseModel) else dataclasses.replace(section, **changed)
