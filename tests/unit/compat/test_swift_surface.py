@@ -23,6 +23,7 @@ from polyturn.compat.swift.template import ContextType
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.outputs import rollout_outputs
 from polyturn.serving.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -34,6 +35,7 @@ from polyturn.serving.protocol import (
     UsageInfo,
 )
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from support.compat_parts import again, play_swift, sampled
 
 pytestmark = pytest.mark.timeout(300)  # a process has to start
 
@@ -226,18 +228,51 @@ def test_helpers_of_an_own_loop_take_what_they_like() -> None:
         check_scheduler(Steps, where="mine")
 
 
-def test_scheduler_of_whole_groups_is_refused_before_the_run() -> None:
-    class Groups(MultiTurnScheduler):
-        async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
-            assert len(infer_requests) > 1
-            return await super().async_infer(infer_requests, request_config, **kwargs)
+class Wraps(MultiTurnScheduler):
+    """Prepares its requests, and looks at the outputs, around the base class's `async_infer`."""
 
-        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any: ...
+    async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+        for request in infer_requests:
+            request.messages[-1]["content"] += " Think."
+        outputs = await super().async_infer(infer_requests, request_config, use_tqdm=False, **kwargs)
+        for output in outputs:
+            output.rollout_infos["seen"] = True
+        return outputs
 
-    with pytest.raises(ConfigError, match=r"mine: Groups overrides `async_infer`"):
-        check_scheduler(Groups, where="mine")
-    with pytest.raises(ConfigError, match="async_infer"):
-        SwiftScheduler(Groups)
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+        return again(infer_request, response_choice, current_turn)
+
+
+class Asserts(Wraps):
+    """Compares the requests of a group."""
+
+    async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+        assert len(infer_requests) > 1
+        return await super().async_infer(infer_requests, request_config, **kwargs)
+
+
+class Shares(Wraps):
+    """Runs equal requests once."""
+
+    async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+        outputs = await super().async_infer(infer_requests[:1], request_config, **kwargs)
+        return outputs * len(infer_requests)
+
+
+@pytest.mark.parametrize("scheduler", [Asserts, Shares])
+def test_scheduler_of_whole_groups_is_refused_before_the_run(scheduler: type[MultiTurnScheduler]) -> None:
+    with pytest.raises(ConfigError, match=rf"{scheduler.__name__}\.async_infer"):
+        SwiftScheduler(scheduler).check_task(task())
+
+
+async def test_wrapper_of_single_requests_runs() -> None:
+    SwiftScheduler(Wraps).check_task(task())
+    trajectory = await play_swift(Wraps, ["a", "b"], max_turns=2)
+    assert trajectory.error is None
+    assert trajectory.messages[0].text.endswith(" Think.")
+    assert all(set(weights) == {1.0} for _, weights in sampled(trajectory))
+    (output,) = rollout_outputs(trajectory)
+    assert output.rollout_infos["seen"] is True
 
 
 class BareEngine:

@@ -24,7 +24,7 @@ from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
 from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler, multi_turns
-from polyturn.compat.swift.shapes import refuse_batches
+from polyturn.compat.swift.shapes import overrides_batches, refuse_groups
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -93,9 +93,9 @@ class SwiftScheduler(MultiTurnScheduler):
         self._class = found if isinstance(found, type) else type(found)
         if not issubclass(self._class, RolloutScheduler):
             raise ConfigError(f"the scheduler is {found!r:.100}; it must be a RolloutScheduler or a MultiTurnScheduler")
-        refuse_batches(self._class)
         self.shared = bool(self._class.shared)
         self._prototype: RolloutScheduler | None = None
+        self._has_tried = False
         self._lives: dict[str, _Live] = {}
 
     def __copy__(self) -> SwiftScheduler:
@@ -104,7 +104,9 @@ class SwiftScheduler(MultiTurnScheduler):
 
     def check_task(self, task: Task) -> None:
         """Refuse a row that lacks what a shipped scheduler reads, or names an environment or context manager in vain."""
-        columns = to_request(task, uuid=task.id).data_dict
+        request = to_request(task, uuid=task.id)
+        self._check_batches(request)
+        columns = request.data_dict
         if issubclass(self._class, MathTipsScheduler | ThinkingModelTipsScheduler) and "solution" not in columns:
             raise DataError(f"task {task.id!r} has no solution, which {self._class.__name__} compares answers with; add it")
         if issubclass(self._class, GYMScheduler) and self._class._create_env is GYMScheduler._create_env:
@@ -116,6 +118,14 @@ class SwiftScheduler(MultiTurnScheduler):
             manager = (columns.get("ctx_config") or {}).get("name", self._options.get("context_manager"))
             if manager is not None:
                 context_managers.find(manager)
+
+    def _check_batches(self, request: RolloutInferRequest) -> None:
+        """Try an `async_infer` of the user's own, once, where its object can be made without a tokenizer."""
+        if not overrides_batches(self._class) or self._has_tried:
+            return
+        self._has_tried = True
+        if self._made is not None or not has_parameter(self._class, "tokenizer"):
+            refuse_groups(self._made or self._make(self._max_turns), request)
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the user's scheduler to its end, and let what it returns say what is trained."""
@@ -171,7 +181,8 @@ class SwiftScheduler(MultiTurnScheduler):
         engine = EpisodeEngine(episode, self, config=copy.copy(config), base=self._base)
         _ENGINE.set(engine)
         if self._prototype is None:
-            self._prototype = self._made or self._make(episode)
+            turns = self._max_turns if self._max_turns is not None else limits.max_turns
+            self._prototype = self._made or self._make(turns, tokenizer=episode.codec.tokenizer)
         if self.shared:
             return self._prototype, engine, config
         scheduler = copy.copy(self._prototype)
@@ -180,13 +191,12 @@ class SwiftScheduler(MultiTurnScheduler):
             scheduler.max_turns = limits.max_turns if self._max_turns is None else self._max_turns
         return scheduler, engine, config
 
-    def _make(self, episode: Episode) -> RolloutScheduler:
+    def _make(self, turns: int | None, *, tokenizer: Any = None) -> RolloutScheduler:
         """Make the user's object, with those of its arguments that its constructor takes."""
-        turns = self._max_turns if self._max_turns is not None else episode.limits.max_turns
         offered = {"infer_engine": SharedEngine(), "max_turns": turns, **self._options}
         make: Any = self._class
         if has_parameter(make, "tokenizer"):
-            offered["tokenizer"] = episode.codec.tokenizer
+            offered["tokenizer"] = tokenizer
         if not takes_any_keyword(make):
             offered = {k: v for k, v in offered.items() if has_parameter(make, k) or k in self._options}
         try:
@@ -214,7 +224,7 @@ class SwiftScheduler(MultiTurnScheduler):
 
 
 async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferRequest, config: RequestConfig) -> Any:
-    """Await a user's `run`; what it raises becomes an error that names it and the trajectory.
+    """Await a user's `run`, or an `async_infer` around it; what it raises becomes an error that names it and the trajectory.
 
     Raises:
         SchedulerError: it raised, or is not async.
@@ -222,6 +232,8 @@ async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferReques
     if not inspect.iscoroutinefunction(scheduler.run):
         raise SchedulerError(f"{type(scheduler).__name__}.run must be async: it awaits infer_engine.infer_async")
     try:
+        if overrides_batches(type(scheduler)):
+            return await scheduler.async_infer([request], config)
         return await scheduler.run(request, config)
     except (PolyturnError, EngineOver, asyncio.CancelledError):
         raise
@@ -263,7 +275,7 @@ def to_request(task: Task, *, uuid: str) -> RolloutInferRequest:
 
 def _runs_own_loop(scheduler: RolloutScheduler) -> bool:
     """Return whether the user wrote the loop, so that only its outputs say which turns count."""
-    return type(scheduler).run.__module__ != RolloutScheduler.__module__
+    return overrides_batches(type(scheduler)) or type(scheduler).run.__module__ != RolloutScheduler.__module__
 
 
 def _checked(returned: Any, name: str, uuid: str) -> list[RolloutOutput]:
