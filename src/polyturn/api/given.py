@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from polyturn.api.given_rows import PROMPTS, called, check_first, checked, refuse_coroutine, rows_of, tasks_of
-from polyturn.api.keywords import path_of
+from polyturn.api.keywords import paths_of
 from polyturn.api.step_size import with_step_size
 from polyturn.config.config_source import ConfigSource, model_folder
 from polyturn.config.load import base_of, load_config
@@ -383,7 +383,7 @@ class _Reader:
             ConfigError: no key has that name, or several have.
         """
         values: dict[str, Any] = {}
-        paths = {name: path_of(name, value) for name, value in given.items()}
+        paths = paths_of(given)
         for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # the name of a part before its options
             tree = self.plain(self.with_rows(tuple(path), given[name]))
             for part in reversed(path):

@@ -50,6 +50,23 @@ OWN = (
 """Keywords of the functions themselves, for the nearest one to a misspelt keyword."""
 
 
+def paths_of(keywords: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the keys that keywords name.
+
+    Raises:
+        ConfigError: some name none, or one of several; one line each, so that a call is not corrected a keyword at a time.
+    """
+    paths, problems = {}, []
+    for name, value in keywords.items():
+        try:
+            paths[name] = path_of(name, value)
+        except ConfigError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return paths
+
+
 def path_of(name: str, value: Any = None) -> list[str]:
     """Return the key that a keyword names; `value` is repeated in what is suggested for one that names none.
 

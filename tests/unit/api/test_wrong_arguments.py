@@ -273,6 +273,13 @@ def test_answer_to_a_keyword_has_the_users_value(name: str, value: Any, answer: 
         path_of(name, value)
 
 
+def test_wrong_keywords_are_told_at_once() -> None:
+    with pytest.raises(polyturn.ConfigError) as caught:
+        polyturn.train("tiny", [{"prompt": "2+2?"}], num_generations=4, steps=3, learning_rate=1e-5)
+    lines = str(caught.value).splitlines()
+    assert ["group_size=4" in lines[0], "lr=1e-05" in lines[1], len(lines)] == [True, True, 2]
+
+
 def test_traceback_ends_at_the_call_of_the_library() -> None:
     """With what a function of the caller's raised behind it, and no line of the library's own."""
 
