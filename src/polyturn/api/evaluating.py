@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,9 @@ from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.observer import RunObserver
+
+UNTOUCHED = "untouched"
+"""Begins the names of the sets that were evaluated before a warm start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, che
     keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        found = run_loop(_all(build.pool_of(parts), place.config.seed, sets, observer))
+        found = run_loop(evaluate_all(build.pool_of(parts), place.config.seed, sets, observer))
     return _reported(folder, found)
 
 
@@ -79,7 +82,7 @@ def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], en
     (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         pool = RolloutPool(context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
-        running = _all(pool, place.config.seed, sets, observer, finish=engine.finish)
+        running = evaluate_all(pool, place.config.seed, sets, observer, finish=engine.finish)
         found = run_loop(running)
     return _reported(folder, found)
 
@@ -105,7 +108,20 @@ def _new_folder(place: build.ConfigSource, resolved: Mapping[str, Any]) -> Path:
     return folder
 
 
-async def _all(
+def evaluate_untouched(
+    place: build.ConfigSource, sets: Sequence[EvalSet], observer: RunObserver
+) -> Coroutine[Any, Any, dict[str, EvaluatedSet]]:
+    """Evaluate the model as it is loaded, in the records of a run that is about to train it, as sets `untouched NAME`.
+
+    The parts are its own, because plug-ins belong to the event loop that first calls them.
+    """
+    place = dataclasses.replace(build.untrained(place), reads_parts=False, adapters={})
+    parts = build.with_workers(build.build_parts(place))
+    sets = [dataclasses.replace(one, name=f"{UNTOUCHED} {one.name}") for one in sets]
+    return evaluate_all(build.pool_of(parts), place.config.seed, sets, observer)
+
+
+async def evaluate_all(
     pool: RolloutPool,
     seed: int,
     sets: Sequence[EvalSet],
@@ -113,6 +129,7 @@ async def _all(
     *,
     finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = None,
 ) -> dict[str, EvaluatedSet]:
+    """Evaluate the sets one after the other, and close the pool."""
     out = {}
     observer.watch(pool.context.running)
     try:

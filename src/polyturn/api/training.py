@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import yaml
 
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 DryRun = Callable[[build.Parts, build.RunTasks], object]
 """Is shown what a run would start from, in place of training."""
 
@@ -313,10 +315,13 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer,
         options.signals() as signals,
     ):
-        warm = Spent()
+        warm, untouched = Spent(), {}
         if latest is None:
+            untouched = _untouched(parts, tasks, observer, signals, folder=folder)
             warm = warm_start(parts, observer, signals, folder=folder, again=line, on_resume=keep_settings)
         trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
+        if untouched:
+            trainer.state.reports["untouched"] = untouched
         if options.revise is not None:
             trainer.update.revise = options.revise(int(parts.model.config.get_text_config().vocab_size))
         if latest is not None:
@@ -332,7 +337,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
                     config.train.steps,
                 )
         with _frozen():
-            state = run_loop(_until_done(trainer, parts, signals, again=line))
+            state = run_loop(_trained(trainer, parts, signals, again=line))
     best = trainer.checkpoints.best() if state.best > 0 else None
     return TrainedRun(
         folder=folder,
@@ -394,12 +399,43 @@ def _frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _until_done(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
-    """Run `trainer`; SIGINT and SIGTERM cancel it, so that it leaves a checkpoint, and end with 128 + their number.
+def _untouched(
+    parts: build.Parts, tasks: build.RunTasks, observer: RunObserver, signals: Signals, *, folder: Path
+) -> dict[str, dict[str, float]]:
+    """Evaluate the model before its warm start, where that is configured, and return the numbers of each set."""
+    from polyturn.api.evaluating import UNTOUCHED, evaluate_untouched
+    from polyturn.api.warm_starting import warm_checkpoints
+
+    config = parts.place.config
+    if not config.warm_start.steps or not tasks.eval_sets or warm_checkpoints(folder).latest() is not None:
+        return {}
+    if not config.evaluation.before_warm_start:
+        if config.evaluation.before:
+            logger.info(
+                "the first evaluation follows the warm start; set evaluation.before_warm_start for the untouched model too"
+            )
+        return {}
+    work = evaluate_untouched(parts.place, tasks.eval_sets, observer)
+    found = run_loop(_until_done(work, signals, told=lambda: "interrupted before the warm start; begin again"))
+    return {name.removeprefix(f"{UNTOUCHED} "): dataclasses.asdict(one.report) for name, one in found.items()}
+
+
+async def _trained(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
+    """Run `trainer`; an interruption leaves a checkpoint."""
+    try:
+        return await _until_done(
+            trainer.run(), signals, told=lambda: f"interrupted at step {trainer.state.step}; go on with: {again}"
+        )
+    finally:
+        await (parts.pool or parts.context).close()
+
+
+async def _until_done(work: Coroutine[Any, Any, T], signals: Signals, *, told: Callable[[], str]) -> T:
+    """Await `work`; SIGINT and SIGTERM cancel it, and end with 128 + their number, and with the line `told`.
 
     A second signal of the same kind ends the process at once; the checkpoint before is whole.
     """
-    task = asyncio.ensure_future(trainer.run())
+    task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
     if signals.received:
@@ -409,8 +445,7 @@ async def _until_done(trainer: Trainer, parts: build.Parts, signals: Signals, *,
     except asyncio.CancelledError:
         if not signals.received:
             raise
-        logger.warning("interrupted at step %d; go on with: %s", trainer.state.step, again)
+        logger.warning("%s", told())
         raise SystemExit(128 + signals.received[0]) from None
     finally:
         signals.on_signal = lambda: None
-        await (parts.pool or parts.context).close()

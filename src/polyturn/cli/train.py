@@ -81,7 +81,7 @@ def train(
 def _tell(run: TrainedRun, out: Output) -> None:
     state = run.state
     if state.reports.get("before") and state.reports.get("after"):
-        out.table(report_table(state.reports["before"], state.reports["after"]))
+        out.table(report_table(state.reports["before"], state.reports["after"], untouched=state.reports.get("untouched")))
         for table in dialogues(run.folder, f"eval/{next(iter(state.reports['after']))}"):
             out.table(table)
     rest = max(0.0, run.wall_s - run.generating_s - run.training_s)
@@ -100,25 +100,32 @@ def _tell(run: TrainedRun, out: Output) -> None:
     out.fact("in the browser", command("view", run.folder))
 
 
-def report_table(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the before/after table; three sets fit a narrow terminal, and what nothing was measured on has no row."""
+Reports = Mapping[str, Mapping[str, float]]
+
+
+def report_table(before: Reports, after: Reports, *, untouched: Reports | None = None) -> Table:
+    """Return the before/after table; three sets fit a narrow terminal, and what nothing was measured on has no row.
+
+    `untouched` is what the model did before a warm start, where that was evaluated.
+    """
+    stages = [before, after] if untouched is None else [untouched, before, after]
     assert set(ROWS) <= {f.name for f in fields(EvalReport)}
     table = Table(title="before and after", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("before → after", no_wrap=True)
+    table.add_column("before → after" if untouched is None else "untouched → warmed up → after", no_wrap=True)
     for name in after:
         table.add_column(name, justify="right", no_wrap=True)
     for key, label in ROWS.items():
-        if all(math.isnan(one.get(key, math.nan)) for one in (*before.values(), *after.values())):
+        if all(math.isnan(one.get(key, math.nan)) for stage in stages for one in stage.values()):
             continue  # nothing that it could be measured on, such as calls where there are no tools
-        table.add_row(label, *(_cell(key, before.get(name, {}), after[name]) for name in after))
+        table.add_row(label, *(_cell(key, [stage.get(name, {}) for stage in stages]) for name in after))
     return table
 
 
-def _cell(key: str, before: Mapping[str, float], after: Mapping[str, float]) -> str:
+def _cell(key: str, stages: Sequence[Mapping[str, float]]) -> str:
     def show(value: float) -> str:
         if math.isnan(value):
             return "-"
         return f"{value:.2f}" if key == "mean_turns" else f"{100 * value:.1f}"
 
     unit = "" if key == "mean_turns" else " %"
-    return f"{show(before.get(key, math.nan))} → {show(after[key])}{unit}"
+    return " → ".join(show(stage.get(key, math.nan)) for stage in stages) + unit

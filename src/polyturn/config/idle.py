@@ -48,6 +48,7 @@ READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
         "sanity_every": ("tokenization_sanity_check_mode", ("strict", "ignore_strippable")),
     },
     RunConfig: {
+        "evaluation.before_warm_start": ("warm_start.steps", SOME),
         "compat.require_interaction_name": ("rollout.interactions", SOME),
         "rollout.scheduler_kwargs": ("env", UNSET),
     },

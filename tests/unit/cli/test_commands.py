@@ -89,6 +89,19 @@ def test_table_of_three_sets_fits_eighty_columns():
     assert "valid tool calls" not in shown, "no set had a call"
 
 
+def test_untouched_model_is_evaluated_before_a_warm_start(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    settings = ["warm_start.steps=1", "train.steps=1", "evaluation.before_warm_start=true"]
+    called = call("train", config, *settings)
+    assert called.code == 0, called.err
+    run = open_store(run_of(config))
+    assert len(list(run.trajectories(split="eval/untouched greedy"))) == 2
+    first = json.loads((run_of(config) / "metrics.jsonl").read_text().splitlines()[0])
+    assert "eval/untouched greedy/success" in first
+    assert re.search(r"success +\S+ → \S+ → \S+ %", called.out)
+    assert called.err.index("untouched greedy") < called.err.index("warm start: 1 of 1 steps")
+
+
 def test_train_logs_each_step_and_evaluation(trained: tuple[Path, Called]):
     _, called = trained
     begins = [" ".join(line.split()[:2]) for line in called.err.splitlines()]

@@ -110,3 +110,6 @@ class EvalConfig(EvalOptions):
     """Name of each set to how it decodes; the first that runs every `every` steps chooses the best checkpoint."""
     success_at: float = 1.0
     """The outcome that counts as success."""
+    before_warm_start: bool = False
+    """Also validate before a warm start, in sets called `untouched NAME`. It takes the time of one more validation, and
+    loads the model once more for it."""

@@ -133,6 +133,11 @@ class RunConfig(Section):
         train = self.train
         if isinstance(self.data.sampler, MixOptions) and train.epochs is not None:
             raise ValueError("the sampler mix decides the order of tasks and has no epochs; drop train.epochs (set steps)")
+        if self.evaluation.before_warm_start and self.cluster.address is not None:
+            raise ValueError(
+                f"evaluation.before_warm_start is true and cluster.address is {self.cluster.address!r}: the untouched model "
+                "is evaluated by the process that starts a run; leave it out, and run polyturn eval beside it"
+            )
         late = {"train.max_staleness": train.max_staleness, "train.oversample": train.oversample}
         for name, value in late.items():
             if is_deterministic(self.engine) and value:
