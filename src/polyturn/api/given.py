@@ -403,7 +403,7 @@ def _engine(engine: Any) -> Any:
 def _path_of_code(value: str, what: str, write: str) -> str:
     """Return an import path as it is; refuse another text, which is a name in quotes or what a function returned."""
     if not {":", "."} & set(value):
-        raise ConfigError(f"{what} is the text {value!r:.60}; give what has that name, without quotes: {write}")
+        raise ConfigError(f"{what} is the text {value!r:.60}; give the code itself, without quotes and not called: {write}")
     return value
 
 

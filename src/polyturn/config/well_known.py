@@ -38,6 +38,10 @@ _CLIP = "algorithm.loss.clip_low={value} algorithm.loss.clip_high={value}"
 _MINIBATCHES = "train.minibatches=4, the number of updates that a step is cut into"
 _PIECES = "train.max_tokens_per_batch, the tokens that are computed at once"
 _WITH_MINIBATCHES = "minibatches=4, the number of updates that a step is cut into"
+_OF_SECTION = WellKnown(
+    write="its keys by their names here (polyturn config migrate FILE translates a whole file)",
+    call="its keys as keywords: group_size=8, lr=1e-6 (in a shell, polyturn config migrate FILE translates a whole file)",
+)
 _EVERY = "**{'evaluation.every': {value}}"
 
 WELL_KNOWN: Mapping[str, WellKnown] = {
@@ -66,6 +70,8 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
         write="rollout.scheduler=file.py:MyScheduler",
         call="scheduler=MyScheduler, a subclass of polyturn.MultiTurnScheduler",
     ),
+    "actor_rollout_ref": _OF_SECTION,
+    "trainer": _OF_SECTION,
     # How much
     "num_generations": _is("train.group_size"),
     "n": _is("train.group_size"),

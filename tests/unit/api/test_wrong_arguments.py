@@ -161,7 +161,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "class for a tool": ({"tools": [NoTool]}, ["tools[0]", "NoTool(config, tool_schema)"]),
     "tool without a docstring": ({"tools": [undescribed]}, ["'undescribed'", "docstring"]),
     "partial for a tool": ({"tools": [functools.partial(of_split, "train")]}, ["no function", "tools=[price]"]),
-    "name for a tool": ({"tools": "price"}, ["'price'", "without quotes: tools=[price]"]),
+    "name for a tool": ({"tools": "price"}, ["'price'", "without quotes and not called: tools=[price]"]),
     "object for a tool": ({"tools": [Game()]}, ["a Game", "tools=[it.guess]"]),
     "class with methods for a tool": ({"tools": [Game]}, ["class Game", "tools=[it.guess]"]),
     "method of a class for a tool": ({"tools": [Game.guess]}, ["method of a class", "tools=[it.guess]"]),

@@ -214,6 +214,15 @@ def test_missing_folder_of_a_model_is_not_sought_on_the_hub(tmp_path: Path, monk
         assert only_cached(name) is False
 
 
+@pytest.mark.parametrize("name", ["smolm2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_model_of_the_package_index_is_named_without_a_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("polyturn.tokens.hub.unreachable", lambda: "no route")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="'smollm2'"):
+        only_cached(name)
+
+
 @pytest.mark.slow
 def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
     """In a process of its own, because the library reads its settings when it is imported."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from polyturn.core.errors import InteractionError
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.adapters import in_usual_form
@@ -41,6 +42,20 @@ async def test_methods_may_take_no_id_and_scores_may_be_none() -> None:
     assert mine.ended == 1
     usual = BaseInteraction({})
     assert in_usual_form(usual) is usual
+
+
+class Reads(BaseInteraction):
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return True, kwargs["ground_truth"], 1.0, {}
+
+
+async def test_missing_column_of_an_interaction_is_told_with_the_others() -> None:
+    ref = InteractionRef(name="mine", kwargs={"answer": "4", "item": "lamp"})
+    session = InteractionSession(LoadedInteraction(Reads({}), "mine", timeout_s=60), ref)
+    await session.start("e")
+    with pytest.raises(InteractionError, match=r"KeyError: 'ground_truth'; .*answer, item"):
+        await session.reply([])
+    await session.close()
 
 
 PICTURE = Image.new("RGB", (28, 28), "red")
