@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from polyturn.config import schema
 from polyturn.config.references import secrets_in, value_at
@@ -55,10 +55,11 @@ def explain(
         else:
             text = re.sub(r"^Input should be", "it must be", message)
             if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
-                text = f"it must be a section, with keys of its own{_keys(model, path)}"
+                text = f"it must be a section, with keys of its own{_keys(model, path, problem['input'])}"
                 text += "; leave it out for its defaults" if problem["input"] is None else ""
-            elif problem["type"] == "list_type" and isinstance(problem["input"], str):
-                text = f"it must be a list, such as [{problem['input']}]"
+            elif problem["type"] == "list_type" and isinstance(problem["input"], str | Mapping):
+                entry = problem["input"] if isinstance(problem["input"], str) else "{…}"
+                text = f"it must be a list, such as [{entry}]"
             wrong.setdefault(path, []).append(text)
     for path, texts in wrong.items():  # behind all of them, for one key may be wrong for each member of a union
         inside = any(p != path and p[: len(path)] == path for p in places)
@@ -74,16 +75,30 @@ def explain(
     return sentences
 
 
-def _keys(model: type, path: KeyPath) -> str:
-    """Return the keys that a section has, for a message."""
+def _keys(model: type, path: KeyPath, value: Any) -> str:
+    """Return the keys that a section has, for a message, and which of them takes what was written in its place."""
     annotation: Any = model
     for step in path:
         annotation = schema.child(schema.meant(annotation, {}), step)
     section = next((m for m in schema.unwrap(annotation) if schema.is_model(m)), None)
     if section is None:
         return ""
-    known = list(schema.keys_of(section))
-    return f" ({', '.join(known[:MAX_KEYS])}{', …' if len(known) > MAX_KEYS else ''})"
+    keys = schema.keys_of(section)
+    known = list(keys)
+    shown = f" ({', '.join(known[:MAX_KEYS])}{', …' if len(known) > MAX_KEYS else ''})"
+    taker = next((name for name, key in keys.items() if key.default in (None, []) and _takes(key.annotation, value)), None)
+    return shown if taker is None else f"{shown}; write {dotted(path)}: {{{taker}: …}}"
+
+
+def _takes(annotation: Any, value: Any) -> bool:
+    """Return whether a key of this type takes a text or a list of texts."""
+    if not isinstance(value, str | list) or not value:
+        return False
+    try:
+        TypeAdapter(annotation).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath, bool]:
