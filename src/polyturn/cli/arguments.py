@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +24,27 @@ class Command(TyperCommand):
         """Read the arguments.
 
         Raises:
-            ConfigError: an option that has one value is given twice.
+            ConfigError: an option that has one value is given twice, or a key is written as an option.
         """
+        self._refuse_keys_as_options(args)
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(each for each in given if each.param_type_name == "option").items():
             if times > 1 and not (option.multiple or option.is_eager):  # type: ignore[attr-defined]
                 raise ConfigError(f"{max(option.opts, key=len)} is given {times} times; keep one of them")
         return super().parse_args(ctx, args)
+
+    def _refuse_keys_as_options(self, args: Sequence[str]) -> None:
+        """Refuse `--steps 5` with `train.steps=5`, in a command that takes overrides."""
+        if not any(param.name == "overrides" for param in self.params):
+            return
+        known = {option for param in self.params for option in (*param.opts, *param.secondary_opts)}
+        for place, arg in enumerate(takewhile(lambda arg: arg != "--", args)):
+            option, equals, value = arg.partition("=")
+            if not option.startswith("--") or option in known:
+                continue
+            following = args[place + 1] if place + 1 < len(args) and not args[place + 1].startswith("-") else "…"
+            if key := _key_of(option.removeprefix("--"), value if equals else following):
+                raise ConfigError(f"there is no option {option}; keys of a configuration follow without dashes: {key}")
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; typer ends an interrupted one without a word.
@@ -47,6 +62,21 @@ class Command(TyperCommand):
             if isinstance(problem, KeyboardInterrupt):
                 print("polyturn: interrupted", file=sys.stderr)
             raise
+
+
+def _key_of(option: str, value: str) -> str:
+    """Return the override that an option's name stands for; "" where it names no key."""
+    from polyturn.api.keywords import path_of
+    from polyturn.config.well_known import suggestion
+
+    name = option.replace("-", "_")
+    if theirs := suggestion(name, value):
+        return theirs
+    try:
+        key = ".".join(path_of(name))
+    except ConfigError:
+        return ""
+    return f"{key}={value}"
 
 
 def new_folder(folder: Path) -> Path:

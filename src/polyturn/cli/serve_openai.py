@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyturn.cli.serve import ServeOptions
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.infra.loop import run_loop
+
+if TYPE_CHECKING:
+    from polyturn.config.models import RunConfig
+
+logger = logging.getLogger(__name__)
 
 UNTIMED = {"rollout": {"limits": {"timeout_s": None}}}
 """Below what is configured: who asks may be a person, and silence ends an episode (`--idle`), not a time of its own."""
@@ -48,6 +54,11 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     named = {o.partition("=")[0] for o in overrides}
     opened = [f"{key}={value}" for key, value in _OPEN_LIMITS.items() if config is None and key not in named]
     loaded = load_native(config, [*opened, *overrides], defaults=UNTIMED)
+    if unused := unused_keys(loaded.config):
+        logger.warning(
+            "%s: not used here, for an agent brings its own tools and loop; polyturn serve --mcp TOOLS offers tools",
+            ", ".join(unused),
+        )
     quiet_transformers()
     base = Path() if config is None else base_of(config)
     read: Any = loaded.config
@@ -87,6 +98,18 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
                 store.flush()
 
         run_loop(serve(record))
+
+
+def unused_keys(config: RunConfig) -> list[str]:
+    """Return the keys of episodes that are set, and that the agents behind the API decide instead."""
+    rollout = config.rollout
+    values = {
+        "rollout.tools.functions": rollout.tools.functions,
+        "rollout.tools.file": rollout.tools.file,
+        "rollout.interactions": rollout.interactions,
+        "rollout.scheduler": rollout.scheduler,
+    }
+    return [key for key, value in values.items() if value]
 
 
 def _names(config: Any) -> list[str]:

@@ -27,6 +27,9 @@ from polyturn.cli.arguments import Command
 from polyturn.cli.console import command, program
 from polyturn.cli.main import app, main
 from polyturn.cli.serve import ServeOptions
+from polyturn.cli.serve_openai import unused_keys
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.tokens.hub import only_cached
 from support.runs import Called, call_command, write_tiny_run
@@ -212,6 +215,20 @@ def test_missing_folder_of_a_model_is_not_sought_on_the_hub(tmp_path: Path, monk
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
     for name in (str(tmp_path), "./nowhere", "/nowhere/at/all", "a/b/c", "~/models"):
         assert only_cached(name) is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [(["--steps", "5"], "train.steps=5"), (["--max-steps=5"], "train.steps=5"), (["--lr"], "train.optim.lr=…")],
+)
+def test_key_written_as_an_option_is_answered_with_the_key(arguments: list[str], key: str) -> None:
+    assert_refused(call("train", "config.yaml", *arguments), arguments[0].partition("=")[0], key)
+
+
+def test_keys_that_agents_decide_are_named_when_served() -> None:
+    keys = ["rollout.tools.functions=['a.py:b']", "rollout.scheduler=react", "model.path=none"]
+    assert unused_keys(load_config(RunConfig, None, keys).config) == ["rollout.tools.functions", "rollout.scheduler"]
+    assert unused_keys(load_config(RunConfig, None, ["model.path=none"]).config) == []
 
 
 @pytest.mark.parametrize("name", ["smolm2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
