@@ -81,6 +81,19 @@ def test_lora_trains_an_adapter_keeps_it_and_leaves_a_merged_model(tmp_path):
     assert resumed.code == 0, resumed.err
 
 
+def test_policy_with_privileged_text_teaches_itself(tmp_path):
+    (tmp_path / "hints.py").write_text("def hint(trajectory, group):\n    return 'Whisper, ' + trajectory.task.id\n")
+    steps = train(tmp_path, "algorithm.self_distill={privileged: 'hints.py:hint', coef: 0.5, level: turn}")
+    assert all(s["buffer/samples_taught"] == s["buffer/samples"] > 0 for s in steps)
+    assert all(s["policy/teacher_gap"] != 0 and s["loss/grad_norm"] > 0 for s in steps)
+
+
+def test_row_without_its_privileged_column_ends_the_start(tmp_path):
+    called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, "algorithm.self_distill.privileged=hint")
+    assert called.code == 2 and "'mouse-0'" in called.err and "'hint'" in called.err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_teacher_teaches_without_any_reward(tmp_path):
     """The student is drawn to the teacher, and the loss is the KL alone."""
     train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")

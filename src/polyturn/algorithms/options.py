@@ -152,6 +152,91 @@ class DistillSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherAdvantageOptions:
+    """An advantage from a teacher: the difference of log-probabilities at the tokens that the policy sampled."""
+
+    coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of log teacher - log policy in the advantage of each sampled token."""
+    advantage_coef: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the estimator's advantage beside it; 0 learns from the teacher alone."""
+    level: Literal["token", "turn"] = "token"
+    """token: each token has its own difference. turn: each token has the mean difference of its turn."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Largest absolute difference, in nats; null does not clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfDistillOptions(TeacherAdvantageOptions):
+    """Self-distillation: the teacher is the policy itself, with privileged text in its prompt."""
+
+    PART: ClassVar[str] = "self-distillation"
+
+    privileged: str
+    """A column of the row (a hint, a solution, `ground_truth`), or `file.py:function` from a trajectory and its group to
+    text, for instance the environment's feedback."""
+    template: str = "{privileged}"
+    """The text that joins the prompt's last user message, behind an empty line; `{privileged}` stands for the privileged
+    text."""
+    missing: Literal["error", "skip"] = "error"
+    """A row without privileged text ends the run, or is trained on the estimator's advantage alone and counted."""
+
+    def __post_init__(self) -> None:
+        if "{privileged}" not in self.template:
+            raise ConfigError(
+                f"algorithm.self_distill.template is {self.template!r} and never shows the privileged text; write "
+                "{privileged} where it belongs"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTeacherOptions:
+    """One teacher behind an endpoint."""
+
+    url: str
+    """Root of the server, such as http://10.0.0.7:8000."""
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """The server's route: /v1/completions with `prompt_logprobs` (vllm), or /generate with `return_logprob` (sglang)."""
+    model: str | None = None
+    """Name of the model on the server; null takes the first that /v1/models lists."""
+    tokenizer: str | None = None
+    """Folder or hub id of the teacher's tokenizer, for a server without /tokenize; null asks the server."""
+    data_sources: tuple[str, ...] = ()
+    """The `data_source` of the rows that it teaches; empty teaches every row that no other teacher names."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Deadline of one request, in seconds."""
+    max_concurrent: Annotated[int, Field(ge=1)] = 32
+    """Requests at once."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"algorithm.served_teachers has the url {self.url!r}; write it with its scheme, for example "
+                "http://127.0.0.1:8000"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTeachersOptions(TeacherAdvantageOptions):
+    """On-policy distillation from teachers behind endpoints, each for its data sources."""
+
+    PART: ClassVar[str] = "served teachers"
+
+    teachers: Annotated[tuple[ServedTeacherOptions, ...], Field(min_length=1)]
+    """The teachers; all have the policy's vocabulary."""
+
+    def __post_init__(self) -> None:
+        named = [source for one in self.teachers for source in one.data_sources or ("",)]
+        if twice := next((source for source in named if named.count(source) > 1), None):
+            raise ConfigError(
+                f"algorithm.served_teachers: two teachers have the data source {twice!r}; give it to one of them"
+            )
+        if named.count("") > 1:
+            raise ConfigError("algorithm.served_teachers: two teachers have no data_sources; name those of all but one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingOptions:
     """The routers of a mixture of experts."""
 
@@ -183,6 +268,10 @@ class AlgorithmOptions:
     observation_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy on what tools, users and environments wrote (ECHO): its mean over the observed tokens of
     the step. The task's prompt is no observation."""
+    self_distill: SelfDistillOptions | None = None
+    """Learn from the policy itself, with privileged text in its prompt; null does not."""
+    served_teachers: ServedTeachersOptions | None = None
+    """Learn from teachers behind endpoints; null does not."""
     routing: RoutingOptions = RoutingOptions()
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
@@ -197,10 +286,22 @@ class AlgorithmOptions:
         places = [one.place for one in self._kl_terms]
         if len(set(places)) < len(places):
             raise ConfigError("algorithm.kl: two of them have the same place; give one for the loss and one for the reward")
+        if self.self_distill is not None and self.served_teachers is not None:
+            raise ConfigError("algorithm.self_distill and algorithm.served_teachers both change advantages; set one of them")
 
     def kl_in(self, place: Literal["loss", "reward"]) -> KlOptions:
         """Return the KL of the loss or of the reward, with weight 0 where there is none."""
         return next((one for one in self._kl_terms if one.place == place), KlOptions(place=place))
+
+    @property
+    def teacher(self) -> TeacherAdvantageOptions | None:
+        """The options of the teacher that changes advantages; None without one."""
+        return self.self_distill or self.served_teachers
+
+    @property
+    def learns_without_rewards(self) -> bool:
+        """Whether a trajectory teaches something whatever the rewards of its group are."""
+        return self.observation_coef > 0 or self.teacher is not None
 
     @property
     def has_kl(self) -> bool:

@@ -12,6 +12,7 @@ from polyturn.build.backend import check_backend
 from polyturn.build.credit import check_algorithm, check_credit
 from polyturn.build.parts import Parts, Plugins
 from polyturn.build.tasks import RunTasks, build_sampler
+from polyturn.build.teachers import check_teacher_servers, task_check
 from polyturn.build.training import build_trackers
 from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource
@@ -126,7 +127,8 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     scale = parts.place.config.algorithm.loss_scale
     build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
     build_sampler(parts.place, tasks.train)()
-    found = {"data.train": _read_tasks(parts, tasks.train, name="data.train")}
+    check_teacher_servers(parts)
+    found = {"data.train": _read_tasks(parts, tasks.train, name="data.train", also=task_check(parts.place))}
     if tasks.eval_sets:
         found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     check_use(parts.context, found)
@@ -287,8 +289,10 @@ def _tell_of_shared_tools(context: RolloutContext) -> None:
         )
 
 
-def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSummary:
-    """Read every task and refuse those that cannot run; return what they use."""
+def _read_tasks(
+    parts: Parts, tasks: Sequence[Task], *, name: str, also: Callable[[Task], object] | None = None
+) -> DatasetSummary:
+    """Read every task and refuse those that cannot run; return what they use. `also` refuses further ones."""
     context = parts.context
     longest = parts.place.config.rollout.limits.max_prompt_tokens
     seen = itertools.count()
@@ -304,6 +308,8 @@ def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSum
                 f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
                 "raise the limit, or leave the task out (data.drop_long_prompts leaves out all such tasks)"
             )
+        if also is not None:
+            also(task)
         bar.advance()
 
     with Progress(f"check {name}", len(tasks)) as bar:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.build.loss import build_correction, build_loss, reference_path, teacher_path
 from polyturn.build.model import load_frozen
 from polyturn.build.parts import Parts
+from polyturn.build.teachers import check_teacher
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
@@ -104,6 +105,7 @@ def check_algorithm(place: ConfigSource) -> None:
     build_loss(place)
     build_correction(place)
     build_reward_kl(place)
+    check_teacher(place)
 
 
 def require_scores(parts: Parts, estimator: Any) -> None:
@@ -138,8 +140,8 @@ def drops_zero_variance(place: ConfigSource, estimator: Any) -> bool:
         return False
     if algorithm.drop_zero_variance is not None:
         return algorithm.drop_zero_variance
-    # Observations, and a penalty on the reward, teach something where rewards are equal.
-    only_rewards = not algorithm.kl_in("reward").coef and not algorithm.observation_coef
+    # A penalty on the reward, a teacher and observations teach something where rewards are equal.
+    only_rewards = not algorithm.kl_in("reward").coef and not algorithm.learns_without_rewards
     return traits_of(estimator).only_compares and only_rewards
 
 

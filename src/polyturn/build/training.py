@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.credit import build_critic, build_estimator, build_reward_kl, drops_zero_variance, require_scores
+from polyturn.build.credit import (
+    build_critic,
+    build_estimator,
+    build_reward_kl,
+    drops_zero_variance,
+    require_scores,
+)
 from polyturn.build.engine import sends_adapter
 from polyturn.build.loss import build_correction
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
+from polyturn.build.teachers import build_teacher
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import TrackerConfig
 from polyturn.core.errors import ConfigError, DataError
@@ -133,13 +140,14 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
             min_members=members_needed(estimator, group_size=train.group_size),
             # A teacher and observations teach something about every trajectory.
-            drop_small_groups=algorithm.loss.distill is None and not algorithm.observation_coef,
+            drop_small_groups=algorithm.loss.distill is None and not algorithm.learns_without_rewards,
             drop_zero_variance=drops_zero_variance(place, estimator),
             correction=build_correction(place),
         ),
         kl=policy.kl if algorithm.kl_in("loss").target is not None else None,
         critic=build_critic(parts, estimator),
         reward_kl=build_reward_kl(place),
+        teacher=build_teacher(parts),
     )
 
 

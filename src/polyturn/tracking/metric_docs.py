@@ -83,6 +83,10 @@ MEANINGS: dict[str, str] = {
     "buffer/samples_kept": "Samples that were trained.",
     "buffer/samples_truncated": "Samples left out because a limit cut them.",
     "buffer/samples_unweighted": "Samples left out because no token has a weight.",
+    "buffer/samples_taught": "Samples whose advantages a teacher changed (`self_distill`, `served_teachers`).",
+    "buffer/samples_without_privileged": "Samples without privileged text, which keep the estimator's advantage.",
+    "buffer/samples_other_prompt": "Samples that do not begin with their task's prompt, where privileged text has no place.",
+    "buffer/samples_privileged_too_long": "Samples that do not fit the model's context with the privileged text.",
     "buffer/staleness": "The largest number of policy versions between sampling a token and training it.",
     # loss
     "loss/total": "What was minimised, over the updates of the step.",
@@ -108,6 +112,8 @@ MEANINGS: dict[str, str] = {
     "policy/clip_fraction": "Share of tokens whose ratio the loss clipped.",
     "policy/kl_to_reference": "KL from the reference, per token, by the configured estimator.",
     "policy/kl_to_teacher": "KL from the teacher, per token.",
+    "policy/teacher_gap": "Mean log-probability of a trained token under the teacher that changes advantages, less the "
+    "policy's; its negative estimates KL(policy || teacher).",
     "policy/kl_coef": "The weight of the KL term now.",
     "policy/kl_in_reward": "KL from the reference that was taken off the rewards, per token.",
     "policy/kl_in_reward_coef": "The weight of that penalty now.",

@@ -1,7 +1,7 @@
 """Update: from the groups of one step to new parameters. What is computed, in which order, and nothing about when.
 
-    groups -> filters -> samples -> scores (old, reference, values) -> KL in the rewards -> advantages -> correction ->
-    filters -> critic: value loss, optimizer -> policy: loss, optimizer
+    groups -> filters -> samples -> scores (old, reference, values) -> KL in the rewards -> advantages -> teacher ->
+    correction -> filters -> critic: value loss, optimizer -> policy: loss, optimizer
 
 Scores come before advantages, because an estimator may read values and a reward may hold a KL term. Everything runs in one
 go, without giving up the event loop.
@@ -22,6 +22,7 @@ from polyturn.algorithms.advantages import Estimator, assign_advantages, compone
 from polyturn.algorithms.correction import CorrectionSettings, correct
 from polyturn.algorithms.kl import KlController
 from polyturn.algorithms.options import AlgorithmOptions
+from polyturn.algorithms.teacher_advantage import AdvantageTeacher
 from polyturn.batching.filters import FilteredGroups, filter_groups, filter_samples, has_signal
 from polyturn.batching.loss_scale import LossScale
 from polyturn.batching.samples import dropped_by_scale, to_samples
@@ -98,6 +99,7 @@ class Update:
         kl: KlController | None = None,
         critic: Critic | None = None,
         reward_kl: RewardKl | None = None,
+        teacher: AdvantageTeacher | None = None,
     ) -> None:
         """Train `policy`.
 
@@ -108,11 +110,13 @@ class Update:
             kl: Is told each step's KL to the reference, and steers the weight that the policy gives it.
             critic: Gives the estimator values, and is trained on the returns that it answers with.
             reward_kl: Takes a KL penalty off the rewards; `policy` needs a reference then.
+            teacher: Adds its judgement of the sampled tokens to advantages.
         """
         self.policy = policy
         self.critic = critic
         self._kl = kl
         self._reward_kl = reward_kl
+        self._teacher = teacher
         self.estimator = estimator
         self.revise: Revise | None = None
         """May change what a step trains on, once its advantages are known."""
@@ -214,6 +218,10 @@ class Update:
                 min_members=self._min_members,
                 has_scored=self._has_scored,
             )
+        if self._teacher is not None and samples:
+            with _timed("time/train_s", parts):
+                samples, found = self._teacher.apply(kept.groups, samples, score=self.policy.score)
+                parts.append(found)
         self._has_scored |= bool(samples)
         return _Credited(kept, samples, parts)
 
@@ -228,7 +236,7 @@ class Update:
             return samples
         is_on_policy = settings.train.minibatches == 1 and not settings.train.max_staleness
         needs_old = not is_on_policy or settings.correction is not None
-        if needs_old or self._reward_kl is not None:
+        if needs_old or self._reward_kl is not None or self._teacher is not None:
             # All are scored before the first optimizer step: the old policy is that of the start of the step.
             is_given = settings.algorithm.old_logprobs == "engine"
             scores = self._engine_logprobs(samples) if is_given else self.policy.score(samples)

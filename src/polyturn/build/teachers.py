@@ -1,0 +1,108 @@
+"""From `algorithm.self_distill` and `algorithm.served_teachers` to a teacher that changes advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from polyturn.algorithms.options import SelfDistillOptions
+from polyturn.build.parts import Parts
+from polyturn.config.config_source import ConfigSource, folder_or_name
+from polyturn.core.errors import ConfigError
+from polyturn.core.plugin_class import CallShape, check_function
+from polyturn.core.registry import import_attr
+from polyturn.core.task import Task
+
+if TYPE_CHECKING:
+    from polyturn.algorithms.teacher_advantage import AdvantageTeacher
+    from polyturn.training.self_distill import Privileged
+
+_PRIVILEGED = CallShape(num=2, write="def privileged(trajectory, group)")
+
+
+def build_teacher(parts: Parts) -> AdvantageTeacher | None:
+    """Return the teacher that changes advantages; None without one."""
+    from polyturn.training.self_distill import SelfDistillation
+    from polyturn.training.served_teachers import ServedTeachers
+
+    algorithm, context = parts.place.config.algorithm, parts.context
+    if algorithm.self_distill is not None:
+        return SelfDistillation(
+            algorithm.self_distill,
+            privileged=build_privileged(algorithm.self_distill, parts.place),
+            encode=lambda task: context.encoder_for(task).start(task.prompt),
+            max_positions=int(parts.model.config.get_text_config().max_position_embeddings),
+        )
+    if algorithm.served_teachers is not None:
+        return ServedTeachers(algorithm.served_teachers)
+    return None
+
+
+def check_teacher(place: ConfigSource) -> None:
+    """Refuse a teacher of advantages that the configuration alone shows to be of no use.
+
+    Raises:
+        ConfigError: no loss reads advantages, the privileged text cannot be had, or the run samples at a temperature that
+            served teachers do not score at.
+    """
+    algorithm = place.config.algorithm
+    if algorithm.teacher is not None and algorithm.loss.name == "none":
+        key = "self_distill" if algorithm.self_distill is not None else "served_teachers"
+        raise ConfigError(
+            f"algorithm.{key} changes advantages, and algorithm.loss is none, which reads none; set algorithm.loss to "
+            "policy_gradient or ppo_clip"
+        )
+    if algorithm.self_distill is not None:
+        build_privileged(algorithm.self_distill, place)
+    temperature = place.config.rollout.sampling.temperature
+    if algorithm.served_teachers is not None and temperature not in (0, 1):
+        raise ConfigError(
+            f"algorithm.served_teachers gives log-probabilities at temperature 1, and rollout.sampling.temperature is "
+            f"{temperature:g}; set it to 1, or use algorithm.loss.distill, which scores at any temperature"
+        )
+
+
+def check_teacher_servers(parts: Parts) -> None:
+    """Ask the served teachers of a run whether they can teach it.
+
+    Raises:
+        ConfigError: one cannot be reached, gives no log-probabilities, or has another vocabulary.
+    """
+    from polyturn.tokens.codec import load_codec
+    from polyturn.training.served_teachers import ServedTeachers, check_served_teachers
+
+    place = parts.place
+    options = place.config.algorithm.served_teachers
+    if options is not None and not place.is_plan:
+        check_served_teachers(
+            ServedTeachers(options),
+            parts.context.codec.tokenizer,
+            load_tokenizer=lambda name: load_codec(folder_or_name(name, place.base)).tokenizer,
+            max_context=parts.max_context,
+        )
+
+
+def task_check(place: ConfigSource) -> Callable[[Task], object] | None:
+    """Return a function that refuses a task that the teacher cannot judge; None where every task is fine."""
+    from polyturn.training.self_distill import text_of_row
+    from polyturn.training.served_teachers import teacher_of
+
+    algorithm = place.config.algorithm
+    if (served := algorithm.served_teachers) is not None:
+        return lambda task: teacher_of(task, served)
+    if (own := algorithm.self_distill) is not None and ":" not in own.privileged:
+        return lambda task: text_of_row(task, own)
+    return None
+
+
+def build_privileged(options: SelfDistillOptions, place: ConfigSource) -> Privileged | None:
+    """Return the function from a trajectory and its group to the privileged text; None where it is a column of the row.
+
+    Raises:
+        ConfigError: the function that `privileged` names cannot be called.
+    """
+    if ":" not in options.privileged:
+        return None
+    function: Privileged = import_attr(options.privileged, base=place.base)
+    check_function(function, _PRIVILEGED, where=f"algorithm.self_distill.privileged {options.privileged!r}")
+    return function
