@@ -9,8 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from polyturn import build
 from polyturn.cli.main import main
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from support.runs import call_command, write_tiny_run
+from support.scripted_server import scripted_server
 
 RUN = ["train.steps=2", "evaluation.data=null", "warm_start.conversations=null"]
 LORA = "model.lora={rank: 2, alpha: 4}"
@@ -91,6 +95,40 @@ def test_policy_with_privileged_text_teaches_itself(tmp_path):
 def test_row_without_its_privileged_column_ends_the_start(tmp_path):
     called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, "algorithm.self_distill.privileged=hint")
     assert called.code == 2 and "'mouse-0'" in called.err and "'hint'" in called.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_served_teacher_teaches(tmp_path):
+    config = load_config(RunConfig, write_tiny_run(tmp_path), []).config
+    build.build_codec(build.ConfigSource(config=config, base=tmp_path)).tokenizer.save_pretrained(tmp_path / "theirs")
+
+    def answer(path, body):
+        if path == "/v1/models":
+            return {"data": [{"id": "big", "max_model_len": 449}]}
+        entries = [None, *({str(token): {"logprob": -0.25}} for token in body["prompt"][1:])]
+        return {"choices": [{"prompt_logprobs": entries}]}
+
+    with scripted_server(answer) as url:
+        teacher = f"{{url: '{url}', tokenizer: theirs, data_sources: [tiny]}}"
+        steps = train(tmp_path, f"algorithm.served_teachers={{advantage_coef: 0.0, teachers: [{teacher}]}}")
+        other = f"{{url: '{url}', tokenizer: theirs, data_sources: [math]}}"
+        refused = call_command(
+            main, "train", tmp_path / "config.yaml", *RUN, f"algorithm.served_teachers.teachers=[{other}]"
+        )
+    assert all(s["buffer/samples_taught"] == s["buffer/samples"] > 0 for s in steps)
+    # A policy of random weights gives each of 300 tokens about 1 / 300.
+    assert all(s["policy/teacher_gap"] == pytest.approx(np.log(300) - 0.25, abs=0.3) for s in steps)
+    assert refused.code == 2 and "'tiny'" in refused.err and "'math'" in refused.err
+
+
+def test_served_teacher_that_is_away_ends_the_start(tmp_path):
+    with scripted_server(lambda path, body: {}) as url:
+        pass
+    teachers = f"algorithm.served_teachers.teachers=[{{url: '{url}'}}]"
+    called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, teachers)
+    assert called.code == 2 and url in called.err
+    warm = call_command(main, "train", tmp_path / "config.yaml", *RUN, teachers, "rollout.sampling.temperature=0.7")
+    assert warm.code == 2 and "0.7" in warm.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -22,6 +19,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.testing.episodes import tiny_codec
 from polyturn.training.served_teachers import ServedTeachers, check_served_teachers, teacher_of
 from support.models import tiny_model
+from support.scripted_server import scripted_server
 
 KINDS = ["vllm", "sglang"]
 VOCAB = len(tiny_codec().tokenizer)
@@ -32,8 +30,9 @@ Change = Callable[[str, Any], Any]
 class Server:
     """Scores ids with a model, on both routes."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        self.url, self.asked = url, list[tuple[str, dict[str, Any]]]()
+    def __init__(self, seed: int) -> None:
+        self.url = ""
+        self.asked: list[tuple[str, dict[str, Any]]] = []
         self.model = tiny_model(VOCAB, hidden=16, spread=0.3, seed=seed).double()
 
     def logprobs(self, ids: list[int]) -> list[float]:
@@ -65,36 +64,9 @@ class Server:
 
 @contextlib.contextmanager
 def served(change: Change = lambda path, reply: reply, *, seed: int = 3) -> Iterator[Server]:
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self, body: dict[str, Any]) -> None:
-            reply = change(self.path, server.answer(self.path, body))
-            status, content = reply if isinstance(reply, tuple) else (200, reply)
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def do_GET(self) -> None:
-            self._answer({})
-
-        def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server = Server(f"http://127.0.0.1:{listening.server_address[1]}", seed)
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    try:
+    server = Server(seed)
+    with scripted_server(lambda path, body: change(path, server.answer(path, body))) as server.url:
         yield server
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
 
 
 def sample(name: str, roles: str, *, group: str = "g", **changes: Any) -> TrainSample:
