@@ -85,6 +85,17 @@ def test_lora_trains_an_adapter_keeps_it_and_leaves_a_merged_model(tmp_path):
     assert resumed.code == 0, resumed.err
 
 
+def test_entropy_weight_follows_its_target_across_a_resume(tmp_path):
+    target = ["algorithm.entropy_target=20", "algorithm.entropy_step=0.01", "train.checkpoint_every=1"]
+    steps = train(tmp_path, *target)
+    assert [s["policy/entropy_coef"] for s in steps] == pytest.approx([0.0, 0.01])
+    assert "loss/entropy" not in steps[0] and steps[1]["loss/entropy"] < 0
+    again = call_command(main, "train", tmp_path / "config.yaml", *RUN, *target, "train.steps=3", "--resume")
+    assert again.code == 0, again.err
+    last = json.loads((tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["policy/entropy_coef"] == pytest.approx(0.02)
+
+
 def test_policy_with_privileged_text_teaches_itself(tmp_path):
     (tmp_path / "hints.py").write_text("def hint(trajectory, group):\n    return 'Whisper, ' + trajectory.task.id\n")
     steps = train(tmp_path, "algorithm.self_distill={privileged: 'hints.py:hint', coef: 0.5, level: turn}")

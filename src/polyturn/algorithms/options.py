@@ -264,7 +264,12 @@ class AlgorithmOptions:
     kl: KlOptions | list[KlOptions] = KlOptions()
     """The KL from the weights at the start of the run, or from `model.reference`; a list for one in each place."""
     entropy_coef: float = 0.0
-    """Weight of the bonus for entropy."""
+    """Weight of the bonus for entropy; with `entropy_target` its first value."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Mean entropy per token, in nats, below which the bonus grows step by step and above which it is off; null keeps its
+    weight at `entropy_coef`."""
+    entropy_step: Annotated[float, Field(gt=0)] = 0.005
+    """The change of the weight in one step."""
     observation_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy on what tools, users and environments wrote (ECHO): its mean over the observed tokens of
     the step. The task's prompt is no observation."""
@@ -286,6 +291,11 @@ class AlgorithmOptions:
         places = [one.place for one in self._kl_terms]
         if len(set(places)) < len(places):
             raise ConfigError("algorithm.kl: two of them have the same place; give one for the loss and one for the reward")
+        if self.entropy_target is not None and self.entropy_coef < 0:
+            raise ConfigError(
+                f"algorithm.entropy_target is {self.entropy_target:g} and entropy_coef {self.entropy_coef:g}, which lowers "
+                "entropy; set it to 0 or more"
+            )
         if self.self_distill is not None and self.served_teachers is not None:
             raise ConfigError("algorithm.self_distill and algorithm.served_teachers both change advantages; set one of them")
 

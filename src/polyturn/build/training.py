@@ -145,6 +145,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             correction=build_correction(place),
         ),
         kl=policy.kl if algorithm.kl_in("loss").target is not None else None,
+        entropy=policy.entropy if algorithm.entropy_target is not None else None,
         critic=build_critic(parts, estimator),
         reward_kl=build_reward_kl(place),
         teacher=build_teacher(parts),

@@ -37,7 +37,10 @@ READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
     CallRate: {"tokens_per_call": ("tokens_per_minute", SOME)},
     ClusterConfig: dict.fromkeys(("rank_resources", "engines", "workers.resources", "patience_s"), ("address", SOME)),
     CorrectionSettings: dict.fromkeys(("cap", "beyond", "normalize"), ("weight", WEIGHTS[1:])),
-    AlgorithmConfig: {"critic": ("advantage.name", ("gae", "turn_gae", "bilevel_gae"))},
+    AlgorithmConfig: {
+        "critic": ("advantage.name", ("gae", "turn_gae", "bilevel_gae")),
+        "entropy_step": ("entropy_target", SOME),
+    },
     EmbeddedOptions: {"num_threads": ("process", ("auto", "own"))},
     EvalConfig: dict.fromkeys(("limit_during", "stop_at", "patience"), ("every", SOME)),
     KlOptions: {"place": ("coef", SOME), "estimator": ("coef", SOME), "horizon": ("target", SOME)},

@@ -114,6 +114,7 @@ MEANINGS: dict[str, str] = {
     "policy/kl_to_teacher": "KL from the teacher, per token.",
     "policy/teacher_gap": "Mean log-probability of a trained token under the teacher that changes advantages, less the "
     "policy's; its negative estimates KL(policy || teacher).",
+    "policy/entropy_coef": "The weight of the entropy bonus, where it follows `entropy_target`.",
     "policy/kl_coef": "The weight of the KL term now.",
     "policy/kl_in_reward": "KL from the reference that was taken off the rewards, per token.",
     "policy/kl_in_reward_coef": "The weight of that penalty now.",

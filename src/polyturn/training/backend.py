@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import ArrayLike
 from torch import Tensor
@@ -53,6 +53,18 @@ backends: Registry[Any] = Registry("backends")
 `check(model, degrees)` refuses a model, of which the weights are not read yet, that it cannot split."""
 
 
+class TermWeights(NamedTuple):
+    """The weights that may change from step to step."""
+
+    kl: float = 0.0
+    """Of the KL to the reference."""
+    entropy: float = 0.0
+    """Of the bonus for entropy."""
+
+
+NO_WEIGHTS = TermWeights()
+
+
 class Backend(Stored, Protocol):
     """A network with its optimizer. On the ranks of a group every call is collective: all make it, in the same order.
 
@@ -71,9 +83,14 @@ class Backend(Stored, Protocol):
         ...
 
     def forward_backward(
-        self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str, kl_coef: float = 0.0
+        self,
+        samples: Sequence[TrainSample],
+        coefs: Sequence[ArrayLike],
+        objective: str,
+        weights: TermWeights = NO_WEIGHTS,
     ) -> PassResult:
-        """Add the gradient of an objective over `samples`, whose tokens count as `coefs` say, and return its figures."""
+        """Add the gradient of an objective over `samples`, whose tokens count as `coefs` say, and return its figures; its
+        terms beside the policy loss count as `weights` say."""
         ...
 
     def optim_step(self) -> Metrics:

@@ -28,7 +28,7 @@ from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
-from polyturn.training.backend import Backend, OverBackend
+from polyturn.training.backend import Backend, OverBackend, TermWeights
 from polyturn.training.loss_terms import Objective, Terms
 from polyturn.training.model_backend import ModelBackend, Placement, fitting_layout
 from polyturn.training.network import Network
@@ -140,7 +140,7 @@ class ValueTerms(Objective):
     def __init__(self, settings: CriticSettings) -> None:
         self._settings = settings
 
-    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
         """Return the terms of micro-batches of `samples`, which have values and returns."""
         starts = np.concatenate([[0], np.cumsum([len(s) for s in samples])]).astype(np.int64)
         returns = np.concatenate([*(_array(s.returns) for s in samples), np.empty(0)])

@@ -26,6 +26,7 @@ from polyturn.batching.layout import MicroBatch, ReadTargets
 from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
 from polyturn.core.sample import TrainSample
+from polyturn.training.backend import TermWeights
 from polyturn.training.network import Network, TargetScores
 
 
@@ -90,8 +91,8 @@ class Terms(NamedTuple):
 class Objective:
     """The objective that a network is trained to minimise, token by token."""
 
-    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
-        """Return a function from the network and a micro-batch of `samples` to its terms, a KL term weighed by `kl_coef`.
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
+        """Return a function from the network and a micro-batch of `samples` to its terms, weighed by `weights`.
 
         Raises:
             TrainingError: the samples lack what it needs.
@@ -145,23 +146,23 @@ class PolicyTerms(Objective):
         self._teacher = teacher
         self._kl = kl_estimators.resolve(settings.kl.name)
 
-    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
-        """Return the terms of micro-batches of `samples`, the KL to the reference weighed by `kl_coef`."""
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
+        """Return the terms of micro-batches of `samples`, those of KL and entropy weighed by `weights`."""
         algorithm = self._settings.algorithm
-        options = {"entropy_grad": algorithm.entropy_coef != 0}
+        options = {"entropy_grad": weights.entropy != 0}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
 
         def terms(network: Network, batch: MicroBatch) -> Terms:
             scores = network(batch.with_observations, **options)
             if batch.read is None:
-                return self._terms(batch, scores, kl_coef)
-            found = self._terms(batch, scores.at(batch.read.at_S), kl_coef)
+                return self._terms(batch, scores, weights)
+            found = self._terms(batch, scores.at(batch.read.at_S), weights)
             observation, metrics = _observation_loss(batch.read, scores.logprobs_S)
             return found._replace(observation=observation, metrics={**found.metrics, **metrics})
 
         return terms
 
-    def _terms(self, batch: MicroBatch, scores: TargetScores, kl_coef: float) -> Terms:
+    def _terms(self, batch: MicroBatch, scores: TargetScores, weights: TermWeights) -> Terms:
         """Return the loss of each target, which the policy loss, its correction, the KL term and the teacher add up to."""
         settings, algorithm = self._settings, self._settings.algorithm
         logprobs_S = scores.logprobs_S
@@ -186,8 +187,8 @@ class PolicyTerms(Objective):
             kl_S = self._kl(logprobs_S, batch.ref_logprobs_S)
             if settings.kl.importance:
                 kl_S = kl_S * log_ratio(logprobs_S, old_S).exp()
-            loss_S = loss_S + kl_coef * kl_S
-            parts_S["loss/kl"] = kl_coef * kl_S.detach()
+            loss_S = loss_S + weights.kl * kl_S
+            parts_S["loss/kl"] = weights.kl * kl_S.detach()
             stats_S["policy/kl_to_reference"] = kl_S.detach()
         if settings.distill is not None and self._teacher is not None:
             distill_S = kl_estimators.resolve(settings.distill.estimator)(logprobs_S, self._teacher(batch))
@@ -198,9 +199,9 @@ class PolicyTerms(Objective):
             parts_S["loss/distill"] = settings.distill.coef * distill_S.detach()
         if scores.entropy_S is not None:  # a figure of every run, with a gradient only where it is a term
             stats_S["policy/entropy"] = scores.entropy_S.detach()
-            if algorithm.entropy_coef:
-                loss_S = loss_S - algorithm.entropy_coef * scores.entropy_S
-                parts_S["loss/entropy"] = -algorithm.entropy_coef * scores.entropy_S.detach()
+            if weights.entropy:
+                loss_S = loss_S - weights.entropy * scores.entropy_S
+                parts_S["loss/entropy"] = -weights.entropy * scores.entropy_S.detach()
         balance_coef = algorithm.routing.balance_coef
         if scores.balance_S is not None and balance_coef:
             loss_S = loss_S + balance_coef * scores.balance_S
@@ -228,7 +229,7 @@ def _observation_loss(read: ReadTargets, logprobs_R: Tensor) -> tuple[Tensor, Me
 class SupervisedTerms(Objective):
     """The cross-entropy of each target."""
 
-    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
         """Return the terms of micro-batches."""
         return self._terms
 

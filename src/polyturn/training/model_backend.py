@@ -38,7 +38,7 @@ from polyturn.engines.routers import Routers
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
-from polyturn.training.backend import OWN
+from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
 from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
@@ -215,7 +215,11 @@ class ModelBackend:
         return scatter_back(batches, values, lengths=[len(s) for s in samples])
 
     def forward_backward(
-        self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str, kl_coef: float = 0.0
+        self,
+        samples: Sequence[TrainSample],
+        coefs: Sequence[ArrayLike],
+        objective: str,
+        weights: TermWeights = NO_WEIGHTS,
     ) -> PassResult:
         """Add the gradient of an objective over `samples`.
 
@@ -233,7 +237,7 @@ class ModelBackend:
         self.network.train()
         problem: str | None = None
         minimised = self._objectives[objective]
-        terms_of = minimised.bind(samples, kl_coef)
+        terms_of = minimised.bind(samples, weights)
         try:
             for number, batch in enumerate(batches):
                 start = time.perf_counter()

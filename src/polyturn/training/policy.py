@@ -4,7 +4,7 @@
     optim_step: Backend.optim_step
 
 What is computed over the batch of a whole step is computed here, once, however many ranks there are: the coefficients, the
-choice of marked tokens, the weight of the KL term.
+choice of marked tokens, the weights of the KL term and the entropy bonus.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.algorithms.entropy_target import EntropyController
 from polyturn.algorithms.kl import KlController
 from polyturn.algorithms.losses import mark, selection_of
 from polyturn.batching.layout import LayoutSettings
@@ -32,7 +33,7 @@ from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
-from polyturn.training.backend import OWN, REFERENCE, Backend, OverBackend
+from polyturn.training.backend import OWN, REFERENCE, Backend, OverBackend, TermWeights
 from polyturn.training.lora import has_lora
 from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTerms
 from polyturn.training.model_backend import ModelBackend, Placement, fitting_layout
@@ -54,6 +55,8 @@ class ModelPolicy(OverBackend):
         self.loss_settings = loss or LossSettings()
         self.kl = KlController(self.loss_settings.kl)
         """The weight of the KL term."""
+        self.entropy = EntropyController(self.loss_settings.algorithm)
+        """The weight of the entropy bonus."""
         self.train_seconds = 0.0
         """Seconds spent in forward and backward so far, `score` included."""
         self.optim_seconds = 0.0
@@ -99,7 +102,9 @@ class ModelPolicy(OverBackend):
             average, weight = loss.algorithm.aggregate, loss.algorithm.segment_weight
             coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
         samples = with_observation_coefs(samples, loss.algorithm.observation_coef)
-        return self._counted(self.backend.forward_backward(samples, coefs, "policy", self.kl.coef))
+        return self._counted(
+            self.backend.forward_backward(samples, coefs, "policy", TermWeights(self.kl.coef, self.entropy.coef))
+        )
 
     def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
         """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.
@@ -122,12 +127,13 @@ class ModelPolicy(OverBackend):
         return metrics | {"time/optim": Sum(seconds)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is no part of the backend: the weight of the KL term."""
-        return {"kl": self.kl.state_dict()}
+        """Return what is no part of the backend: the weights of the KL term and the entropy bonus."""
+        return {"kl": self.kl.state_dict(), "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.kl.load_state_dict(state.get("kl", {}))
+        self.entropy.load_state_dict(state.get("entropy", {}))
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine, merged where an adapter changes them: live tensors here,

@@ -30,7 +30,7 @@ from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.update_gate import WeightChannel
 from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, buckets
-from polyturn.training.backend import OWN
+from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import METADATA
 
@@ -79,12 +79,16 @@ class RankedBackend:
         return put_back(rows, self._rows("score", [([samples[i] for i in row], scorer) for row in rows]), len(samples))
 
     def forward_backward(
-        self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str, kl_coef: float = 0.0
+        self,
+        samples: Sequence[TrainSample],
+        coefs: Sequence[ArrayLike],
+        objective: str,
+        weights: TermWeights = NO_WEIGHTS,
     ) -> PassResult:
         """Add the gradient of an objective over `samples`, each rank that of its share."""
         rows = self._assign(samples)
         # Coefficients travel with their samples: they hold the average over the whole batch, which no rank sees.
-        shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row], objective, kl_coef) for row in rows]
+        shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row], objective, weights) for row in rows]
         found: list[PassResult] = self._rows("forward_backward", shares)
 
         def whole(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages, components_of, traits_of
 from polyturn.algorithms.correction import CorrectionSettings, correct
+from polyturn.algorithms.entropy_target import EntropyController
 from polyturn.algorithms.kl import KlController
 from polyturn.algorithms.options import AlgorithmOptions
 from polyturn.algorithms.teacher_advantage import AdvantageTeacher
@@ -97,6 +98,7 @@ class Update:
         estimator: Estimator,
         settings: UpdateSettings | None = None,
         kl: KlController | None = None,
+        entropy: EntropyController | None = None,
         critic: Critic | None = None,
         reward_kl: RewardKl | None = None,
         teacher: AdvantageTeacher | None = None,
@@ -108,6 +110,7 @@ class Update:
             estimator: From rewards to advantages, its options bound.
             settings: What else a step computes.
             kl: Is told each step's KL to the reference, and steers the weight that the policy gives it.
+            entropy: Is told each step's entropy, and steers the weight of the bonus for it.
             critic: Gives the estimator values, and is trained on the returns that it answers with.
             reward_kl: Takes a KL penalty off the rewards; `policy` needs a reference then.
             teacher: Adds its judgement of the sampled tokens to advantages.
@@ -115,6 +118,7 @@ class Update:
         self.policy = policy
         self.critic = critic
         self._kl = kl
+        self._entropy = entropy
         self._reward_kl = reward_kl
         self._teacher = teacher
         self.estimator = estimator
@@ -185,6 +189,9 @@ class Update:
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
+        if self._entropy is not None and (entropy := metrics.get("policy/entropy")) is not None:
+            metrics["policy/entropy_coef"] = self._entropy.coef
+            self._entropy.update(entropy)
         least = self._kept_members
         made = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
         # Last: the caller counts the step only once this returns, and a checkpoint of a step half counted repeats it.

@@ -1,0 +1,46 @@
+"""The weight of the entropy bonus over a run: it stays, or with a target it keeps entropy from falling below that.
+
+    c_{k+1} = max(0, c_k + step)  if entropy_k < target,  else  max(0, c_k - step)
+    weight_{k+1} = c_{k+1}        if entropy_k <= target, else  0
+
+entropy_k is the mean entropy of step k at the trained tokens, in nats; c_0 is `entropy_coef`. Source: He et al. 2025
+(Skywork-OR1, adaptive entropy control). Not from there: the floor at 0, so that a policy above its target for long does not
+need as long to get its bonus back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyturn.algorithms.options import AlgorithmOptions
+
+
+class EntropyController:
+    """The weight of the entropy bonus."""
+
+    def __init__(self, options: AlgorithmOptions) -> None:
+        """Begin with `entropy_coef`."""
+        self._coef, self._target, self._step = options.entropy_coef, options.entropy_target, options.entropy_step
+        self._is_above = False
+
+    @property
+    def coef(self) -> float:
+        """The weight now."""
+        return 0.0 if self._is_above else self._coef
+
+    def update(self, entropy: float) -> None:
+        """Take in the mean entropy per token of one step, in nats."""
+        if self._target is not None:
+            self._is_above = entropy > self._target
+            self._coef = max(0.0, self._coef + (self._step if entropy < self._target else -self._step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: the weight, where it is not the configuration's."""
+        return {} if self._target is None else {"coef": self._coef, "is_above": self._is_above}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the weight of `state`; without one, or without a target, with that of the configuration."""
+        if self._target is not None:
+            self._coef = float(state.get("coef", self._coef))
+            self._is_above = bool(state.get("is_above", False))
