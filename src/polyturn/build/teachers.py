@@ -9,8 +9,8 @@ from polyturn.algorithms.options import SelfDistillOptions
 from polyturn.build.parts import Parts
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_class import CallShape, check_function
-from polyturn.core.registry import import_attr
+from polyturn.core.plugin_shape import CallShape, check_function
+from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import ConfigError, DataError, EngineError, EngineLostError, TrainingError, one_line
 from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
-from polyturn.core.secret import bearer, token_from
+from polyturn.core.secrets import bearer, token_from
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.http_client import HttpClient
