@@ -39,10 +39,9 @@ def use_few_rows(module: nn.Module) -> None:
     """Replace the large float32 linear layers of a model on the CPU; its parameters keep their names and storage."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            weight = getattr(child, "weight", None)
-            if type(child) is not nn.Linear or weight.numel() < MIN_WEIGHTS:
+            if type(child) is not nn.Linear or child.weight.numel() < MIN_WEIGHTS:
                 continue
-            if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            if child.weight.device.type != "cpu" or child.weight.dtype != torch.float32:
                 continue
             with torch.device("meta"):
                 layer = FewRowsLinear(child.in_features, child.out_features, bias=child.bias is not None)
