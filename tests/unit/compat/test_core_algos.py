@@ -170,7 +170,7 @@ def test_registered_policy_loss_is_a_native_loss_per_token() -> None:
     found.loss_T.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, -3.0]
     sums_itself = algos.as_policy_loss(lambda *rows: (rows[1].sum(), {}))
-    with pytest.raises(ConfigError, match="must return what agg_loss"):
+    with pytest.raises(ConfigError, match="must return the result of agg_loss"):
         sums_itself(logprobs, torch.zeros(2), torch.zeros(2))
 
 
