@@ -83,7 +83,7 @@ def test_quickstart_trains_when_pasted(tmp_path: Path, monkeypatch: pytest.Monke
 def test_documented_commands_exist():
     from polyturn.cli.main import app
 
-    known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback and not c.hidden}
     for group in app.registered_groups:
         for c in group.typer_instance.registered_commands if group.typer_instance else ():
             # `polyturn config` without more is the group's command "print"

@@ -48,7 +48,7 @@ def score(trajectory):
             os.kill(os.getpid(), number)
     return unsignalled_score(trajectory)
 '''
-VARYING = ("time/", "system/", "engine/queue", "engine/kv_use", "tokens/prefilled")
+VARYING = ("time/", "system/", "rollout/state_", "engine/queue", "engine/kv_use", "tokens/prefilled")
 """Metrics that depend on the clock, or on what the KV cache still held."""
 RESUMED = ("rollout/resumed_episodes", "rollout/restarted_episodes")
 

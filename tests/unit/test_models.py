@@ -22,6 +22,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    usage = shutil.disk_usage("/")._replace(free=10**10)
+    monkeypatch.setattr(polyturn.models.shutil, "disk_usage", lambda _: usage)
     return folder
 
 
