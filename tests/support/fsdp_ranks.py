@@ -306,7 +306,8 @@ def measure_reduction(out):
     samples = [TrainSample(id=SampleId("g", str(dist.get_rank()), 0), token_ids=ids, advantages=noise, **arrays)]
     kept = []
     for placement in (None, placement_of(case, "fsdp", CPU)):
-        made = make(case, base_of(case, CPU), placement, reference=False)
+        options = {"optim": OPTIM, "layout": LAYOUTS["rows"], "placement": placement}
+        made = ModelPolicy(policy_backend(base_of(case, CPU), **options))
         made.forward_backward(samples)
         kept.append({n: p.grad for n, p in made.backend.optimizer._masters.items() if p.grad is not None})
     alone, over_ranks = kept
