@@ -249,9 +249,11 @@ class StoredRun:
         """
         rows = self._table.filter(self._mask(id=id, step=step, split=split))
         if not rows.num_rows:
-            of = "".join(f", {name} {value!r}" for name, value in (("step", step), ("split", split)) if value is not None)
+            of = "".join(
+                f", {name} {shown(value)}" for name, value in (("step", step), ("split", split)) if value is not None
+            )
             known = pc.unique(self._table["id"]).to_pylist()
-            raise DataError(f"no trajectory {id!r}{of} is recorded in {self.folder}.{did_you_mean(id, known)}")
+            raise DataError(f"no trajectory {shown(id)}{of} is recorded in {self.folder}.{did_you_mean(id, known)}")
         last = rows.slice(rows.num_rows - 1)
         part = last[_PART][0].as_py()
         found = self._read_rows(part, [last[_ROW][0].as_py()])
