@@ -1,4 +1,4 @@
-"""The size of a training step that the configuration does not set: smaller on a CPU, where a first step would take hours.
+"""The size of a training step that the configuration does not set: smaller on a CPU than on a GPU.
 
     with_step_size(loaded, resume=False)  ->  on a CPU train.groups_per_step 4, not 32; group_size 8; 128 tokens a turn
     with_step_size(loaded, resume=True)   ->  the numbers in the config.yaml of the run's folder, on any machine

@@ -74,15 +74,16 @@ class _Scores(torch.autograd.Function):
         entropy_S, log_sum_S = torch.zeros_like(logprobs_S), torch.empty_like(logprobs_S)
         for part in _parts(size, chunk):
             logits_VC = _logits(hidden_SH, weight_VH, bias_V, temperature_S, part)
-            chosen_C = logits_VC.gather(0, targets_S[None, part])[0]
             top_C = logits_VC.amax(dim=0)
-            exp_VC = (logits_VC - top_C) if entropy_grad is not None else logits_VC.sub_(top_C)
-            exp_VC.exp_()
+            logits_VC.sub_(top_C)  # large logits would cancel in what follows
+            chosen_C = logits_VC.gather(0, targets_S[None, part])[0]
+            exp_VC = logits_VC.exp_() if entropy_grad is None else logits_VC.exp()
             sum_C = exp_VC.sum(dim=0)
-            log_sum_S[part] = sum_C.log() + top_C
-            logprobs_S[part] = chosen_C - log_sum_S[part]
+            log_C = sum_C.log()
+            log_sum_S[part] = log_C + top_C
+            logprobs_S[part] = chosen_C - log_C
             if entropy_grad is not None:
-                entropy_S[part] = log_sum_S[part] - logits_VC.mul_(exp_VC).sum(dim=0) / sum_C
+                entropy_S[part] = log_C - logits_VC.mul_(exp_VC).sum(dim=0) / sum_C
         ctx.save_for_backward(hidden_SH, weight_VH, bias_V, targets_S, temperature_S, log_sum_S, entropy_S)
         ctx.has_entropy_grad, ctx.chunk = bool(entropy_grad), chunk
         if not entropy_grad:
