@@ -27,6 +27,7 @@ from typing import Any
 from polyturn import build
 from polyturn.api.folders import open_place
 from polyturn.engines.process import ProcessEngine
+from polyturn.training.observer_base import Observer
 from support.runs import write_tiny_run
 
 TARGET = 1.7
@@ -57,7 +58,7 @@ SETTINGS = [
 ]
 
 
-class Times:
+class Times(Observer):
     """An observer that notes when steps end, and what they took."""
 
     def __init__(self, engine: ProcessEngine, *, pins: bool) -> None:
@@ -66,12 +67,6 @@ class Times:
         self._engine = engine
         self._pins = pins
 
-    def begin_phase(self, phase: str, total: int) -> None:
-        """A rollout begins."""
-
-    def on_episode(self, *, total: int) -> None:
-        """An episode is over."""
-
     def on_group(self, group: Any, *, phase: str, total: int) -> None:
         """Pin the engine's process as soon as it is there."""
         if self._pins and self._engine.pid is not None:
@@ -79,13 +74,10 @@ class Times:
                 os.sched_setaffinity(int(thread.name), {ENGINE_CORE})
             self._pins = False
 
-    def on_step(self, step: int, metrics: Any, groups: Any, trained: Any) -> None:
+    def on_step(self, step: int, metrics: Any, groups: Any, trained: Any = None) -> None:
         """Note the end of a step."""
         self.ends.append(time.perf_counter())
         self.metrics.append(dict(metrics))
-
-    def on_eval(self, step: int, name: str, report: Any, groups: Any) -> None:
-        """Nothing is evaluated."""
 
 
 def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, float]:

@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from polyturn.training.observer_base import Observer
+
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "scripts" / "environments" / "build.py"
 PLUGINS = "_trl_plugins.py"
@@ -136,7 +138,7 @@ def make_model(size: str, folder: Path) -> float:
 
 
 @dataclass
-class Clock:
+class Clock(Observer):
     """Notes the seconds between the ends of steps, and what was sampled in each."""
 
     last: tuple[float, float] = (0.0, 0.0)
@@ -148,20 +150,8 @@ class Clock:
     def start(self) -> None:
         self.last = time.perf_counter(), time.process_time()
 
-    def begin_phase(self, phase: str, total: int) -> None:
-        """A rollout begins."""
-
-    def on_episode(self, *, total: int) -> None:
-        """An episode is over."""
-
-    def on_group(self, group: Any, *, phase: str, total: int) -> None:
-        """A group is complete."""
-
-    def on_eval(self, step: int, name: str, report: Any, groups: Any) -> None:
-        """There is no evaluation."""
-
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Any], trained: Mapping[str, Any]) -> None:
-        """A step is done."""
+    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Any], trained: Any = None) -> None:
+        """Note the seconds of the step, and what was sampled in it."""
         now = time.perf_counter(), time.process_time()
         self.wall_s.append(now[0] - self.last[0])
         self.cpu_s.append(now[1] - self.last[1])

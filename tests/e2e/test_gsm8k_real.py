@@ -30,6 +30,7 @@ from polyturn.data.dataset import TaskDataset
 from polyturn.data.prepare import prepare_gsm8k
 from polyturn.evaluation.report import EvalReport
 from polyturn.store.schema import Trained
+from polyturn.training.observer_base import Observer
 from polyturn.training.options import SftOptions
 from polyturn.training.sft import run_sft
 from support.invariants import check_invariants, sampled_turns
@@ -72,22 +73,20 @@ class Recorder:
 
 
 @dataclass
-class Seen:
-    """What the trainer says about its steps."""
+class Seen(Observer):
+    """Keeps the steps of a run."""
 
     steps: list[tuple[dict[str, float], list[TrajectoryGroup]]] = field(default_factory=list)
-
-    def begin_phase(self, phase: str, total: int) -> None:
-        return
-
-    def on_episode(self, *, total: int) -> None:
-        return
 
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         assert phase == "rollout"
 
     def on_step(
-        self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], trained: Mapping[str, Trained]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[TrajectoryGroup],
+        trained: Mapping[str, Trained] | None = None,
     ) -> None:
         self.steps.append((dict(metrics), list(groups)))
 

@@ -28,12 +28,12 @@ from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.engines.update_gate import UpdateGate, UpdateMode
-from polyturn.evaluation.report import EvalReport
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import RolloutPool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.loop import Trainer
+from polyturn.training.observer_base import Observer
 from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
 from support.timed_engine import TimedEngine
@@ -98,28 +98,20 @@ class CountingPolicy:
         return
 
 
-class _Observer:
+class _Observer(Observer):
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
 
-    def begin_phase(self, phase: str, total: int) -> None:
-        return
-
-    def on_episode(self, *, total: int) -> None:
-        return
-
-    def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
-        return
-
     def on_step(
-        self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], trained: Mapping[str, Any]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[TrajectoryGroup],
+        trained: Mapping[str, Any] | None = None,
     ) -> None:
         self._run.metrics.append(dict(metrics))
         self._run.tasks.append([g.task.id for g in groups])
         self._run.lengths += [t.num_sampled_tokens for g in groups for t in g.trajectories]
-
-    def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
-        return
 
 
 class _Channel:

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from polyturn.engines.update_gate import WeightChannel
     from polyturn.tracking.manager import TrackerSpec
     from polyturn.training.loop import Trainer
-    from polyturn.training.observer import AlsoRecord, RunObserver
+    from polyturn.training.observer import AlsoRecord
+    from polyturn.training.observer_base import Observer
     from polyturn.training.policy import ModelPolicy
     from polyturn.training.update import Update
 
@@ -68,7 +69,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     return ModelPolicy(backend, loss=options["loss"])
 
 
-def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: RunObserver) -> Trainer:
+def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Observer) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
     from polyturn.training.checkpoint import WARM_START, Checkpoints
     from polyturn.training.journal_file import FOLDER, JournalFile

@@ -35,7 +35,7 @@ from polyturn.evaluation.report import is_success, report
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver, SavingClock
 from polyturn.training.journal_file import JournalFile
-from polyturn.training.observer import RunObserver
+from polyturn.training.observer_base import Observer
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
 from polyturn.training.rollout_metrics import state_metrics
@@ -57,7 +57,7 @@ class Trainer:
         data: Data,
         engine: EngineLink,
         saving: Saving,
-        observer: RunObserver,
+        observer: Observer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts."""

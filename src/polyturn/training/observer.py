@@ -38,6 +38,7 @@ from polyturn.tracking.manager import Trackers, TrackerSpec
 from polyturn.tracking.plugin_alarms import PluginAlarms
 from polyturn.tracking.system import SystemSampler
 from polyturn.training.end_alarms import EndAlarms
+from polyturn.training.observer_base import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class AlsoRecord:
     """Further numbers of an evaluation set, from its name and its groups."""
 
 
-class RunObserver:
+class RunObserver(Observer):
     """Writes into the folder of a run."""
 
     def __init__(

@@ -33,6 +33,7 @@ from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.loop import Trainer
+from polyturn.training.observer_base import Observer
 from polyturn.training.options import TrainOptions
 from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
@@ -82,14 +83,11 @@ class NotingPolicy:
         self.steps = state["steps"]
 
 
-class NotingObserver:
+class NotingObserver(Observer):
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self.metrics: dict[int, dict[str, float]] = {}
         self.groups: dict[int, list[TrajectoryGroup]] = {}
-
-    def begin_phase(self, phase: str, total: int) -> None:
-        return
 
     def on_episode(self, *, total: int) -> None:
         self._events.append(("episode", total))
@@ -98,7 +96,11 @@ class NotingObserver:
         self._events.append(("group", group.id, phase, total))
 
     def on_step(
-        self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], trained: Mapping[str, Trained]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[TrajectoryGroup],
+        trained: Mapping[str, Trained] | None = None,
     ) -> None:
         self._events.append(("step", step))
         self.metrics[step] = dict(metrics)
