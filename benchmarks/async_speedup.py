@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from polyturn import build
-from polyturn.api.folders import open_place
+from polyturn.api.folders import open_source
 from polyturn.engines.process import ProcessEngine
 from polyturn.training.observer_base import Observer
 from support.runs import write_tiny_run
@@ -92,7 +92,7 @@ def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, 
             f"train.group_size={size}",
             f"train.steps={steps + WARM_STEPS}",
         ]
-        place, _ = open_place(write_tiny_run(folder), overrides)
+        place, _ = open_source(write_tiny_run(folder), overrides)
         parts, tasks = build.settle(build.build_parts(place), build.build_run_tasks(place))
         assert isinstance(parts.engine, ProcessEngine)
         times = Times(parts.engine, pins=pins)

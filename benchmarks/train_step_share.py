@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from polyturn import build
-from polyturn.api.folders import open_place
+from polyturn.api.folders import open_source
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
 from polyturn.tracking.jsonl import read_metrics
@@ -87,7 +87,7 @@ class TimedObserver(RunObserver):
 def run_here(overrides: list[str]) -> dict[str, Any]:
     """Run the quick start and return its shares."""
     began = time.perf_counter()
-    place, _ = open_place(CONFIG, overrides)
+    place, _ = open_source(CONFIG, overrides)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = build.build_parts(place)

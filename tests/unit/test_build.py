@@ -60,13 +60,13 @@ def test_rollout_gets_the_settings_of_the_config(parts: build.Parts):
 
 def test_rollout_workers_share_max_concurrent(parts: build.Parts, tmp_path: Path):
     several = place(tmp_path, "cluster.workers.count=3", "rollout.max_concurrent=8")
-    pool = build.with_workers(dataclasses.replace(parts, place=several)).pool
+    pool = build.with_workers(dataclasses.replace(parts, source=several)).pool
     workers = [pickle.loads(worker._build).args[0].config for worker in pool._workers.values()]
     assert [(one.rollout.max_concurrent, one.cluster.workers.count) for one in workers] == [(3, 1)] * 3
 
 
 def test_engine_samples_from_the_trainers_tensors(parts: build.Parts, tmp_path: Path):
-    tasks = build.build_run_tasks(parts.place)
+    tasks = build.build_run_tasks(parts.source)
     trainer = build.build_trainer(parts, tasks, folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1))
     mine = dict(parts.model.named_parameters())
     assert trainer.policy.backend.model is parts.model  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def test_unused_interactions_or_tools_are_refused(parts: build.Parts):
 
 
 def test_one_task_that_uses_an_interaction_is_enough(parts: build.Parts):
-    held_out = dataclasses.replace(build.build_eval_sets(parts.place)[0], tasks=[user("?")])
+    held_out = dataclasses.replace(build.build_eval_sets(parts.source)[0], tasks=[user("?")])
     talking = user("?", interaction=InteractionRef(name="coach"))
     build.check_training(parts, build.RunTasks(train=[talking], eval_sets=[held_out]))
     with pytest.raises(ConfigError, match=r"data.train and evaluation.data"):
@@ -189,7 +189,7 @@ def test_training_on_greedy_completions_is_warned_of(tmp_path: Path, parts: buil
     tasks = build.RunTasks(train=[user("?", interaction=InteractionRef(name="coach"))], eval_sets=[])
     build.check_training(parts, tasks)
     assert "temperature" not in caplog.text
-    greedy = dataclasses.replace(parts, place=place(tmp_path, "rollout.sampling.temperature=0"))
+    greedy = dataclasses.replace(parts, source=place(tmp_path, "rollout.sampling.temperature=0"))
     build.check_training(greedy, tasks)
     assert "rollout.sampling.temperature is 0: the members of a group say the same" in caplog.text
 
@@ -201,7 +201,7 @@ def test_prompt_length_is_checked_to_the_token(parts: build.Parts):
         return len(parts.context.encoder_for(task).start(task.prompt))
 
     fitting = next(t for n in range(600) if num_tokens(t := user("9" * n)) == parts.max_context - 1)
-    coach = {"interaction": build.build_run_tasks(parts.place).train[0].interaction}
+    coach = {"interaction": build.build_run_tasks(parts.source).train[0].interaction}
     build.check_run(parts, [user(fitting.prompt[0].text, **coach)], name="x")
     with pytest.raises(DataError, match="limit"):
         build.check_run(parts, [user(fitting.prompt[0].text + "9", **coach)], name="x")

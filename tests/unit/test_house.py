@@ -61,16 +61,24 @@ def test_each_rule_finds_its_violation(house: ModuleType, tmp_path: Path, capsys
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(FOUND.split("\n")[1:-1])
 
 
-def test_phrase_above_its_ceiling_is_a_violation(
-    house: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("source", "violation"),
+    [
+        ('"""Return what a run needs."""', "'Return what' hides"),
+        ("# nobody waits", "'nobody' hides"),
+        ("def f():\n    found = 1", "'found' does not tell"),
+        ("f = lambda told: told", "'told' does not tell"),
+    ],
+)
+def test_vague_words_are_violations(
+    house: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, violation: str
 ) -> None:
-    monkeypatch.setattr(house, "CEILINGS", {"whoever": 1})
     (tmp_path / "src/polyturn").mkdir(parents=True)
-    (tmp_path / "src/polyturn/a.py").write_text("# whoever\n")
+    (tmp_path / "src/polyturn/a.py").write_text("found = 1  # a module's constant\n")
     assert house.main(tmp_path) == 0
-    (tmp_path / "src/polyturn/b.py").write_text("# whoever\n")
+    (tmp_path / "src/polyturn/a.py").write_text(source)
     assert house.main(tmp_path) == 1
-    assert "src/polyturn/b.py:1: 'whoever' stands 2 times" in capsys.readouterr().out
+    assert violation in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,12 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
         limited = [w / mean if mean > 0 else w for w in limited]
     kept = [_keep(s, p, log, settings) for s, p, log in zip(samples, places, logs, strict=True)]
     out = []
-    for sample, place, weight, keep in zip(samples, places, limited, kept, strict=True):
+    for sample, index_T, weight, keep in zip(samples, places, limited, kept, strict=True):
         correction = np.zeros(len(sample), np.float32)
-        correction[place] = weight
+        correction[index_T] = weight
         loss_weights = sample.loss_weights.copy()
         # By weight, not by a correction of 0: rejected tokens leave the average too, and the KL and entropy terms.
-        loss_weights[place[~keep]] = 0.0
+        loss_weights[index_T[~keep]] = 0.0
         arrays = {"correction": correction} if settings.weight != "none" else {}
         out.append(sample.replace(**arrays) if keep.all() else sample.replace(loss_weights=loss_weights, **arrays))
     metrics = _divergence(samples, places, logs, version)
@@ -80,7 +80,7 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
     return Corrected(out, metrics)
 
 
-def _log_ratio(sample: TrainSample, place: NDArray[np.intp]) -> NDArray[np.float64]:
+def _log_ratio(sample: TrainSample, index_T: NDArray[np.intp]) -> NDArray[np.float64]:
     """Return [n] log pi - log mu of the trained tokens."""
     for name, array in (("old_logprobs", sample.old_logprobs), ("rollout_logprobs", sample.rollout_logprobs)):
         if array is None:
@@ -89,7 +89,7 @@ def _log_ratio(sample: TrainSample, place: NDArray[np.intp]) -> NDArray[np.float
             )
     assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
     # In float64: a sequence sums thousands of differences of nearly equal numbers.
-    difference = sample.old_logprobs[place].astype(np.float64) - sample.rollout_logprobs[place].astype(np.float64)
+    difference = sample.old_logprobs[index_T].astype(np.float64) - sample.rollout_logprobs[index_T].astype(np.float64)
     clamped: NDArray[np.float64] = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return clamped
 
@@ -114,21 +114,21 @@ def measure(log: NDArray[np.float64], name: str) -> NDArray[np.float64]:
     return np.exp(np.clip(value, -MAX_LOG_RATIO, MAX_LOG_RATIO)) if kind == "k1" else value
 
 
-def _binary_kl(sample: TrainSample, place: NDArray[np.intp]) -> NDArray[np.float64]:
+def _binary_kl(sample: TrainSample, index_T: NDArray[np.intp]) -> NDArray[np.float64]:
     """KL of "this token, or another" under mu from the same under pi, [n] in nats; KPop's mask."""
     assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
-    mu, pi = (torch.from_numpy(a[place].astype(np.float64)) for a in (sample.rollout_logprobs, sample.old_logprobs))
+    mu, pi = (torch.from_numpy(a[index_T].astype(np.float64)) for a in (sample.rollout_logprobs, sample.old_logprobs))
     return binary_kl(mu, pi).numpy()
 
 
 def _keep(
-    sample: TrainSample, place: NDArray[np.intp], log: NDArray[np.float64], settings: CorrectionSettings
+    sample: TrainSample, index_T: NDArray[np.intp], log: NDArray[np.float64], settings: CorrectionSettings
 ) -> NDArray[np.bool_]:
-    keep = np.ones(len(place), bool)
-    if not len(place):
+    keep = np.ones(len(index_T), bool)
+    if not len(index_T):
         return keep
     for name, (low, high) in settings.bounds.items():
-        value = _binary_kl(sample, place) if name == "token_binary_kl" else measure(log, name)
+        value = _binary_kl(sample, index_T) if name == "token_binary_kl" else measure(log, name)
         keep &= (value >= low) & (value <= high)
     # By the smallest ratio alone: in a mean over thousands of tokens one that is impossible would not show.
     if settings.veto is not None and np.exp(log.min()) < settings.veto:
@@ -136,7 +136,7 @@ def _keep(
     if settings.negative_bound is not None:
         if sample.advantages is None:
             raise TrainingError(f"the correction's negative_bound needs advantages, and sample {sample.id} has none")
-        if sample.advantages[place].mean() < 0 and -log.mean() > settings.negative_bound:
+        if sample.advantages[index_T].mean() < 0 and -log.mean() > settings.negative_bound:
             keep[:] = False
     return keep
 

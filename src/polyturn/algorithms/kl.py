@@ -103,7 +103,7 @@ class KlController:
             self.coef *= 1.0 + error * num_trajectories / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the weight, where it is not the configuration's."""
+        """Return the state for a checkpoint: the weight, if it differs from the configuration's."""
         return {} if self._target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

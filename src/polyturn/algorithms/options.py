@@ -299,9 +299,9 @@ class AlgorithmOptions:
         if self.self_distill is not None and self.served_teachers is not None:
             raise ConfigError("algorithm.self_distill and algorithm.served_teachers both change advantages; set one of them")
 
-    def kl_in(self, place: Literal["loss", "reward"]) -> KlOptions:
+    def kl_in(self, where: Literal["loss", "reward"]) -> KlOptions:
         """Return the KL of the loss or of the reward, with weight 0 where there is none."""
-        return next((one for one in self._kl_terms if one.place == place), KlOptions(place=place))
+        return next((one for one in self._kl_terms if one.place == where), KlOptions(place=where))
 
     @property
     def teacher(self) -> TeacherAdvantageOptions | None:

@@ -38,7 +38,7 @@ class _MakePrintable(RenderHook):
 
 
 class _Console(Console):
-    """Says no more on stderr once nobody reads it: what is said there keeps no run from going on to its checkpoint."""
+    """Stops writing to stderr once its reader is gone, so that a closed pipe does not stop a run before its checkpoint."""
 
     def on_broken_pipe(self) -> None:
         if not self.stderr:

@@ -103,7 +103,7 @@ class DryRunReport:
 def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any]) -> DryRunReport:
     """The changes of the config, the first task as the engine will see it, and estimates of memory and time."""
     task = tasks.train[0]
-    if parts.place.config.env is not None:
+    if parts.source.config.env is not None:
         task = run_loop(shown_first(parts.context, task))
     ids = parts.context.encoder_for(task).start(task.prompt)
     defaults = load_config(RunConfig, None, ["model.path=none"]).resolved
@@ -111,7 +111,7 @@ def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, 
     sets = ", ".join(f"{s.name} ({len(s.tasks)} tasks)" for s in tasks.eval_sets) or "none"
     policies = [
         f"policy         {name}: {_who(one)}; context of {parts.policies.by_name[name].max_context} tokens"
-        for name, one in parts.place.config.policies.items()
+        for name, one in parts.source.config.policies.items()
     ]
     estimates, verdict = estimates_of(parts, num_prompt_tokens=len(ids))
     return DryRunReport(
@@ -127,7 +127,7 @@ def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, 
         ),
         estimates=estimates,
         verdict=verdict,
-        obstacles=tuple(parts.place.obstacles),
+        obstacles=tuple(parts.source.obstacles),
     )
 
 
@@ -155,7 +155,7 @@ def changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
 
 
 def written(section: Any) -> Any:
-    """Return a section that is absent by default without what nobody set: null, and empty mappings."""
+    """Return a section that is absent by default without its unset values: null, and empty mappings."""
     if not isinstance(section, Mapping):
         return section
     return {key: written(value) for key, value in section.items() if value is not None and value != {}}
@@ -172,7 +172,7 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     """
     import torch
 
-    config = parts.place.config
+    config = parts.source.config
     ranks = max(1, config.train.distributed.ranks)
     turns = config.rollout.limits.max_turns or 8
     per_turn = config.rollout.limits.max_tokens_per_turn or 512
@@ -181,21 +181,23 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
     layout, launch = layout_of(config), config.engine.launch if isinstance(config.engine, ServerOptions) else None
     names_gpus = launch is not None and bool(launch.devices)
-    load = load_of(parts.place, tokens=tokens, on_gpu=names_gpus or torch.cuda.is_available())
+    load = load_of(parts.source, tokens=tokens, on_gpu=names_gpus or torch.cuda.is_available())
     size = ModelSize.of(parts.model)
-    held = rank_bytes(size, load)
-    held["KV cache of the engine"] = _kv_bytes(parts, size, longest) if parts.engine.capabilities.shares_weights else 0
+    bytes_by_part = rank_bytes(size, load)
+    bytes_by_part["KV cache of the engine"] = (
+        _kv_bytes(parts, size, longest) if parts.engine.capabilities.shares_weights else 0
+    )
     out = {"parameters": f"{size.parameters / 1e6:.2f} M, {size.trained / 1e6:.2f} M of them trained"}
     out |= device_plan(config)
-    out |= {f"each rank: {name}": _mib(num) for name, num in held.items() if num}
-    out["each rank: in all, at most"] = f"{_mib(sum(held.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
+    out |= {f"each rank: {name}": _mib(num) for name, num in bytes_by_part.items() if num}
+    out["each rank: in all, at most"] = f"{_mib(sum(bytes_by_part.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
     if layout.servers:
         each = server_bytes(size, tensor_parallel=layout.width, tokens=parts.max_context)
         out |= {f"each GPU of a server: {name}, at least": _mib(num) for name, num in each.items()}
     if layout.is_shared:
         phases = shared_bytes(size, load, tensor_parallel=layout.width, tokens=parts.max_context)
-        out |= {f"each shared GPU {phase}": _mib(sum(held.values())) for phase, held in phases.items()}
-    verdict = verdict_of(config, size, held, layout=layout, max_context=parts.max_context)
+        out |= {f"each shared GPU {phase}": _mib(sum(bytes_by_part.values())) for phase, bytes_by_part in phases.items()}
+    verdict = verdict_of(config, size, bytes_by_part, layout=layout, max_context=parts.max_context)
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
     out["tokens a step, at most"] = f"{longest * episodes}"
     if parts.model.device.type == "meta":
@@ -252,8 +254,8 @@ def cluster_plan(config: RunConfig) -> dict[str, str]:
         plan["servers"] = f"running already: {', '.join(engine.urls)}"
     else:
         kind = "embedded engines" if engine.kind == "embedded" else f"servers ({engine.kind})"
-        held = f"{dict(cluster.engines.resources)} each, {apart}; the model's weights and the KV cache"
-        plan[f"{cluster.engines.count} {kind}"] = held
+        engines = f"{dict(cluster.engines.resources)} each, {apart}; the model's weights and the KV cache"
+        plan[f"{cluster.engines.count} {kind}"] = engines
     ranks, workers = max(1, config.train.distributed.ranks), cluster.workers
     plan[f"{ranks} trainer ranks"] = f"{dict(cluster.rank_resources)} each, on as few nodes as have room; a shard"
     plan[f"{workers.count} rollout workers"] = f"{dict(workers.resources)} each, {apart}; tokenizer and config, no weights"
@@ -273,7 +275,7 @@ def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
     import torch
 
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=next(model.parameters()).device)
-    found = Probe(num_tokens, 0.0, 0.0)
+    probe = Probe(num_tokens, 0.0, 0.0)
     for _ in range(2):
         began = time.perf_counter()
         total = model(input_ids=ids).logits.float().mean()
@@ -281,9 +283,9 @@ def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
         middle = time.perf_counter()
         total.backward()
         _wait(total)
-        found = Probe(num_tokens, middle - began, time.perf_counter() - middle)
+        probe = Probe(num_tokens, middle - began, time.perf_counter() - middle)
         model.zero_grad(set_to_none=True)
-    return found
+    return probe
 
 
 def _wait(total: torch.Tensor) -> None:
@@ -301,6 +303,6 @@ def _mib(num_bytes: int) -> str:
 
 def _kv_bytes(parts: build.Parts, size: ModelSize, longest: int) -> int:
     """Return the bytes of the KV cache, which has room in every slot for the longest conversation so far."""
-    engine = parts.place.config.engine
+    engine = parts.source.config.engine
     assert isinstance(engine, EmbeddedOptions)  # no other one shares the weights
     return server_bytes(size, tokens=engine.num_slots * longest)["KV cache"]

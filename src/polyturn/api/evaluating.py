@@ -53,48 +53,48 @@ class Evaluation(NamedTuple):
     sets: dict[str, EvaluatedSet]
 
 
-def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, checkpoint: Path | None = None) -> Evaluation:
+def evaluate_sets(source: build.ConfigSource, resolved: Mapping[str, Any], *, checkpoint: Path | None = None) -> Evaluation:
     """Run the evaluation sets of a configuration; leave the trajectories and a report.json in a run folder of their own."""
-    sets = _sets(place)
-    check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
-    check = functools.partial(build.check_first_tasks, place, {"evaluation.data": sets[0].tasks})
-    parts = build.build_parts(build.untrained(place), checkpoint=build.model_folder(checkpoint), check=check)
+    sets = _sets(source)
+    check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
+    check = functools.partial(build.check_first_tasks, source, {"evaluation.data": sets[0].tasks})
+    parts = build.build_parts(build.untrained(source), checkpoint=build.model_folder(checkpoint), check=check)
     parts = build.with_workers(parts)
     tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
     sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
     build.check_run(parts, tasks, name="evaluation.data")
-    folder = _new_folder(place, resolved)
+    folder = _new_folder(source, resolved)
     keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        found = run_loop(evaluate_all(build.pool_of(parts), place.config.seed, sets, observer))
-    return _reported(folder, found)
+        evaluated = run_loop(evaluate_all(build.pool_of(parts), source.config.seed, sets, observer))
+    return _reported(folder, evaluated)
 
 
-def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], endpoint: Endpoint) -> Evaluation:
+def evaluate_endpoint(source: build.ConfigSource, resolved: Mapping[str, Any], endpoint: Endpoint) -> Evaluation:
     """Run them on a model that is served elsewhere; nothing of training needs to be installed."""
-    sets = [build.for_endpoint(one) for one in _sets(place)]
-    check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
-    context, engine = build.build_endpoint_context(place, endpoint)
+    sets = [build.for_endpoint(one) for one in _sets(source)]
+    check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
+    context, engine = build.build_endpoint_context(source, endpoint)
     build.check_endpoint_run(context, sets[0].tasks, name="evaluation.data")
-    folder, rollout = _new_folder(place, resolved), place.config.rollout
+    folder, rollout = _new_folder(source, resolved), source.config.rollout
     context.codec.tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         pool = RolloutPool(context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
-        running = evaluate_all(pool, place.config.seed, sets, observer, finish=engine.finish)
-        found = run_loop(running)
-    return _reported(folder, found)
+        running = evaluate_all(pool, source.config.seed, sets, observer, finish=engine.finish)
+        evaluated = run_loop(running)
+    return _reported(folder, evaluated)
 
 
-def _reported(folder: Path, found: dict[str, EvaluatedSet]) -> Evaluation:
-    data = {name: one.to_json() for name, one in found.items()}
+def _reported(folder: Path, evaluated: dict[str, EvaluatedSet]) -> Evaluation:
+    data = {name: one.to_json() for name, one in evaluated.items()}
     (folder / "report.json").write_text(json.dumps(data, indent=2) + "\n")
-    return Evaluation(folder, found)
+    return Evaluation(folder, evaluated)
 
 
-def _sets(place: build.ConfigSource) -> list[EvalSet]:
-    sets = build.build_eval_sets(place)
+def _sets(source: build.ConfigSource) -> list[EvalSet]:
+    sets = build.build_eval_sets(source)
     if not sets:
         raise ConfigError(
             "evaluation.data is not set: there are no tasks to evaluate on; name them there (in Python: tasks=rows)"
@@ -102,23 +102,23 @@ def _sets(place: build.ConfigSource) -> list[EvalSet]:
     return sets
 
 
-def _new_folder(place: build.ConfigSource, resolved: Mapping[str, Any]) -> Path:
-    folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
-    write_resolved(resolved, folder / "config.yaml", base=place.base)
+def _new_folder(source: build.ConfigSource, resolved: Mapping[str, Any]) -> Path:
+    folder = new_run_folder(Path(source.config.out) / f"{source.config.name}-eval")
+    write_resolved(resolved, folder / "config.yaml", base=source.base)
     return folder
 
 
 def evaluate_untouched(
-    place: build.ConfigSource, sets: Sequence[EvalSet], observer: RunObserver
+    source: build.ConfigSource, sets: Sequence[EvalSet], observer: RunObserver
 ) -> Coroutine[Any, Any, dict[str, EvaluatedSet]]:
     """Evaluate the model as it is loaded, in the records of a run that is about to train it, as sets `untouched NAME`.
 
     The parts are its own, because plug-ins belong to the event loop that first calls them.
     """
-    place = dataclasses.replace(build.untrained(place), reads_parts=False, adapters={})
-    parts = build.with_workers(build.build_parts(place))
+    source = dataclasses.replace(build.untrained(source), reads_parts=False, adapters={})
+    parts = build.with_workers(build.build_parts(source))
     sets = [dataclasses.replace(one, name=f"{UNTOUCHED} {one.name}") for one in sets]
-    return evaluate_all(build.pool_of(parts), place.config.seed, sets, observer)
+    return evaluate_all(build.pool_of(parts), source.config.seed, sets, observer)
 
 
 async def evaluate_all(
@@ -145,8 +145,8 @@ async def evaluate_all(
                 finish=finish,
             )
             observer.on_eval(0, which.name, result.report, result.groups)
-            found = statistics(result.groups, success_at=which.success_at, seed=seed)
-            out[which.name] = EvaluatedSet(report=result.report, statistics=found)
+            report = statistics(result.groups, success_at=which.success_at, seed=seed)
+            out[which.name] = EvaluatedSet(report=result.report, statistics=report)
     finally:
         await pool.close()
     return out

@@ -19,7 +19,7 @@ ANOTHER_FOLDER = "set out=FOLDER to one that can be, or another name=NAME"
 """The advice where a run's folder cannot be made."""
 
 
-def open_place(
+def open_source(
     path: Path, overrides: Sequence[str], *, resume: bool | Literal["auto"] | None = None
 ) -> tuple[ConfigSource, dict[str, Any]]:
     """Read a config, or that of a run's folder.

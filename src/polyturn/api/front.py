@@ -62,10 +62,10 @@ def _in_a_sentence(function: Callable[P, R]) -> Callable[P, R]:
 
 @overload
 def train(
-    model: Any = None, tasks: Any = None, *, dry_run: Literal[False] = False, on_step: OnStep | None = None, **given: Any
+    model: Any = None, tasks: Any = None, *, dry_run: Literal[False] = False, on_step: OnStep | None = None, **arguments: Any
 ) -> Run: ...
 @overload
-def train(model: Any = None, tasks: Any = None, *, dry_run: Literal[True], **given: Any) -> DryRunReport: ...
+def train(model: Any = None, tasks: Any = None, *, dry_run: Literal[True], **arguments: Any) -> DryRunReport: ...
 @_in_a_sentence
 def train(
     model: Any = None,
@@ -98,7 +98,7 @@ def train(
             Hugging Face; the path of a jsonl or Parquet file, or several; a function that returns one of these.
         tools: What the model may call: functions with annotations and a docstring, or tools; or the path of a tools file.
         interaction: Who answers where no tool does: a subclass of `polyturn.BaseInteraction` or an object of one, or
-            several by name. A single one answers every task that names nobody.
+            several by name. A single one answers every task that does not name one.
         reward: What a trajectory is worth: a function of the trajectory, or of (data_source, solution_str, ground_truth).
         eval_tasks: Tasks to evaluate on before and after, given as `tasks` are.
         config: A YAML file, or the same as a dict; everything above and below goes before it.
@@ -121,8 +121,8 @@ def train(
     from polyturn.api.given import GivenArguments
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
-    given = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
-    return _show_plan(given, resume=resume) if dry_run else _train(given, resume=resume, on_step=on_step)
+    arguments = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
+    return _show_plan(arguments, resume=resume) if dry_run else _train(arguments, resume=resume, on_step=on_step)
 
 
 @_in_a_sentence
@@ -151,14 +151,14 @@ def evaluate(
     from polyturn.api.given import GivenArguments
 
     own = {"model": model, "tools": tools, "interaction": interaction, "reward": reward}
-    given = GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None, evaluates=True)
-    with _begun(given) as (source, resolved):
+    arguments = GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None, evaluates=True)
+    with _begun(arguments) as (source, resolved):
         from polyturn.api import evaluating
         from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
 
-        folder, found = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
-    return Run(folder, reports=found, resources=source)
+        folder, evaluation = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
+    return Run(folder, reports=evaluation, resources=source)
 
 
 @_in_a_sentence
@@ -190,8 +190,8 @@ def rollout(
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     overrides = {"group_size": group_size, **overrides}
-    given = GivenArguments.of(overrides, **own, config=config, eval_tasks=None, ray=None)
-    with _begun(given, reads=("group_size",)) as (source, resolved):
+    arguments = GivenArguments.of(overrides, **own, config=config, eval_tasks=None, ray=None)
+    with _begun(arguments, reads=("group_size",)) as (source, resolved):
         from polyturn.api import rolling
         from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
@@ -231,9 +231,9 @@ def steps(
     from polyturn.api.given import GivenArguments, read
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
-    told = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
+    arguments = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
     with _shown():
-        source, resolved = read(told, resume=resume)
+        source, resolved = read(arguments, resume=resume)
     from polyturn.api.stepping import Steps
 
     @_in_a_sentence
@@ -245,7 +245,7 @@ def steps(
             options = RunOptions(
                 again=_again, resume=resume, signals=hooks.signals, revise=hooks.revise, on_step=hooks.on_step
             )
-            return _run_of(run_training(source, resolved, options), told, source)
+            return _run_of(run_training(source, resolved, options), arguments, source)
 
     return Steps(work)
 
@@ -254,27 +254,27 @@ def _again(name: str) -> str:
     return f"polyturn.train(…, name={name!r}, resume=True)"
 
 
-def _train(given: GivenArguments, *, resume: bool | Literal["auto"], on_step: OnStep | None) -> Run:
+def _train(arguments: GivenArguments, *, resume: bool | Literal["auto"], on_step: OnStep | None) -> Run:
     called = _called_each_step(on_step)
-    with _begun(given, resume=resume) as (source, resolved):
+    with _begun(arguments, resume=resume) as (source, resolved):
         from polyturn.api.event_loop import run_beside
         from polyturn.api.training import RunOptions, run_training
 
         options = RunOptions(again=_again, resume=resume, on_step=called)
         finished = run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
-        run = _run_of(finished, given, source, on_step=on_step)
+        run = _run_of(finished, arguments, source, on_step=on_step)
         if not isinstance(finished, Path):  # which a rank gets that follows another
             logger.info("look at it: run.show(), or in a shell: polyturn view %s", run.folder)
     return run
 
 
-def _show_plan(given: GivenArguments, *, resume: bool | Literal["auto"]) -> DryRunReport:
+def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> DryRunReport:
     """Check what a run would start from, print it, and return it.
 
     Raises:
         ConfigError: the run would not start on this machine; what it would start from is printed before.
     """
-    with _begun(given, resume=resume) as (source, resolved):
+    with _begun(arguments, resume=resume) as (source, resolved):
         from polyturn.api.console import make_console
         from polyturn.api.dry_run import report_of
         from polyturn.api.event_loop import run_beside
@@ -314,7 +314,7 @@ def _called_each_step(on_step: OnStep | None) -> OnStep:
     return call
 
 
-def _run_of(finished: Any, given: Any, source: Any, *, on_step: OnStep | None = None) -> Run:
+def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | None = None) -> Run:
     """Return the run that training left, as seen from this process."""
     from polyturn.api.folders import name_of
     from polyturn.api.run import Run
@@ -326,19 +326,19 @@ def _run_of(finished: Any, given: Any, source: Any, *, on_step: OnStep | None = 
 
     @_in_a_sentence
     def again(changes: Mapping[str, Any]) -> Run:
-        return _train(given.changed(changes, name=name_of(folder, source.config.out)), resume=True, on_step=on_step)
+        return _train(arguments.changed(changes, name=name_of(folder, source.config.out)), resume=True, on_step=on_step)
 
     return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again, resources=source)
 
 
 @contextlib.contextmanager
 def _begun(
-    given: GivenArguments, *, reads: Collection[str] = (), resume: bool | Literal["auto"] | None = None
+    arguments: GivenArguments, *, reads: Collection[str] = (), resume: bool | Literal["auto"] | None = None
 ) -> Iterator[tuple[ConfigSource, dict[str, Any]]]:
     """Read what was given, and show the lines of the run that begins.
 
     Args:
-        given: What was given.
+        arguments: What was given.
         reads: Of the keywords of training, those that a run without training reads too.
         resume: Whether the run that it trains goes on; None where nothing is trained.
     """
@@ -346,9 +346,9 @@ def _begun(
     from polyturn.api.keywords import path_of
 
     with _shown():
-        source, resolved = read(given, resume=resume)
+        source, resolved = read(arguments, resume=resume)
         _announce(source)
-        idle = [n for n in given.overrides if resume is None and n not in reads and path_of(n)[0] in _OF_TRAINING]
+        idle = [n for n in arguments.overrides if resume is None and n not in reads and path_of(n)[0] in _OF_TRAINING]
         if idle:
             instead = "; how often a task is answered: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
             logger.warning("nothing is trained here, so %s has no effect%s", ", ".join(idle), instead)
@@ -365,7 +365,7 @@ def _announce(source: ConfigSource) -> None:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """Show the lines of a run where nobody has said where the program's log goes; an imported library says nothing else."""
+    """Show a run's log lines unless the program configured logging; otherwise an imported library stays silent."""
     from polyturn.api.console import ConsoleHandler
 
     ours = logging.getLogger("polyturn")

@@ -29,7 +29,7 @@ from polyturn.config.sources import merge
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import LiveObject, hold
 from polyturn.core.plugin_shape import required
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.data.conversations import Conversation
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name
@@ -67,7 +67,7 @@ class GivenArguments:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], **own: Any) -> GivenArguments:
-        """Return what a function was called with: its own parameters, and further keywords, of which some are ours too.
+        """Return the arguments of a call: the function's own parameters, and further keywords, some of which are ours too.
 
         A YAML file that stands first is the configuration.
 
@@ -107,11 +107,11 @@ def _own(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keywords.items() if name in fields}
 
 
-def read(given: GivenArguments, *, resume: bool | Literal["auto"] | None = None) -> tuple[ConfigSource, dict[str, Any]]:
+def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = None) -> tuple[ConfigSource, dict[str, Any]]:
     """Return the configuration that was given, with its objects, and as resolved data that is safe to write.
 
     Args:
-        given: What was given.
+        arguments: What was given.
         resume: Whether the run that it trains goes on; None where nothing is trained.
 
     Raises:
@@ -120,25 +120,25 @@ def read(given: GivenArguments, *, resume: bool | Literal["auto"] | None = None)
     reader = _Reader()
     values: dict[str, Any] = {}
     path: Path | None = None
-    if isinstance(given.config, Mapping):
-        merge(values, reader.plain(reader.with_rows((), given.config)))
-    elif isinstance(given.config, str | Path):
-        path = Path(given.config)
+    if isinstance(arguments.config, Mapping):
+        merge(values, reader.plain(reader.with_rows((), arguments.config)))
+    elif isinstance(arguments.config, str | Path):
+        path = Path(arguments.config)
         if path.suffix not in (*_YAML, ".json") and not path.exists():
             raise ConfigError(f"config is {str(path)!r}, and there is no such file; a model is given as model={str(path)!r}")
-    elif given.config is not None:
-        raise ConfigError(f"config is {shown(given.config)}; give the path of a YAML file, or the same as a dict")
+    elif arguments.config is not None:
+        raise ConfigError(f"config is {brief(arguments.config)}; give the path of a YAML file, or the same as a dict")
     for part in (
-        reader.model(given.model, given.tokenizer),
-        reader.interaction(given.interaction),
-        reader.tasks(given.tasks, "tasks"),
-        reader.tasks(given.eval_tasks, "tasks" if given.evaluates else "eval_tasks", is_eval=True),
-        reader.tools(given.tools),
-        reader.reward(given.reward),
-        reader.scheduler(given.scheduler),
-        {} if given.engine is None else {"engine": _engine(given.engine)},
-        {} if given.ray is None else {"cluster": {"address": given.ray}},
-        reader.overrides(given.overrides),
+        reader.model(arguments.model, arguments.tokenizer),
+        reader.interaction(arguments.interaction),
+        reader.tasks(arguments.tasks, "tasks"),
+        reader.tasks(arguments.eval_tasks, "tasks" if arguments.evaluates else "eval_tasks", is_eval=True),
+        reader.tools(arguments.tools),
+        reader.reward(arguments.reward),
+        reader.scheduler(arguments.scheduler),
+        {} if arguments.engine is None else {"engine": _engine(arguments.engine)},
+        {} if arguments.ray is None else {"cluster": {"address": arguments.ray}},
+        reader.overrides(arguments.overrides),
     ):
         merge(values, part)
     if path is None and isinstance(about := values.get("model", {}), Mapping) and not {"path", "init"} & about.keys():
@@ -147,21 +147,21 @@ def read(given: GivenArguments, *, resume: bool | Literal["auto"] | None = None)
     if resume is not None:
         loaded = with_step_size(loaded, resume=resume)
     base = Path() if path is None else base_of(path)
-    return ConfigSource(config=loaded.config, base=base.resolve(), live=tuple(reader.held)), loaded.resolved
+    return ConfigSource(config=loaded.config, base=base.resolve(), live=tuple(reader.objects)), loaded.resolved
 
 
 class _Reader:
     """Turns what is given into plain data, and holds the objects in it."""
 
     def __init__(self) -> None:
-        self.held: list[LiveObject] = []
+        self.objects: list[LiveObject] = []
         self.partner: str | None = None
         """The interaction of tasks that name none."""
 
     def label(self, of: Any, *, name: str | None = None) -> str:
-        """Hold an object, and return what stands for it."""
-        self.held.append(hold(of, name=name))
-        return self.held[-1].label
+        """Hold an object, and return its label."""
+        self.objects.append(hold(of, name=name))
+        return self.objects[-1].label
 
     def plain(self, value: Any) -> Any:
         """Return a value as YAML could hold it, an object as its label."""
@@ -208,15 +208,15 @@ class _Reader:
         if isinstance(model, StoredRun):
             model = model.folder
         if isinstance(model, str | Path) and str(model).strip():
-            found = Path(model).expanduser()
-            weights = model_folder(found if found.is_dir() else None)
+            folder = Path(model).expanduser()
+            weights = model_folder(folder if folder.is_dir() else None)
             return {"model": {"path": _here(weights or model), **nothing, **of_tokenizer}}
         if isinstance(model, type):
             raise ConfigError(f"model is the class {model.__name__}; give a model, {model.__name__}.from_pretrained('…')")
         refuse_coroutine(model, "model")
         if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
             raise ConfigError(
-                f"model is {shown(model)}; give the name of a model on the hub, its folder, or a causal language model of "
+                f"model is {brief(model)}; give the name of a model on the hub, its folder, or a causal language model of "
                 "transformers: model='Qwen/Qwen3-0.6B'"
             )
         if (heads := getattr(model, "get_output_embeddings", None)) is not None and heads() is None:
@@ -237,7 +237,7 @@ class _Reader:
         return {"model": {"path": path, "dtype": dtype, **nothing, "tokenizer": name, **of_tokenizer}}
 
     def tasks(self, value: Any, what: str, *, is_eval: bool = False) -> dict[str, Any]:
-        """Return where tasks come from, under the key that `tasks` or `eval_tasks` stands for."""
+        """Return the source of tasks, under the key that `tasks` or `eval_tasks` stands for."""
         if value is None:
             return {}
         split = "eval" if is_eval else "train"
@@ -300,14 +300,14 @@ class _Reader:
                     kind = f"the class {tool.__name__}" if is_class else f"a {type(tool).__name__}"
                     raise ConfigError(f"{where} is {kind}; give methods of an object: tools=[{each}]")
                 raise ConfigError(
-                    f"{where} is {shown(tool)}, which is no function; write a function with annotations and a docstring, "
+                    f"{where} is {brief(tool)}, which is no function; write a function with annotations and a docstring, "
                     "and give it: tools=[price]"
                 )
             FunctionTool(tool)  # what is missing in its signature or docstring is told now
         return self.label(tool)
 
     def interaction(self, value: Any) -> dict[str, Any]:
-        """Return `rollout.interactions`, and who answers the tasks that name nobody, where there is one alone."""
+        """Return `rollout.interactions`, and the default interaction if there is only one."""
         if value is None:
             return {}
         if isinstance(value, str | Path) and str(value).endswith((".yaml", ".yml", ".json")):
@@ -330,7 +330,7 @@ class _Reader:
         cls = value if isinstance(value, type) else type(value)
         if inspect.isroutine(value) or not isinstance(value, type | BaseInteraction):
             raise ConfigError(
-                f"interaction is {shown(value)}; give a class with `async def generate_response(self, instance_id, "
+                f"interaction is {brief(value)}; give a class with `async def generate_response(self, instance_id, "
                 "messages, **kwargs)` that inherits polyturn.BaseInteraction: interaction=Customer"
             )
         check_interaction(cls, where="interaction")
@@ -358,7 +358,7 @@ class _Reader:
         if isinstance(value, type):
             raise ConfigError(f"reward is the class {value.__name__}; give what can be called: reward={value.__name__}(…)")
         if not isinstance(value, str) and not callable(value):
-            raise ConfigError(f"reward is {shown(value)}; give a function of a trajectory: reward=lambda trajectory: 1.0")
+            raise ConfigError(f"reward is {brief(value)}; give a function of a trajectory: reward=lambda trajectory: 1.0")
         return {"reward": {"function": self.plain(value)}}
 
     def scheduler(self, value: Any) -> dict[str, Any]:
@@ -372,20 +372,20 @@ class _Reader:
                 "inherits polyturn.MultiTurnScheduler, and give that: scheduler=MyScheduler"
             )
         if not isinstance(value, str | type | MultiTurnScheduler):
-            raise ConfigError(f"scheduler is {shown(value)}; give a MultiTurnScheduler, its class, or the name of one")
+            raise ConfigError(f"scheduler is {brief(value)}; give a MultiTurnScheduler, its class, or the name of one")
         kwargs: dict[str, Any] = {} if isinstance(value, str) else {"scheduler_kwargs": {}}
         return {"rollout": {"scheduler": self.plain(value), **kwargs}}
 
-    def overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return keywords as configuration: sections, whole keys, and keys by their last name.
 
         Raises:
             ConfigError: no key has that name, or several have.
         """
         values: dict[str, Any] = {}
-        paths = paths_of(given)
+        paths = paths_of(arguments)
         for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # the name of a part before its options
-            tree = self.plain(self.with_rows(tuple(path), given[name]))
+            tree = self.plain(self.with_rows(tuple(path), arguments[name]))
             for part in reversed(path):
                 tree = {part: tree}
             merge(values, tree)
@@ -396,7 +396,7 @@ def _engine(engine: Any) -> Any:
     if isinstance(engine, Mapping):
         return dict(engine)
     if not isinstance(engine, str):
-        raise ConfigError(f"engine is {shown(engine)}; name one: engine='embedded', 'vllm' or 'sglang'")
+        raise ConfigError(f"engine is {brief(engine)}; name one: engine='embedded', 'vllm' or 'sglang'")
     return {"kind": engine}
 
 
@@ -409,9 +409,9 @@ def _path_of_code(value: str, what: str, write: str) -> str:
 
 def _here(path: str | Path) -> str:
     """Return the whole path of what is there, seen from the working directory; a name of something else as it is."""
-    found = Path(path).expanduser()
+    folder = Path(path).expanduser()
     is_file = str(path).endswith(FILES) or isinstance(path, Path)
-    return str(found.absolute()) if is_file or found.exists() else str(path)
+    return str(folder.absolute()) if is_file or folder.exists() else str(path)
 
 
 def _kind(value: Any) -> str:
@@ -426,6 +426,6 @@ def _tokenizer_name(tokenizer: Any) -> str | None:
         raise ConfigError(f"tokenizer is the class {name}; give a tokenizer: {name}.from_pretrained('…')")
     if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
         raise ConfigError(
-            f"tokenizer is {shown(tokenizer)}; give a tokenizer of transformers, its folder, or its name on the hub"
+            f"tokenizer is {brief(tokenizer)}; give a tokenizer of transformers, its folder, or its name on the hub"
         )
     return None

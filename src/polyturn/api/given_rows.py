@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import QUESTIONS, advice_for
@@ -102,7 +102,7 @@ def rows_of(value: Any, what: str) -> Sequence[Any]:
         if hasattr(value, "__iter__"):
             write = f"{what}=list(itertools.islice({what}, 1000))"
             raise DataError(f"{what} is a {type(value).__name__}, which has no length; give a list: {write}")
-        raise DataError(f"{what} is {shown(value)}; give rows, the path of a jsonl or parquet file, or a data set")
+        raise DataError(f"{what} is {brief(value)}; give rows, the path of a jsonl or parquet file, or a data set")
     return value  # type: ignore[no-any-return]
 
 
@@ -113,19 +113,19 @@ def check_first(row: Any, what: str, *, has_columns: bool) -> None:
     if isinstance(row, list) and row and isinstance(row[0], Mapping):
         raise DataError(f"{what} has conversations for rows; write {what}=[{{'prompt': messages}} for messages in {what}]")
     if not isinstance(row, Mapping):
-        raise DataError(f"{what} has a first row {shown(row)}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
+        raise DataError(f"{what} has a first row {brief(row)}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
     if "prompt" in row or "messages" in row:
         return
     if "conversations" in row and (advice := advice_for(row)):
         raise DataError(f"{what} has no 'prompt'.{advice}")
     columns = [str(name) for name in row]
-    asked = next((name for wanted in QUESTIONS for name in columns if name.lower() == wanted), None) or (
+    column = next((name for wanted in QUESTIONS for name in columns if name.lower() == wanted), None) or (
         columns[0] if columns else "question"
     )
     write = (
-        f"{what}={what}.rename_column({asked!r}, 'prompt')"
+        f"{what}={what}.rename_column({column!r}, 'prompt')"
         if has_columns
-        else f"{what}=[{{**row, 'prompt': row[{asked!r}]}} for row in {what}]"
+        else f"{what}=[{{**row, 'prompt': row[{column!r}]}} for row in {what}]"
     )
     raise DataError(f"{what} has the columns {columns[:8]} and none of them is 'prompt'; write {write}")
 

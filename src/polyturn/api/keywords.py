@@ -30,7 +30,7 @@ PARTS = ("algorithm.advantage", "algorithm.loss")
 @functools.cache
 def _keys() -> Mapping[str, tuple[str, ...]]:
     """Return the keys of a run by their last names; sections go by their whole name alone."""
-    found: dict[str, list[str]] = {}
+    spellings: dict[str, list[str]] = {}
     of_parts: dict[str, list[str]] = {}
     for row in schema_table(RunConfig):
         if "<" in row.key or "[" in row.key:
@@ -39,8 +39,8 @@ def _keys() -> Mapping[str, tuple[str, ...]]:
         if "." in above and above not in (*INNER, *PARTS):
             continue
         if row.type != "section" or "." not in row.key:
-            (of_parts if above in PARTS else found).setdefault(last, []).append(row.key)
-    return {name: tuple(dict.fromkeys(keys)) for name, keys in (of_parts | found).items()}
+            (of_parts if above in PARTS else spellings).setdefault(last, []).append(row.key)
+    return {name: tuple(dict.fromkeys(keys)) for name, keys in (of_parts | spellings).items()}
 
 
 OWN = (

@@ -196,10 +196,10 @@ def _crash_report(rank: int, code: int, log: Path) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     if rank == 0:
         return f"rank 0 {how}; what it said is above. Resume the run to go on from its latest checkpoint"
-    said = last_lines(log)
+    log_tail = last_lines(log)
     return (
         f"rank {rank} {how}, and training cannot go on without its share of the model. Resume the run to go on from its "
-        f"latest checkpoint. The last lines of its log, {log}:\n{said or '  (nothing)'}"
+        f"latest checkpoint. The last lines of its log, {log}:\n{log_tail or '  (nothing)'}"
     )
 
 

@@ -55,16 +55,16 @@ def _count(num_tasks: Any) -> int:
 
 
 def roll_out(
-    place: build.ConfigSource, resolved: Mapping[str, Any], *, num_tasks: int | None, checkpoint: Path | None = None
+    source: build.ConfigSource, resolved: Mapping[str, Any], *, num_tasks: int | None, checkpoint: Path | None = None
 ) -> RolledOut:
     """Run `num_tasks` groups of `train.group_size` members, or one for every task, and record them."""
     num_tasks = None if num_tasks is None else _count(num_tasks)
-    config = place.config
+    config = source.config
     folder = Path(config.out) / f"{config.name}-rollout"
     check_writable(folder.parent, instead=ANOTHER_FOLDER)
-    tasks = build.build_train_tasks(place)
-    check = functools.partial(build.check_first_tasks, place, {"data.train": tasks})
-    parts = build.build_parts(build.untrained(place), checkpoint=build.model_folder(checkpoint), check=check)
+    tasks = build.build_train_tasks(source)
+    check = functools.partial(build.check_first_tasks, source, {"data.train": tasks})
+    parts = build.build_parts(build.untrained(source), checkpoint=build.model_folder(checkpoint), check=check)
     parts = build.with_workers(parts)
     tasks = build.fitting(parts, tasks, name="data.train")
     if num_tasks is not None and num_tasks > len(tasks):
@@ -72,7 +72,7 @@ def roll_out(
     tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))
     build.check_run(parts, tasks, name="data.train")
     folder = new_run_folder(folder)
-    write_resolved(resolved, folder / "config.yaml", base=place.base)
+    write_resolved(resolved, folder / "config.yaml", base=source.base)
     keep_tokenizer(parts, folder)
 
     async def run_all(observer: RunObserver) -> list[TrajectoryGroup]:

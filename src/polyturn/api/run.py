@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from polyturn.core.errors import ConfigError, DataError, one_line
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.stored_run import StoredRun
 
@@ -48,7 +48,7 @@ class Run(StoredRun):
             resources: What is kept for as long as this is, for instance the objects that the configuration names.
         """
         if not isinstance(folder, str | Path):
-            raise DataError(f"folder is {shown(folder)}; name the folder of a run, for instance polyturn.Run('runs/NAME')")
+            raise DataError(f"folder is {brief(folder)}; name the folder of a run, for instance polyturn.Run('runs/NAME')")
         folder = Path(folder)
         if not (folder / "config.yaml").is_file() and not (folder / FOLDER).is_dir():
             raise DataError(f"there is no run in {str(folder)!r}; name the folder of one, for instance runs/NAME")
@@ -88,9 +88,9 @@ class Run(StoredRun):
             from polyturn.build import model_folder
             from polyturn.training.hf import load_model
 
-            found = model_folder(self.folder)
-            assert found is not None  # there is a folder
-            self._model = load_model(found)
+            folder = model_folder(self.folder)
+            assert folder is not None  # there is a folder
+            self._model = load_model(folder)
         return self._model.eval()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:

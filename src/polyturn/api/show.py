@@ -20,13 +20,13 @@ COLOURS = {"system": "gray", "user": "teal", "tool": "olive", "assistant": "gree
 
 def show(run: Run, trajectory: str | None) -> None:
     """Show a run, or the trajectory that has an id."""
-    shown: Any = run if trajectory is None else TrajectoryPicture(run.trajectories[trajectory])
+    picture: Any = run if trajectory is None else TrajectoryPicture(run.trajectories[trajectory])
     if _is_notebook():
         from IPython.display import display
 
-        display(shown)
+        display(picture)
     else:
-        make_console().print(Text(shown.text()), soft_wrap=True)
+        make_console().print(Text(picture.text()), soft_wrap=True)
 
 
 def _is_notebook() -> bool:
@@ -46,13 +46,13 @@ class TrajectoryPicture:
 
     def text(self) -> str:
         """Return it as lines."""
-        lines = [f"{message.role}: {said(message)}" for message in self._trajectory.messages]
+        lines = [f"{message.role}: {message_text(message)}" for message in self._trajectory.messages]
         return "\n".join([*lines, self._end()])
 
     def _repr_html_(self) -> str:
         rows = "".join(
             f'<tr><td style="color:{COLOURS.get(message.role, "inherit")};vertical-align:top">{escape(message.role)}</td>'
-            f'<td style="text-align:left;white-space:pre-wrap">{escape(printable(said(message)))}</td></tr>'
+            f'<td style="text-align:left;white-space:pre-wrap">{escape(printable(message_text(message)))}</td></tr>'
             for message in self._trajectory.messages
         )
         return f"<table>{rows}</table><p>{escape(printable(self._end()))}</p>"
@@ -63,7 +63,7 @@ class TrajectoryPicture:
         return f"{one.id}: {one.error or one.stop_reason.value}, {reward}"
 
 
-def said(message: Message) -> str:
+def message_text(message: Message) -> str:
     """Return a message's text with its calls."""
     calls = [f"-> {call.name}({dict(call.arguments)})" if call.error is None else call.raw for call in message.tool_calls]
     return "\n".join([*([message.text] if message.text else []), *map(str, calls)])

@@ -153,10 +153,10 @@ class TrainingStep:
         return Revised(self._groups, self._samples)
 
 
-def _check_list(what: str, given: Any, of: type, *, write: str) -> None:
-    if not isinstance(given, Sequence):
-        raise ConfigError(f"{what} is a {type(given).__name__}; give a list, which may be empty: {write}")
-    if bad := [one for one in given if not isinstance(one, of)]:
+def _check_list(what: str, value: Any, of: type, *, write: str) -> None:
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"{what} is a {type(value).__name__}; give a list, which may be empty: {write}")
+    if bad := [one for one in value if not isinstance(one, of)]:
         raise ConfigError(f"{what} has a {type(bad[0]).__name__}; give {of.__name__}s: {write}")
 
 

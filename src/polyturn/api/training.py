@@ -118,7 +118,7 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
     Args:
         source: Its configuration.
         resolved: The same as plain data that is safe to write.
-        options: What whoever starts it decides.
+        options: The caller's options.
 
     Returns:
         What it came to. On a rank that follows another one, the run's folder. None for a dry run, and where the run went
@@ -145,7 +145,7 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
         restarts = 0
     for left in range(restarts, -1, -1):
         try:
-            with attempt.held:
+            with attempt.locks:
                 return _train(attempt, resolved, this, options)
         except (RankLostError, EngineLostError) as problem:
             if not left:
@@ -166,7 +166,7 @@ class _Attempt:
     resume: bool | Literal["auto"]
     name: str = ""
     """The name that leads to its folder, once that is chosen."""
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources released at its end: the folder, for others to train into."""
 
 
@@ -187,22 +187,22 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         CheckpointError: there is nothing to resume from.
         ConfigError, DataError: the run cannot work.
     """
-    place, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
-    config = place.config
+    source, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
+    config = source.config
     folder = Path(config.out) / config.name
     if config.train.steps == 0 and config.train.epochs is None:
         instead = "" if config.warm_start.steps else "; polyturn eval, or polyturn.evaluate, evaluates a model alone"
         logger.warning("train.steps is 0, so no training step is taken%s", instead)
     check_writable(folder if resume else folder.parent, instead=ANOTHER_FOLDER)
-    build.check_plugins(place)
+    build.check_plugins(source)
     build.check_workers(config)
-    tasks = build.build_run_tasks(place)
+    tasks = build.build_run_tasks(source)
     latest, before = None, {}
     if resume:
         # A folder that another process makes while this one loads PyTorch is that one's: it is looked for once.
         is_there = folder.is_dir()
         if is_there and options.dry_run is None:
-            attempt.held.enter_context(hold_folder(folder))
+            attempt.locks.enter_context(hold_folder(folder))
         if is_there:
             _refuse_links(folder)
         latest, former = _checkpoints_of(folder, config) if is_there else (None, None)
@@ -213,29 +213,29 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
             )
         if former is None:
             resume = False
-            attempt.held.close()  # the run gets a folder of its own
+            attempt.locks.close()  # the run gets a folder of its own
         if resume:
             before = former_settings(folder / "config.yaml")
             if latest is not None:
                 require_same_groups(before, resolved, path=latest)
     if config.cluster.address is not None or config.policies:  # else among what is checked before weights are loaded
-        build.check_backend(place)
+        build.check_backend(source)
     if config.cluster.address is not None:
         build.check_cluster(config)
     if config.cluster.address is not None and options.dry_run is None:
-        build.try_credit(place)
-        parts = build.cluster_parts(place)
+        build.try_credit(source)
+        parts = build.cluster_parts(source)
     else:
-        place = replace(place, reads_parts=not (place.is_plan or build.holds_weights(place, num_ranks=this.size)))
+        source = replace(source, reads_parts=not (source.is_plan or build.holds_weights(source, num_ranks=this.size)))
 
         def check(plugins: Plugins, tools: ToolBox) -> None:
-            build.check_before_weights(place, tasks, plugins, tools)
-            if not place.is_plan:
+            build.check_before_weights(source, tasks, plugins, tools)
+            if not source.is_plan:
                 from polyturn.build.memory_check import require_memory  # imports PyTorch
 
-                require_memory(place)
+                require_memory(source)
 
-        parts = build.build_parts(place, check=check)
+        parts = build.build_parts(source, check=check)
     parts, tasks = build.settle(parts, tasks)
     build.check_training(parts, tasks)
     if options.dry_run is not None:
@@ -246,7 +246,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     parts = build.with_workers(parts)
     if not resume:
         folder = new_run_folder(folder)
-        attempt.held.enter_context(hold_folder(folder))
+        attempt.locks.enter_context(hold_folder(folder))
     attempt.name = name_of(folder, config.out)
     if parts.rank_group is not None:
         from polyturn.training.process_group import ProcessRankGroup
@@ -303,7 +303,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
     from polyturn.api.warm_starting import Spent, warm_start
 
     parts, tasks, folder, latest = prepared
-    config = parts.place.config
+    config = parts.source.config
     line = options.again(attempt.name)
     # Not before the checkpoint is loaded, so that one that is refused leaves the settings that the run had.
     keep_settings = functools.partial(_keep_settings, parts, folder, resolved)
@@ -354,8 +354,8 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
 
 
 def _keep_settings(parts: build.Parts, folder: Path, resolved: Mapping[str, Any]) -> None:
-    named = {**resolved, "name": name_of(folder, parts.place.config.out)}
-    write_resolved(named, folder / "config.yaml", base=parts.place.base)
+    named = {**resolved, "name": name_of(folder, parts.source.config.out)}
+    write_resolved(named, folder / "config.yaml", base=parts.source.base)
     keep_tokenizer(parts, folder)
 
 
@@ -406,7 +406,7 @@ def _untouched(
     from polyturn.api.evaluating import UNTOUCHED, evaluate_untouched
     from polyturn.api.warm_starting import warm_checkpoints
 
-    config = parts.place.config
+    config = parts.source.config
     if not config.warm_start.steps or not tasks.eval_sets or warm_checkpoints(folder).latest() is not None:
         return {}
     if not config.evaluation.before_warm_start:
@@ -415,23 +415,23 @@ def _untouched(
                 "the first evaluation follows the warm start; set evaluation.before_warm_start for the untouched model too"
             )
         return {}
-    work = evaluate_untouched(parts.place, tasks.eval_sets, observer)
-    found = run_loop(_until_done(work, signals, told=lambda: "interrupted before the warm start; begin again"))
-    return {name.removeprefix(f"{UNTOUCHED} "): dataclasses.asdict(one.report) for name, one in found.items()}
+    work = evaluate_untouched(parts.source, tasks.eval_sets, observer)
+    untouched = run_loop(_until_done(work, signals, message=lambda: "interrupted before the warm start; begin again"))
+    return {name.removeprefix(f"{UNTOUCHED} "): dataclasses.asdict(one.report) for name, one in untouched.items()}
 
 
 async def _trained(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
     """Run `trainer`; an interruption leaves a checkpoint."""
     try:
         return await _until_done(
-            trainer.run(), signals, told=lambda: f"interrupted at step {trainer.state.step}; go on with: {again}"
+            trainer.run(), signals, message=lambda: f"interrupted at step {trainer.state.step}; go on with: {again}"
         )
     finally:
         await (parts.pool or parts.context).close()
 
 
-async def _until_done(work: Coroutine[Any, Any, T], signals: Signals, *, told: Callable[[], str]) -> T:
-    """Await `work`; SIGINT and SIGTERM cancel it, and end with 128 + their number, and with the line `told`.
+async def _until_done(work: Coroutine[Any, Any, T], signals: Signals, *, message: Callable[[], str]) -> T:
+    """Await `work`; SIGINT and SIGTERM cancel it, and end with 128 + their number, and with the line `message`.
 
     A second signal of the same kind ends the process at once; the checkpoint before is whole.
     """
@@ -445,7 +445,7 @@ async def _until_done(work: Coroutine[Any, Any, T], signals: Signals, *, told: C
     except asyncio.CancelledError:
         if not signals.received:
             raise
-        logger.warning("%s", told())
+        logger.warning("%s", message())
         raise SystemExit(128 + signals.received[0]) from None
     finally:
         signals.on_signal = lambda: None

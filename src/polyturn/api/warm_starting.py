@@ -61,7 +61,7 @@ def warm_start(
     Raises:
         CheckpointError: there is one that it cannot go on from.
     """
-    sft = parts.place.config.warm_start
+    sft = parts.source.config.warm_start
     checkpoints = warm_checkpoints(folder)
     latest = checkpoints.latest()
     if sft.steps == 0 and latest is None:
@@ -69,7 +69,7 @@ def warm_start(
     first = 0 if latest is None else _first_step(checkpoints, latest, num_steps=sft.steps)
     samples = build.warm_start_samples(parts)
     policy = _policy_to_warm(parts, latest, first, on_resume=on_resume)
-    clock = SavingClock(parts.place.config.train.checkpoint_every_s)
+    clock = SavingClock(parts.source.config.train.checkpoint_every_s)
 
     def save(step: int) -> None:
         with clock.saving():
@@ -84,7 +84,7 @@ def warm_start(
         policy,
         samples,
         sft,
-        seed=parts.place.config.seed,
+        seed=parts.source.config.seed,
         on_step=on_step,
         first_step=first,
         should_stop=lambda: bool(signals.received),
@@ -103,7 +103,7 @@ def _policy_to_warm(
     parts: build.Parts, latest: Path | None, first_step: int, *, on_resume: Callable[[], object]
 ) -> ModelPolicy:
     """Return the policy of a warm start, from its checkpoint `latest` if there is one."""
-    sft = parts.place.config.warm_start
+    sft = parts.source.config.warm_start
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
     if latest is not None:
         policy.load(latest / "policy")

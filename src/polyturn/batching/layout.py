@@ -242,9 +242,9 @@ class _Step:
         if planned.shared:
             packing = pack(inputs, shared=planned.shared)
             input_ids = np.zeros((1, packing.num_tokens), dtype=np.int64)
-            for place, ids in zip(packing.places, inputs, strict=True):
-                input_ids[0, place] = ids
-            flat_S = np.concatenate([place[t] for place, t in zip(packing.places, before, strict=True)])
+            for span, ids in zip(packing.places, inputs, strict=True):
+                input_ids[0, span] = ids
+            flat_S = np.concatenate([span[t] for span, t in zip(packing.places, before, strict=True)])
             positions = torch.from_numpy(packing.positions_N).to(self.device)[None]
             read = {"position_ids": positions, "media_inputs": {}, "packing": packing, "places": packing.places}
             return input_ids, flat_S, read
@@ -256,21 +256,21 @@ class _Step:
         places = tuple(b * width + np.arange(len(ids)) for b, ids in enumerate(inputs))
         if self.media is None:
             return input_ids, flat_S, {"position_ids": torch.arange(width, device=self.device)[None], "places": places}
-        shown = [(self.inputs[i], self.samples[i].media) for i in planned.samples]
-        read = self.media.stack(shown, width=width, device=self.device)
+        inputs_and_media = [(self.inputs[i], self.samples[i].media) for i in planned.samples]
+        read = self.media.stack(inputs_and_media, width=width, device=self.device)
         return input_ids, flat_S, {"position_ids": read.pop("position_ids"), "media_inputs": read, "places": places}
 
     def _routes(self, rows: Sequence[int], places: Sequence[NDArray[np.int64]], count: int) -> Tensor | None:
         """Return [N, L, K] the experts of the tokens at `places` of an axis of `count`, -1 elsewhere and where unknown."""
-        given = [self.samples[i].routed_experts for i in rows]
-        known = next((routes for routes in given if routes is not None), None)
+        routes_of_rows = [self.samples[i].routed_experts for i in rows]
+        known = next((routes for routes in routes_of_rows if routes is not None), None)
         if known is None:
             return None
         flat = np.full((count, *known.shape[1:]), -1, np.int32)
-        for place, routes in zip(places, given, strict=True):
+        for span, routes in zip(places, routes_of_rows, strict=True):
             if routes is not None:
-                own = routes[: len(place)]  # [T, L, K], cut as the row is, before the last weighted token
-                flat[place] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
+                own = routes[: len(span)]  # [T, L, K], cut as the row is, before the last weighted token
+                flat[span] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
         return torch.from_numpy(flat).to(self.device)
 
     def _take(self, name: str, rows: Sequence[int]) -> Any:

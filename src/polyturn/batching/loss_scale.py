@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError, ConfigError, told_in_a_sentence
 from polyturn.core.plugins import Registry
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
 
 Decode = Callable[[Ids], str]
@@ -125,13 +125,15 @@ class LossScale:
         factors = {t.turn.index: np.ones(len(t.ids), np.float32) for t in turns}
         for strategy in self.strategies:
             with told_in_a_sentence(f"loss_scale {self.name!r}", AlignmentError):
-                given = [np.asarray(weights, np.float32) for weights in strategy(turns)]
-            if len(given) != len(turns):
-                raise AlignmentError(f"loss_scale {self.name!r} gave weights for {len(given)} turns; there are {len(turns)}")
-            for one, values in zip(turns, given, strict=True):
+                weights_of_turns = [np.asarray(weights, np.float32) for weights in strategy(turns)]
+            if len(weights_of_turns) != len(turns):
+                raise AlignmentError(
+                    f"loss_scale {self.name!r} gave weights for {len(weights_of_turns)} turns; there are {len(turns)}"
+                )
+            for one, values in zip(turns, weights_of_turns, strict=True):
                 if values.shape not in ((), (len(one.ids),)) or not np.isfinite(values).all():
                     raise AlignmentError(
-                        f"loss_scale {self.name!r} gave the weights {shown(values.tolist())} for the {len(one.ids)} tokens "
+                        f"loss_scale {self.name!r} gave the weights {brief(values.tolist())} for the {len(one.ids)} tokens "
                         f"of turn {one.turn.index} of trajectory {trajectory.id!r}; give a finite number, or one for each"
                     )
                 factors[one.turn.index] = factors[one.turn.index] * values  # [N], a single number for all of them
@@ -168,11 +170,11 @@ def build_loss_scale(name: str, *, decode: Decode, base: Path | None = None) -> 
     Raises:
         ConfigError: a name leads to no function.
     """
-    found = []
+    strategies = []
     for part in name.split("+"):
         strategy = loss_scale.resolve(part.strip(), base=base, key="algorithm.loss_scale")
         if not callable(strategy):
             raise ConfigError(f"algorithm.loss_scale: {part!r} is {strategy!r:.100}; it must be a function")
         if strategy is not default:
-            found.append(strategy)
-    return LossScale(name=name, strategies=tuple(found), decode=decode) if found else None
+            strategies.append(strategy)
+    return LossScale(name=name, strategies=tuple(strategies), decode=decode) if strategies else None

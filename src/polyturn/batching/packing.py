@@ -80,24 +80,24 @@ def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
     for row, taken in zip(rows, shared, strict=True):
         start, end = end, end + len(row) - taken
         before = places[-1][:taken] if taken else np.zeros(0, np.int64)
-        place = np.concatenate([before, np.arange(start, end)])
-        until_N[place] = end  # of the prefix too: its tokens are now seen up to the end of this row
+        span = np.concatenate([before, np.arange(start, end)])
+        until_N[span] = end  # of the prefix too: its tokens are now seen up to the end of this row
         positions_N[start:end] = np.arange(taken, len(row))
         cuts.update((start, end))
         if taken:
             # The prefix itself may be in several pieces, which are cut wherever two of its tokens are no neighbours.
             jumps = np.flatnonzero(np.diff(before) != 1)
             cuts.update((before[jumps] + 1).tolist(), before[jumps + 1].tolist(), (int(before[0]), int(before[-1]) + 1))
-        places.append(place)
+        places.append(span)
         ends.append(end)
     bounds = sorted(cuts)
     number = {bound: index for index, bound in enumerate(bounds)}
     starts = np.array(bounds[:-1], np.int64)
     packed = []
-    for place, taken, end in zip(places, shared, ends, strict=True):
+    for span, taken, end in zip(places, shared, ends, strict=True):
         # A prefix is made of whole pieces: it holds the first token of each.
-        context = np.flatnonzero(np.isin(starts, place[:taken])) if taken else ()
-        packed.append(PackedRow((number[end - (len(place) - taken)], number[end]), tuple(int(p) for p in context)))
+        context = np.flatnonzero(np.isin(starts, span[:taken])) if taken else ()
+        packed.append(PackedRow((number[end - (len(span) - taken)], number[end]), tuple(int(p) for p in context)))
     return Packing(
         pieces=tuple(b - a for a, b in itertools.pairwise(bounds)),
         rows=tuple(packed),

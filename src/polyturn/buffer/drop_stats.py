@@ -28,9 +28,9 @@ class DropStats:
 
     def add(self, lengths: Iterable[int], *, reason: str) -> None:
         """Count a group that is dropped, by the tokens that its trajectories had."""
-        held = list(lengths)
-        self._dropped += held
-        self._groups.setdefault(reason, []).append(sum(held))
+        kept = list(lengths)
+        self._dropped += kept
+        self._groups.setdefault(reason, []).append(sum(kept))
 
     def add_group(self, group: TrajectoryGroup, *, reason: str) -> None:
         """Count a complete group that is dropped."""
@@ -57,9 +57,9 @@ class DropStats:
 def deciles(lengths: Sequence[int], *, of: Sequence[int]) -> list[int]:
     """Return the number of `lengths` in each tenth of the lengths `of`; equal ones share the middle of their ranks."""
     every = np.sort(np.asarray(of, np.int64))
-    found = np.asarray(lengths, np.int64)
+    sorted_lengths = np.asarray(lengths, np.int64)
     # The middle rank of equal lengths: all of them in the first decile they touch would look like a bias.
-    middle = (np.searchsorted(every, found, "left") + np.searchsorted(every, found, "right")) / 2
+    middle = (np.searchsorted(every, sorted_lengths, "left") + np.searchsorted(every, sorted_lengths, "right")) / 2
     tenth = np.minimum(NUM_DECILES * middle / max(1, len(every)), NUM_DECILES - 1).astype(np.int64)
     return [int(n) for n in np.bincount(tenth, minlength=NUM_DECILES)]
 

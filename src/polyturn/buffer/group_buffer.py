@@ -178,9 +178,9 @@ class GroupBuffer:
             old = sum(slot.version <= oldest for slot in slots)
             need = old - later * self.groups_per_step - sum(slot.version <= oldest for slot in chosen)
             if need > 0:
-                found = [slot for slot in done if slot.version <= oldest and slot not in chosen][:need]
-                if len(found) < need:  # one that must be trained now still runs, and the step waits for it
+                due = [slot for slot in done if slot.version <= oldest and slot not in chosen][:need]
+                if len(due) < need:  # one that must be trained now still runs, and the step waits for it
                     return None
-                chosen += found
+                chosen += due
         chosen += [slot for slot in done if slot not in chosen][: self.groups_per_step - len(chosen)]
         return chosen

@@ -51,7 +51,7 @@ def packs_rows(config: RunConfig, *, on_gpu: bool) -> bool:
     return name == "packed" or (name == "auto" and (on_gpu or parts > 1))
 
 
-def check_backend(place: ConfigSource) -> None:
+def check_backend(source: ConfigSource) -> None:
     """Refuse what the backend that `train.backend` names cannot do with the model, of which the config is read.
 
     Raises:
@@ -60,14 +60,14 @@ def check_backend(place: ConfigSource) -> None:
     from polyturn.training.backend import Degrees, backends
     from polyturn.training.lora import add_lora
 
-    config = place.config
+    config = source.config
     is_torch = config.train.backend == BACKEND
     packs_rows(config, on_gpu=False)
     if is_torch and degrees_of(config) == Degrees():
         return
-    found = backends.resolve(config.train.backend, base=place.base, key="train.backend")
-    load_plugins(config.plugins, base=place.base)
-    outline = build_outline(place, build_codec(place).tokenizer)
+    backend = backends.resolve(config.train.backend, base=source.base, key="train.backend")
+    load_plugins(config.plugins, base=source.base)
+    outline = build_outline(source, build_codec(source).tokenizer)
     if config.model.lora is not None:
         add_lora(outline, config.model.lora, seed=config.seed)
-    found.check(outline, degrees_of(config))
+    backend.check(outline, degrees_of(config))

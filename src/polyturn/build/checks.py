@@ -43,7 +43,7 @@ def check_each(
     needs_name: bool,
     also: Callable[[Task], object] = lambda task: None,
 ) -> DatasetSummary:
-    """Read every task once, refuse one that nothing can score, act out or answer, and return what all of them use.
+    """Read every task once, refuse one that nothing can score, act out or answer, and return a summary of all.
 
     Args:
         plugins: What scores, drives and answers them.
@@ -73,7 +73,7 @@ def check_each(
     )
 
 
-def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
+def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
     """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
 
     What needs PyTorch, whose import takes seconds, comes last.
@@ -81,33 +81,35 @@ def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins,
     Raises:
         ConfigError, DataError: the first problem found.
     """
-    build_trackers(place)
-    check_warm_start(place)
-    build_loss_scale(place.config.algorithm.loss_scale, decode=str, base=place.base)
-    build_sampler(place, tasks.train)
+    build_trackers(source)
+    check_warm_start(source)
+    build_loss_scale(source.config.algorithm.loss_scale, decode=str, base=source.base)
+    build_sampler(source, tasks.train)
     # All sets are of the same tasks, so the first stands for them.
     sources = {"data.train": tasks.train, **({"evaluation.data": tasks.eval_sets[0].tasks} if tasks.eval_sets else {})}
-    check_first_tasks(place, sources, plugins, tools)
+    check_first_tasks(source, sources, plugins, tools)
     with Progress("load PyTorch"):
-        check_backend(place)
-        check_algorithm(place)
-        try_credit(place)
+        check_backend(source)
+        check_algorithm(source)
+        try_credit(source)
 
 
-def check_first_tasks(place: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins, tools: ToolBox) -> None:
+def check_first_tasks(
+    config_source: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins, tools: ToolBox
+) -> None:
     """Read the first tasks of each source, and refuse one that nothing can score, act out or answer.
 
     Raises:
         DataError, ConfigError: the first problem found.
     """
-    needs_name = place.config.compat.require_interaction_name
-    found = {}
+    needs_name = config_source.config.compat.require_interaction_name
+    summaries = {}
     for name, source in sources.items():
         first = Subset(source, range(min(len(source), FIRST_TASKS)))
-        found[name] = check_each(plugins, tools, first, name=name, needs_name=needs_name)
+        summaries[name] = check_each(plugins, tools, first, name=name, needs_name=needs_name)
     # Of a longer source, a task that was not read may be the one that uses them.
     if all(len(source) <= FIRST_TASKS for source in sources.values()):
-        _refuse_unused(plugins.interactions, tools.tools, found)
+        _refuse_unused(plugins.interactions, tools.tools, summaries)
 
 
 def check_training(parts: Parts, tasks: RunTasks) -> None:
@@ -116,22 +118,22 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     Raises:
         DataError, ConfigError, TemplateError: the first problem found.
     """
-    build_trackers(parts.place)
+    build_trackers(parts.source)
     check_credit(parts)
-    if parts.place.config.rollout.sampling.temperature == 0:
+    if parts.source.config.rollout.sampling.temperature == 0:
         logger.warning(
             "rollout.sampling.temperature is 0: the members of a group say the same where they are answered the same, and "
             "a group of equal rewards trains nothing; 1.0 samples"
         )
-    check_warm_start(parts.place)
-    scale = parts.place.config.algorithm.loss_scale
-    build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
-    build_sampler(parts.place, tasks.train)()
+    check_warm_start(parts.source)
+    scale = parts.source.config.algorithm.loss_scale
+    build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.source.base)
+    build_sampler(parts.source, tasks.train)()
     check_teacher_servers(parts)
-    found = {"data.train": _read_tasks(parts, tasks.train, name="data.train", also=task_check(parts.place))}
+    summaries = {"data.train": _read_tasks(parts, tasks.train, name="data.train", also=task_check(parts.source))}
     if tasks.eval_sets:
-        found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
-    check_use(parts.context, found)
+        summaries["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+    check_use(parts.context, summaries)
     for name, one in parts.policies.by_name.items():
         if not one.is_named:
             logger.warning(
@@ -139,13 +141,13 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
             )
 
 
-def check_warm_start(place: ConfigSource) -> None:
+def check_warm_start(source: ConfigSource) -> None:
     """Refuse a supervised start that has nothing to imitate.
 
     Raises:
         ConfigError: its conversations are not named, or no file, folder or function is there.
     """
-    sft = place.config.warm_start
+    sft = source.config.warm_start
     if sft.steps == 0:
         return
     if sft.conversations is None:
@@ -154,11 +156,11 @@ def check_warm_start(place: ConfigSource) -> None:
             "run's folder, or set the steps to 0"
         )
     if ":" in sft.conversations:
-        import_attr(sft.conversations, base=place.base)
-    elif not (place.base / sft.conversations).exists():
+        import_attr(sft.conversations, base=source.base)
+    elif not (source.base / sft.conversations).exists():
         raise ConfigError(
             f"warm_start.conversations is {sft.conversations!r}, and there is no such file or folder in "
-            f"{str(place.base)!r}; name a jsonl file, a function as file.py:function, or a run's folder"
+            f"{str(source.base)!r}; name a jsonl file, a function as file.py:function, or a run's folder"
         )
 
 
@@ -177,7 +179,7 @@ def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]
     Raises:
         DataError: not one fits.
     """
-    if not parts.place.config.data.drop_long_prompts:
+    if not parts.source.config.data.drop_long_prompts:
         return tasks
     with Progress(f"measure {name}", len(tasks)) as bar:
         kept = []
@@ -206,23 +208,23 @@ def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
         held_out = fitting(parts, eval_sets[0].tasks, name="evaluation.data")
         eval_sets = [dataclasses.replace(one, tasks=held_out) for one in eval_sets]
     tasks = RunTasks(train=fitting(parts, tasks.train, name="data.train"), eval_sets=eval_sets)
-    config = parts.place.config
+    config = parts.source.config
     train = config.train
     if train.epochs is None:
         return parts, tasks
-    visits = build_sampler(parts.place, tasks.train)().visits(train.epochs)
+    visits = build_sampler(parts.source, tasks.train)().visits(train.epochs)
     if visits < train.groups_per_step:
         raise DataError(
             f"train.epochs is {train.epochs} and data.train has {len(tasks.train)} tasks, which do not fill one step of "
             f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
         )
     train = dataclasses.replace(train, steps=visits // train.groups_per_step, epochs=None)
-    place = dataclasses.replace(parts.place, config=config.model_copy(update={"train": train}))
-    return dataclasses.replace(parts, place=place), tasks
+    source = dataclasses.replace(parts.source, config=config.model_copy(update={"train": train}))
+    return dataclasses.replace(parts, source=source), tasks
 
 
 def _prompt_limit(parts: Parts) -> int:
-    longest = parts.place.config.rollout.limits.max_prompt_tokens
+    longest = parts.source.config.rollout.limits.max_prompt_tokens
     return parts.max_context - 1 if longest is None else min(longest, parts.max_context - 1)
 
 
@@ -246,30 +248,30 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
     return length if length > limit else None
 
 
-def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
+def check_use(context: RolloutContext, summaries: Mapping[str, DatasetSummary]) -> None:
     """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
     check_setup(context.interactions)
     _tell_of_shared_tools(context)
-    for part, summary in found.items():
+    for part, summary in summaries.items():
         for name, num in summary.unknown_tools.items():
             logger.warning(
                 "%s: %d of %d tasks name the tool %r (tools_kwargs, tool_selection), which the run does not have: they go "
                 "without it.%s",
                 part, num, summary.num_tasks, name, did_you_mean(name, context.tools.tools) if context.tools.tools else "",
             )  # fmt: skip
-    _refuse_unused(context.interactions, context.tools.tools, found)
+    _refuse_unused(context.interactions, context.tools.tools, summaries)
 
 
-def _refuse_unused(interactions: Collection[str], tools: Collection[str], found: Mapping[str, DatasetSummary]) -> None:
-    which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
-    if interactions and not any(set(s.interactions) - {None} for s in found.values()):
+def _refuse_unused(interactions: Collection[str], tools: Collection[str], summaries: Mapping[str, DatasetSummary]) -> None:
+    which = f"not one of the {sum(s.num_tasks for s in summaries.values())} tasks of {' and '.join(summaries)}"
+    if interactions and not any(set(s.interactions) - {None} for s in summaries.values()):
         first = next(iter(interactions))
         raise ConfigError(
             f"the run has the interactions {sorted(interactions)} and {which} names one; add it to the rows, "
             f"{{'prompt': …, 'interaction': {first!r}}}, or set data.train.interaction to the one of all rows, or drop "
             "rollout.interactions"
         )
-    if tools and not any(s.num_with_tools for s in found.values()):
+    if tools and not any(s.num_with_tools for s in summaries.values()):
         raise ConfigError(
             f"rollout.tools is set and {which} may call a tool of it, which has {sorted(tools)}; name them in "
             "`tools` of the rows (or extra_info.tools_kwargs), leave that column out, or drop rollout.tools"
@@ -292,9 +294,9 @@ def _tell_of_shared_tools(context: RolloutContext) -> None:
 def _read_tasks(
     parts: Parts, tasks: Sequence[Task], *, name: str, also: Callable[[Task], object] | None = None
 ) -> DatasetSummary:
-    """Read every task and refuse those that cannot run; return what they use. `also` refuses further ones."""
+    """Read every task and refuse those that cannot run; return a summary. `also` refuses further ones."""
     context = parts.context
-    longest = parts.place.config.rollout.limits.max_prompt_tokens
+    longest = parts.source.config.rollout.limits.max_prompt_tokens
     seen = itertools.count()
 
     def measure(task: Task) -> None:

@@ -108,15 +108,15 @@ def with_workers(parts: Parts) -> Parts:
     Raises:
         ConfigError: an object of the program cannot be sent to another process, or they would hold further policies.
     """
-    config = parts.place.config
+    config = parts.source.config
     if config.cluster.address is not None or config.cluster.workers.count == 1:
         return parts
     check_workers(config)
     from polyturn.cluster.worker_pool import check_travels, travelling
     from polyturn.cluster.worker_process import ProcessWorker
 
-    check_travels(parts.place.live)
-    build = travelling(functools.partial(_worker, _without_cluster(parts.place)))
+    check_travels(parts.source.live)
+    build = travelling(functools.partial(_worker, _without_cluster(parts.source)))
     names = [f"rollout worker {number}" for number in range(config.cluster.workers.count)]
     # Through the gate, where there is one, so that a weight update holds the workers' requests, too.
     return _with_pool(parts, [ProcessWorker(name, build, parts.context.engine) for name in names])
@@ -124,7 +124,7 @@ def with_workers(parts: Parts) -> Parts:
 
 def pool_of(parts: Parts) -> RolloutPool:
     """Return the pool that runs the episodes of a run without training: the workers, or this process."""
-    rollout = parts.place.config.rollout
+    rollout = parts.source.config.rollout
     here = RolloutPool(parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
     return parts.pool or here
 
@@ -132,29 +132,29 @@ def pool_of(parts: Parts) -> RolloutPool:
 def _with_pool(parts: Parts, workers: Sequence[RemoteWorker]) -> Parts:
     from polyturn.cluster.worker_pool import WorkerPool
 
-    rollout = parts.place.config.rollout
+    rollout = parts.source.config.rollout
     limit, share = rollout.max_concurrent, rollout.max_failed_share
     return dataclasses.replace(parts, pool=WorkerPool(workers, parts.context, max_concurrent=limit, max_failed_share=share))
 
 
-def _without_cluster(place: ConfigSource) -> ConfigSource:
+def _without_cluster(source: ConfigSource) -> ConfigSource:
     """Return the configuration that another process of the run builds of, which it does as on one machine.
 
     A worker runs its share of `rollout.max_concurrent` episodes at once.
     """
-    config = place.config
+    config = source.config
     share = math.ceil(config.rollout.max_concurrent / config.cluster.workers.count)
     alone = {"cluster": type(config.cluster)(), "rollout": config.rollout.model_copy(update={"max_concurrent": share})}
-    return dataclasses.replace(place, config=config.model_copy(update=alone))
+    return dataclasses.replace(source, config=config.model_copy(update=alone))
 
 
-def cluster_parts(place: ConfigSource) -> Parts:
+def cluster_parts(source: ConfigSource) -> Parts:
     """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
 
     Raises:
         ConfigError: there is no such cluster, it has no room, or the run cannot go there.
     """
-    config = place.config
+    config = source.config
     cluster = config.cluster
     assert cluster.address is not None
     try:
@@ -165,13 +165,13 @@ def cluster_parts(place: ConfigSource) -> Parts:
         raise ConfigError(
             f"cluster.address needs Ray, which is not installed ({problem}); pip install 'polyturn[ray]'"
         ) from problem
-    check_travels(place.live)
-    here = _without_cluster(place)
+    check_travels(source.live)
+    here = _without_cluster(source)
     engines, workers = ResourceRequest(**dict(cluster.engines)), ResourceRequest(**dict(cluster.workers))
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
     cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
-    reading = dataclasses.replace(place, reads_parts=not holds_weights(place, num_ranks=ranks.count))
+    reading = dataclasses.replace(source, reads_parts=not holds_weights(source, num_ranks=ranks.count))
     placed: list[Member] = []
     try:
         if config.engine.kind == "embedded":
@@ -185,7 +185,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
             engine = ray.pool()
             parts = build_parts(reading, engine=engine)
             media = parts.context.media
-            folder = servable_folder(parts.place, parts.model, tokenizer=parts.tokenizer, media=media, checkpoint=None)
+            folder = servable_folder(parts.source, parts.model, tokenizer=parts.tokenizer, media=media, checkpoint=None)
             engine.start(functools.partial(_servers, here, places(folder)))
         pool = functools.partial(_actor_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)
@@ -197,63 +197,63 @@ def cluster_parts(place: ConfigSource) -> Parts:
     return _with_pool(dataclasses.replace(parts, rank_group=rank_group), members)
 
 
-def _engine(place: ConfigSource) -> Engine:
+def _engine(source: ConfigSource) -> Engine:
     """Build an engine replica, in its actor."""
-    return build_parts(place).engine
+    return build_parts(source).engine
 
 
-async def _servers(place: ConfigSource, places: NodePlaces) -> EnginePool:
+async def _servers(source: ConfigSource, places: NodePlaces) -> EnginePool:
     """Build the pool of servers, in its actor, and let all of them come up.
 
     Raises:
         ConfigError, EngineError: they cannot be, or one does not come up.
     """
-    config = place.config
-    load_plugins(config.plugins, base=place.base)
-    codec = build_codec(place)
-    model = build_outline(place, codec.tokenizer)
-    made = build_engine(
-        place,
+    config = source.config
+    load_plugins(config.plugins, base=source.base)
+    codec = build_codec(source)
+    model = build_outline(source, codec.tokenizer)
+    built = build_engine(
+        source,
         model,
         tokenizer=codec.tokenizer,
-        media=build_media(place, codec, model),
+        media=build_media(source, codec, model),
         max_context=max_context_of(config.rollout.limits, model),
         checkpoint=None,
         places=places,
     )
-    if not isinstance(made, EnginePool):
+    if not isinstance(built, EnginePool):
         raise ConfigError(
-            f"engine.kind {config.engine.kind!r} makes a {type(made).__name__}; on a cluster it must make a pool of servers "
+            f"engine.kind {config.engine.kind!r} makes a {type(built).__name__}; on a cluster it must make a server pool "
             "(polyturn.engines.pool.EnginePool), as vllm and sglang do, or be embedded"
         )
-    await made.update_weights(0)
-    require_one_version(made)
+    await built.update_weights(0)
+    require_one_version(built)
     if config.engine.update == "sleep":  # until the first weights: the ranks' models come meanwhile, and a warm start
-        await made.sleep()
-    return made
+        await built.sleep()
+    return built
 
 
-def _actor_pool(place: ConfigSource, pool: Member, capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
+def _actor_pool(source: ConfigSource, pool: Member, capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
     """Build a rollout worker, in its actor."""
     from polyturn.cluster.engine import ClusterEngine
 
-    return _worker(place, journal, ClusterEngine(pool, capabilities))
+    return _worker(source, journal, ClusterEngine(pool, capabilities))
 
 
-def _worker(place: ConfigSource, journal: WorkerJournal, engine: Engine) -> RolloutPool:
+def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine) -> RolloutPool:
     """Build a rollout worker, in its process."""
-    parts = build_parts(place, engine=engine, has_weights=False)
+    parts = build_parts(source, engine=engine, has_weights=False)
     # The event loop of an actor runs beside the main thread, and the process is there for nothing else.
-    config = place.config
+    config = source.config
     monitor = LoopMonitor(limit_s=config.rollout.watchdog_s, deadline_s=config.deadline_s, owns_process=True)
     # Whether too many failed is for the leader to say, who sees all of them; what is gated is gated there.
     context = dataclasses.replace(parts.context, engine=engine, journal=journal, monitor=monitor)
     return RolloutPool(context, max_concurrent=config.rollout.max_concurrent, max_failed_share=1.0)
 
 
-def _rank(place: ConfigSource) -> RankWorker:
+def _rank(source: ConfigSource) -> RankWorker:
     """Build a trainer rank, in its actor."""
     from polyturn.training import process_group
 
-    make_model, media = model_of(place)
-    return rank_of(place, make_model, media, process_group.join(local_rank=0))
+    make_model, media = model_of(source)
+    return rank_of(source, make_model, media, process_group.join(local_rank=0))

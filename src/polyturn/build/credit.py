@@ -24,7 +24,7 @@ OF_GROUP = CallShape(num=2, write="def estimate(rewards_G, samples_G, **options)
 OF_BATCH = CallShape(num=1, write="def estimate(batch, **options)")
 
 
-def build_estimator(place: ConfigSource) -> Any:
+def build_estimator(source: ConfigSource) -> Any:
     """Return the advantage estimator with its options bound.
 
     Raises:
@@ -33,10 +33,10 @@ def build_estimator(place: ConfigSource) -> Any:
     from polyturn.algorithms.advantages import advantages, bind_estimator, check_estimator, traits_of
     from polyturn.rewards.options import DEFAULT_WEIGHTS
 
-    config = place.config
+    config = source.config
     algorithm = config.algorithm
     name, arguments = algorithm.advantage.name, arguments_of(algorithm.advantage)
-    estimator: Any = advantages.resolve(name, base=place.base, key="algorithm.advantage")
+    estimator: Any = advantages.resolve(name, base=source.base, key="algorithm.advantage")
     where = f"algorithm.advantage {name!r}"
     if isinstance(estimator, type) or not callable(estimator):
         check_function(estimator, OF_GROUP, where=where)
@@ -62,13 +62,13 @@ def check_credit(parts: Parts) -> None:
     Raises:
         ConfigError: the first problem found.
     """
-    place, estimator = parts.place, build_estimator(parts.place)
+    source, estimator = parts.source, build_estimator(parts.source)
     require_scores(parts, estimator)
-    check_algorithm(place)
-    check_further_models(place, estimator, like=parts.model)
+    check_algorithm(source)
+    check_further_models(source, estimator, like=parts.model)
 
 
-def check_further_models(place: ConfigSource, estimator: Any, *, like: PreTrainedModel) -> None:
+def check_further_models(source: ConfigSource, estimator: Any, *, like: PreTrainedModel) -> None:
     """Refuse the name of a further model that leads to none, or to one of another vocabulary.
 
     Of a plan a small one is loaded, so that it is whole; of a run it will be.
@@ -79,33 +79,33 @@ def check_further_models(place: ConfigSource, estimator: Any, *, like: PreTraine
     from polyturn.training import hf
     from polyturn.training.reference import require_same_vocabulary
 
-    load = hf.load_plan if place.is_plan else hf.load_outline
+    load = hf.load_plan if source.is_plan else hf.load_outline
     named = {
-        "algorithm.critic.path": critic_path(place, estimator),
-        "algorithm.loss.distill.teacher": teacher_path(place),
-        "model.reference": reference_path(place),
+        "algorithm.critic.path": critic_path(source, estimator),
+        "algorithm.loss.distill.teacher": teacher_path(source),
+        "model.reference": reference_path(source),
     }
     for key, path in named.items():
         if path is None:
             continue
         try:
-            found = load(folder_or_name(path, place.base))
+            model = load(folder_or_name(path, source.base))
         except ConfigError as problem:
             raise ConfigError(f"{key} is {path!r}: {problem}") from problem
-        require_same_vocabulary(like, found, name=f"model of {key}")
+        require_same_vocabulary(like, model, name=f"model of {key}")
 
 
-def check_algorithm(place: ConfigSource) -> None:
+def check_algorithm(source: ConfigSource) -> None:
     """Refuse an estimator, a loss or a penalty that cannot be had by what the configuration alone says.
 
     Raises:
         ConfigError: the first problem found.
     """
-    build_estimator(place)
-    build_loss(place)
-    build_correction(place)
-    build_reward_kl(place)
-    check_teacher(place)
+    build_estimator(source)
+    build_loss(source)
+    build_correction(source)
+    build_reward_kl(source)
+    check_teacher(source)
 
 
 def require_scores(parts: Parts, estimator: Any) -> None:
@@ -123,7 +123,7 @@ def require_scores(parts: Parts, estimator: Any) -> None:
     if not traits_of(estimator).needs_turn_scores or context.tools.tools or context.interactions:
         return
     if type(context.scheduler) in scores_none:
-        config = parts.place.config
+        config = parts.source.config
         raise ConfigError(
             f"the estimator {config.algorithm.advantage.name!r} needs scores of turns, and this run has neither tools nor "
             f"interactions, and the scheduler {config.rollout.scheduler!r} scores none; set rollout.interactions or "
@@ -131,11 +131,11 @@ def require_scores(parts: Parts, estimator: Any) -> None:
         )
 
 
-def drops_zero_variance(place: ConfigSource, estimator: Any) -> bool:
+def drops_zero_variance(source: ConfigSource, estimator: Any) -> bool:
     """Return whether groups of equal rewards leave the loss: what the configuration says, else where nothing is lost."""
     from polyturn.algorithms.advantages import traits_of
 
-    algorithm, group_size = place.config.algorithm, place.config.train.group_size
+    algorithm, group_size = source.config.algorithm, source.config.train.group_size
     if group_size == 1 or algorithm.loss.distill is not None:  # a teacher has something to say about every trajectory
         return False
     if algorithm.drop_zero_variance is not None:
@@ -145,11 +145,11 @@ def drops_zero_variance(place: ConfigSource, estimator: Any) -> bool:
     return traits_of(estimator).only_compares and only_rewards
 
 
-def build_reward_kl(place: ConfigSource) -> RewardKl | None:
+def build_reward_kl(source: ConfigSource) -> RewardKl | None:
     """Return the KL penalty of the rewards; None without one."""
     from polyturn.training.reward_kl import RewardKl
 
-    kl = place.config.algorithm.kl_in("reward")
+    kl = source.config.algorithm.kl_in("reward")
     return RewardKl(kl) if kl.coef else None
 
 
@@ -163,18 +163,18 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
     from polyturn.training.critic import Critic, local_critic
     from polyturn.training.ranked import RankedBackend
 
-    place, path = parts.place, critic_path(parts.place, estimator)
+    source, path = parts.source, critic_path(parts.source, estimator)
     if not traits_of(estimator).needs_values:
         return None
-    options = critic_options(place)
+    options = critic_options(source)
     if parts.rank_group is not None:
         backend = RankedBackend(parts.rank_group, "critic", layout=options["layout"])
         return Critic(backend, settings=options["settings"])
-    model = parts.model if path is None else critic_model(place, like=parts.model)
+    model = parts.model if path is None else critic_model(source, like=parts.model)
     return local_critic(model, media=parts.context.media, **options)
 
 
-def critic_path(place: ConfigSource, estimator: Any) -> str | None:
+def critic_path(source: ConfigSource, estimator: Any) -> str | None:
     """Return the model whose backbone the critic starts from; None for the policy's.
 
     Raises:
@@ -182,7 +182,7 @@ def critic_path(place: ConfigSource, estimator: Any) -> str | None:
     """
     from polyturn.algorithms.advantages import traits_of
 
-    config = place.config
+    config = source.config
     critic = config.algorithm.critic
     if (critic.warmup or critic.path is not None) and not traits_of(estimator).needs_values:
         raise ConfigError(
@@ -192,29 +192,29 @@ def critic_path(place: ConfigSource, estimator: Any) -> str | None:
     return critic.path
 
 
-def critic_model(place: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:
+def critic_model(source: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:
     """Load the model that `algorithm.critic.path` names, whose tokenizer must be that of `like`.
 
     Raises:
         ConfigError: it cannot be loaded, or has another vocabulary.
     """
-    path = place.config.algorithm.critic.path
+    path = source.config.algorithm.critic.path
     assert path is not None
-    found = load_frozen(place, path, like=like, dtype=None)
-    own, its = (model.config.get_text_config().vocab_size for model in (like, found))
+    critic = load_frozen(source, path, like=like, dtype=None)
+    own, its = (model.config.get_text_config().vocab_size for model in (like, critic))
     if own != its:
         raise ConfigError(
             f"algorithm.critic.path is {path!r}, whose vocabulary has {its} tokens, and the model's has {own}; a critic "
             "reads the ids that the model writes, so name a model of the same tokenizer"
         )
-    return found.requires_grad_(True)
+    return critic.requires_grad_(True)
 
 
-def critic_options(place: ConfigSource) -> dict[str, Any]:
+def critic_options(source: ConfigSource) -> dict[str, Any]:
     """Return the options of a critic, in this process or on a rank."""
     from polyturn.batching.layout import LayoutSettings
 
-    config = place.config
+    config = source.config
     critic = config.algorithm.critic
     return {
         "optim": critic.optim.over(config.train.steps),

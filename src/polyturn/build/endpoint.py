@@ -27,7 +27,7 @@ NO_LIMIT = 1 << 30
 """Of the ids here, which are bytes; the server counts its own tokens."""
 
 
-def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[RolloutContext, ChatEngine]:
+def build_endpoint_context(source: ConfigSource, endpoint: Endpoint) -> tuple[RolloutContext, ChatEngine]:
     """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only, and its engine.
 
     Turns, time and the tokens of one turn are limited as the config says; limits in tokens of the whole conversation are
@@ -36,17 +36,17 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[Rol
     Raises:
         ConfigError: something in the configuration cannot work.
     """
-    check_plugins(place)
-    limits = place.config.rollout.limits
+    check_plugins(source)
+    limits = source.config.rollout.limits
     if limits.max_tokens is not None:
         logger.info("rollout.limits.max_tokens is not applied: only the server counts its tokens")
     codec = text_codec()
-    tools = build_tools(place, codec=codec)
-    policies = build_policies(place)
-    plugins = build_plugins(place, policies)
+    tools = build_tools(source, codec=codec)
+    policies = build_policies(source)
+    plugins = build_plugins(source, policies)
     engine = ChatEngine(dataclasses.replace(endpoint, max_tokens=limits.max_tokens_per_turn))
     context = build_context(
-        place,
+        source,
         plugins,
         policies,
         engine=engine,
@@ -80,5 +80,5 @@ def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: 
             raise ConfigError(f"{name}, task {task.id!r} shows pictures or sounds; an endpoint is sent text only")
 
     needs_name = context.require_interaction_name
-    found = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=check)
-    check_use(context, {name: found})
+    summary = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=check)
+    check_use(context, {name: summary})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def build_engine(
-    place: ConfigSource,
+    source: ConfigSource,
     model: PreTrainedModel,
     *,
     tokenizer: PreTrainedTokenizerFast,
@@ -45,9 +45,9 @@ def build_engine(
     Raises:
         ConfigError: there is none of that name, it cannot do what the run needs, or is not installed.
     """
-    config = place.config
-    build = find_engine(place)
-    routes = route_shape(place, model)
+    config = source.config
+    build = find_engine(source)
+    routes = route_shape(source, model)
     setup = EngineSetup(
         options=config.engine,
         model=model,
@@ -55,9 +55,9 @@ def build_engine(
         max_context=max_context,
         sampling=SamplingParams.of(config.rollout.sampling),
         trains_meanwhile=config.train.max_staleness > 0,
-        base=place.base,
+        base=source.base,
         model_folder=lambda: (
-            servable_folder(place, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
+            servable_folder(source, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
             if places is None
             else places.config
         ),
@@ -65,16 +65,16 @@ def build_engine(
         needs_routes=config.algorithm.routing.replay == "on",
         adapter=_adapter_settings(model) if sends_adapter(config) else None,
         places=places,
-        obstacles=None if not place.is_plan else place.obstacles if config.cluster.address is None else [],
+        obstacles=None if not source.is_plan else source.obstacles if config.cluster.address is None else [],
     )
-    made = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
+    engine = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
     # Only an engine that was made can say what it is capable of.
-    if routes is not None and config.algorithm.routing.replay == "on" and not made.capabilities.routes:
+    if routes is not None and config.algorithm.routing.replay == "on" and not engine.capabilities.routes:
         raise ConfigError(
             f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not say which experts tokens went "
             "to; set it to auto or off, or take the engine embedded, vllm or sglang"
         )
-    return made
+    return engine
 
 
 def sends_adapter(config: RunConfig) -> bool:
@@ -82,13 +82,13 @@ def sends_adapter(config: RunConfig) -> bool:
     return isinstance(config.engine, ServerOptions) and config.engine.weights == "adapter"
 
 
-def untrained(place: ConfigSource) -> ConfigSource:
+def untrained(source: ConfigSource) -> ConfigSource:
     """Return the configuration of a command that trains nothing and so sends servers nothing: they load the whole model."""
-    engine = place.config.engine
-    if not isinstance(engine, ServerOptions) or not sends_adapter(place.config):
-        return place
+    engine = source.config.engine
+    if not isinstance(engine, ServerOptions) or not sends_adapter(source.config):
+        return source
     engine = dataclasses.replace(engine, weights="auto")
-    return dataclasses.replace(place, config=place.config.model_copy(update={"engine": engine}))
+    return dataclasses.replace(source, config=source.config.model_copy(update={"engine": engine}))
 
 
 def _adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
@@ -98,18 +98,18 @@ def _adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
-    """Make an engine that somebody else wrote, and contain it; of a pool the run knows the servers, and asks them itself."""
+    """Make a user's own engine and contain its failures; the servers of a pool are called directly."""
     with told_in_a_sentence(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
-        made = build(setup, **options.kwargs)
-        is_engine, is_pool = isinstance(made, Engine), isinstance(made, ServerPool)  # which looks at its properties
+        engine = build(setup, **options.kwargs)
+        is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, ServerPool)  # which looks at its properties
     if not is_engine:
         needs = "something that returns an engine, which has all that polyturn.core.protocols.Engine has"
-        raise wrong_kind(engines.group, options.kind, made, where="engine.kind", needs=needs)
+        raise wrong_kind(engines.group, options.kind, engine, where="engine.kind", needs=needs)
     vocab_size = int(setup.model.config.get_text_config().vocab_size)
-    return made if is_pool else ForeignEngine(made, vocab_size=vocab_size, timeout_s=options.timeout_s)
+    return engine if is_pool else ForeignEngine(engine, vocab_size=vocab_size, timeout_s=options.timeout_s)
 
 
-def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | None:
+def route_shape(source: ConfigSource, model: PreTrainedModel) -> RouteShape | None:
     """Return the shape of the model's routes where they are replayed in training; None where not.
 
     Raises:
@@ -117,7 +117,7 @@ def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | Non
     """
     from polyturn.engines.routers import Routers
 
-    routing = place.config.algorithm.routing
+    routing = source.config.algorithm.routing
     if routing.replay == "off" and not routing.balance_coef:
         return None
     routers = Routers.of(model)
@@ -130,15 +130,15 @@ def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | Non
     return None if routers is None or routing.replay == "off" else routers.shape
 
 
-def check_engine(place: ConfigSource) -> None:
+def check_engine(source: ConfigSource) -> None:
     """Refuse what can be refused before any weights are loaded: an engine that is not there, logs that cannot be written.
 
     Raises:
         ConfigError: the first problem found.
     """
-    find_engine(place)
-    options = place.config.engine
-    if sends_adapter(place.config) and place.config.model.lora is None:
+    find_engine(source)
+    options = source.config.engine
+    if sends_adapter(source.config) and source.config.model.lora is None:
         raise ConfigError(
             "engine.weights is adapter, and model.lora is not set, so there is no adapter to send; set model.lora, or leave "
             "engine.weights out"
@@ -149,14 +149,14 @@ def check_engine(place: ConfigSource) -> None:
                 check_file_writable(log, instead="name another engine.launch.log")
 
 
-def find_engine(place: ConfigSource) -> Callable[..., Any]:
+def find_engine(source: ConfigSource) -> Callable[..., Any]:
     """Return the function that makes the engine that `engine.kind` names.
 
     Raises:
         ConfigError: there is none of that name, or it does not take `engine.kwargs`.
     """
-    config = place.config.engine
-    build = engines.resolve(config.kind, base=place.base, key="engine.kind")
+    config = source.config.engine
+    build = engines.resolve(config.kind, base=source.base, key="engine.kind")
     if not callable(build):
         needs = "a function (setup, **kwargs) that returns an engine"
         raise wrong_kind(engines.group, config.kind, build, where="engine.kind", needs=needs)
@@ -174,7 +174,7 @@ def find_engine(place: ConfigSource) -> Callable[..., Any]:
 
 
 def servable_folder(
-    place: ConfigSource,
+    source: ConfigSource,
     model: PreTrainedModel,
     *,
     tokenizer: PreTrainedTokenizerFast,
@@ -184,10 +184,10 @@ def servable_folder(
     """Return a folder that a server can load the model from; without the adapter where that is sent alone."""
     from polyturn.training import hf
 
-    path = place.config.model.path
-    local = checkpoint or (None if path is None or is_label(path) else Path(folder_or_name(path, place.base)))
-    lora = place.config.model.lora
-    alone = checkpoint is None and sends_adapter(place.config)
+    path = source.config.model.path
+    local = checkpoint or (None if path is None or is_label(path) else Path(folder_or_name(path, source.base)))
+    lora = source.config.model.lora
+    alone = checkpoint is None and sends_adapter(source.config)
     is_whole = checkpoint is not None or lora is None or lora.adapter is None or alone
     has_all = local is not None and (local / "config.json").is_file() and (media is None or checkpoint is None)
     if local is not None and is_whole and has_all:

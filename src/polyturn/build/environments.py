@@ -20,32 +20,32 @@ from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 
-def env_configs(place: ConfigSource) -> list[EnvConfig]:
+def env_configs(source: ConfigSource) -> list[EnvConfig]:
     """Return the environments that a run names.
 
     Raises:
         ConfigError: two have one name, or something else of the configuration says what `env` says.
     """
-    named = place.config.env
+    named = source.config.env
     if named is None:
         return []
-    found = [EnvConfig(name=e) if isinstance(e, str) else e for e in (named if isinstance(named, list) else [named])]
-    names = [e.name for e in found]
-    if not found:
+    configs = [EnvConfig(name=e) if isinstance(e, str) else e for e in (named if isinstance(named, list) else [named])]
+    names = [e.name for e in configs]
+    if not configs:
         raise ConfigError("env is an empty list; name an environment, or drop it")
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)
         raise ConfigError(f"env names {twice!r} twice; give each environment once, with more tasks")
-    return found
+    return configs
 
 
-def build_env_scheduler(place: ConfigSource, policies: FurtherPolicies) -> MultiTurnScheduler:
+def build_env_scheduler(source: ConfigSource, policies: FurtherPolicies) -> MultiTurnScheduler:
     """Make the scheduler that drives the episodes of the run's environments.
 
     Raises:
         ConfigError: an environment cannot be made, or its episodes would have two masters or no end.
     """
-    config = place.config
+    config = source.config
     if config.rollout.scheduler is not None:
         raise ConfigError(
             f"env brings a scheduler and rollout.scheduler is {config.rollout.scheduler!r}; drop one of the two "
@@ -55,11 +55,11 @@ def build_env_scheduler(place: ConfigSource, policies: FurtherPolicies) -> Multi
         raise ConfigError("env answers every turn and rollout.interactions would never be asked; drop one of the two")
     stages: dict[str, Stage] = {}
     own: dict[str, MultiTurnScheduler] = {}
-    for one in env_configs(place):
-        adapter = _adapter(one, place)
+    for one in env_configs(source):
+        adapter = _adapter(one, source)
         if (scheduler := adapter.scheduler()) is not None:
             own[one.name] = scheduler
-        stages[one.name] = _stage(one, adapter, place, policies)
+        stages[one.name] = _stage(one, adapter, source, policies)
     if own and len(stages) > 1:
         raise ConfigError(
             f"env {next(iter(own))!r} drives its episodes itself, so it must be the only environment of a run; env names "
@@ -68,23 +68,23 @@ def build_env_scheduler(place: ConfigSource, policies: FurtherPolicies) -> Multi
     return next(iter(own.values())) if own else EnvScheduler(stages)
 
 
-def build_env_tools(place: ConfigSource) -> list[Tool]:
+def build_env_tools(source: ConfigSource) -> list[Tool]:
     """Return the tools that the run has because of its environments."""
-    return [tool for one in env_configs(place) for tool in _adapter(one, place).tools()]
+    return [tool for one in env_configs(source) for tool in _adapter(one, source).tools()]
 
 
-def build_env_tasks(place: ConfigSource, *, split: str) -> Sequence[Task]:
+def build_env_tasks(source: ConfigSource, *, split: str) -> Sequence[Task]:
     """Return the tasks of the run's environments, seeds of the split ("train" or "eval").
 
     Raises:
         ConfigError: an environment cannot be made.
     """
     parts: list[Sequence[Task]] = []
-    for one in env_configs(place):
+    for one in env_configs(source):
         # Behind the seeds of training, so that no task is in both.
         first = one.seed + (one.tasks if split == "eval" else 0)
         count = one.eval_tasks if split == "eval" else one.tasks
-        adapter = _adapter(one, place)
+        adapter = _adapter(one, source)
         tasks = adapter.tasks(split=split, seeds=range(first, first + count), prompt=one.prompt)
         if not tasks:
             continue
@@ -93,14 +93,14 @@ def build_env_tasks(place: ConfigSource, *, split: str) -> Sequence[Task]:
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def rows_for_env(place: ConfigSource, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
+def rows_for_env(source: ConfigSource, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
     """Return rows of the user's own as tasks of the run's environment, for one that is made of a row.
 
     Raises:
         ConfigError: the environment brings its own tasks.
     """
-    configs = env_configs(place)
-    adapters = [_adapter(one, place) for one in configs]
+    configs = env_configs(source)
+    adapters = [_adapter(one, source) for one in configs]
     if len(adapters) > 1 or not adapters[0].takes_rows:
         names = ", ".join(repr(one.name) for one in configs)
         raise ConfigError(
@@ -111,19 +111,19 @@ def rows_for_env(place: ConfigSource, tasks: Sequence[Task], *, key: str) -> Seq
     return Changed(adapters[0].of_rows(tasks), at_stage(split=split, score=configs[0].score or adapters[0].score))
 
 
-def _adapter(one: EnvConfig, place: ConfigSource) -> Adapter:
-    if one.name not in place.adapters:
-        place.adapters[one.name] = find_adapter(one.name, one.kwargs, base=place.base)
-        atexit.register(place.adapters[one.name].close)
-    return place.adapters[one.name]
+def _adapter(one: EnvConfig, source: ConfigSource) -> Adapter:
+    if one.name not in source.adapters:
+        source.adapters[one.name] = find_adapter(one.name, one.kwargs, base=source.base)
+        atexit.register(source.adapters[one.name].close)
+    return source.adapters[one.name]
 
 
-def _stage(one: EnvConfig, adapter: Adapter, place: ConfigSource, policies: FurtherPolicies) -> Stage:
+def _stage(one: EnvConfig, adapter: Adapter, source: ConfigSource, policies: FurtherPolicies) -> Stage:
     if adapter.num_seats == 1 and (one.seats or one.eval_seats):
         raise ConfigError(f"env {one.name!r} has one player and env.seats is {one.seats or one.eval_seats!r:.200}; drop it")
     seats, eval_seats = (
-        seat_players(given, num_seats=adapter.num_seats, name=one.name, base=place.base, policies=policies.by_name)
-        for given in (one.seats, one.eval_seats or one.seats)
+        seat_players(seat_options, num_seats=adapter.num_seats, name=one.name, base=source.base, policies=policies.by_name)
+        for seat_options in (one.seats, one.eval_seats or one.seats)
     )
     return Stage(
         adapter=adapter,

@@ -76,7 +76,7 @@ class Demand(NamedTuple):
         if layout.is_shared:
             load = replace(self.load, ranks=layout.ranks)
             phases = shared_bytes(self.size, load, tensor_parallel=layout.width, tokens=self.context)
-            return {f"each GPU {phase}": held for phase, held in phases.items()}
+            return {f"each GPU {phase}": bytes_by_part for phase, bytes_by_part in phases.items()}
         tables = {f"each of {layout.ranks} ranks": self.rank(layout.ranks)}
         if layout.servers:
             tables[f"each GPU of {layout.servers} servers, at least"] = self.server(layout.width)
@@ -84,7 +84,7 @@ class Demand(NamedTuple):
 
     def fits(self, layout: GpuLayout, *, limit: int) -> bool:
         """Return whether no GPU of a layout ever holds more than `limit` bytes."""
-        return all(sum(held.values()) <= limit for held in self.tables(layout).values())
+        return all(sum(bytes_by_part.values()) <= limit for bytes_by_part in self.tables(layout).values())
 
     def at_rest(self, layout: GpuLayout) -> int:
         """Return the bytes on a server's GPU in rollout beside the server."""
@@ -93,21 +93,21 @@ class Demand(NamedTuple):
         return sum(self.tables(layout)["each GPU in rollout"].values()) - sum(self.server(layout.width).values())
 
 
-def demand_of(place: ConfigSource) -> Demand:
+def demand_of(source: ConfigSource) -> Demand:
     """Return a run's demand on its GPUs; no weights are read for it."""
-    config = place.config
-    model = build_outline(place, build_codec(place).tokenizer)
+    config = source.config
+    model = build_outline(source, build_codec(source).tokenizer)
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
-    load = load_of(place, tokens=config.train.max_tokens_per_batch)
+    load = load_of(source, tokens=config.train.max_tokens_per_batch)
     return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits, model), row_width(config))
 
 
-def load_of(place: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:
+def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:
     """Return a run's load on each rank, with `tokens` in a micro-batch."""
     from polyturn.algorithms.advantages import traits_of
 
-    config = place.config
+    config = source.config
     split, is_torch = degrees_of(config), config.train.backend == BACKEND
     # An adapter's reference is the model itself.
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
@@ -117,7 +117,7 @@ def load_of(place: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoa
         expert_parallel=split.expert_parallel if is_torch and split.tensor_parallel == 1 else 1,
         context_parallel=split.context_parallel,
         megatron=None if is_torch else split,
-        num_trained=1 + traits_of(build_estimator(place)).needs_values,
+        num_trained=1 + traits_of(build_estimator(source)).needs_values,
         num_frozen=has_copy + (config.algorithm.loss.distill is not None),
         tokens=tokens,
         recomputes=config.model.gradient_checkpointing,
@@ -149,16 +149,16 @@ def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> 
     """
     takes = f"it takes {counted(layout.gpus, 'GPU')} and there {'is' if gpus == 1 else 'are'} {gpus}"
     wrong = [takes] if layout.gpus > gpus else []
-    for title, held in demand.tables(layout).items():
-        if (num := sum(held.values())) > limit:
+    for title, bytes_by_part in demand.tables(layout).items():
+        if (num := sum(bytes_by_part.values())) > limit:
             wrong.append(f"{title} holds {num / GB:.1f} GB")
     if not wrong:
         return
-    found = nearest(demand, layout, gpus=gpus, limit=limit)
+    layout_that_fits = nearest(demand, layout, gpus=gpus, limit=limit)
     add = "add GPUs" if demand.load.megatron is None else "raise tensor_parallel or pipeline_parallel (train.distributed)"
     advice = f"no layout on {gpus} GPUs fits; lower train.max_tokens_per_batch, set gradient_checkpointing, or {add}"
-    if found is not None:
-        advice = f"{found} would fit (train.distributed.ranks, cluster.engines.count and resources)"
+    if layout_that_fits is not None:
+        advice = f"{layout_that_fits} would fit (train.distributed.ranks, cluster.engines.count and resources)"
     elif (split := with_split_context(demand, layout, gpus=gpus, limit=limit)) is not None:
         advice = f"{split[1]} would fit with train.distributed.context_parallel: {split[0]}, which splits long conversations"
     raise ConfigError(
@@ -187,13 +187,13 @@ def with_split_context(demand: Demand, layout: GpuLayout, *, gpus: int, limit: i
         row = demand.row // demand.load.context_parallel * parts
         of_rows = layout._replace(ranks=-(-layout.ranks // row) * row)
         split = demand._replace(load=replace(demand.load, context_parallel=parts), row=row)
-        if (found := nearest(split, of_rows, gpus=gpus, limit=limit)) is not None:
-            return parts, found
+        if (layout_that_fits := nearest(split, of_rows, gpus=gpus, limit=limit)) is not None:
+            return parts, layout_that_fits
     return None
 
 
 def _doubled(width: int, most: int) -> list[int]:
-    found = [max(1, width)]
-    while found[-1] * 2 <= most:
-        found.append(found[-1] * 2)
-    return found
+    widths = [max(1, width)]
+    while widths[-1] * 2 <= most:
+        widths.append(widths[-1] * 2)
+    return widths

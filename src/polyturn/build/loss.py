@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 _LOSS = CallShape(num=3, write="def loss(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high)")
 
 
-def build_policy_loss(place: ConfigSource) -> PolicyLoss:
+def build_policy_loss(source: ConfigSource) -> PolicyLoss:
     """Return the policy loss that the configuration names."""
     from polyturn.algorithms.losses import policy_losses
 
-    name = place.config.algorithm.loss.name
-    loss = policy_losses.resolve(name, base=place.base, key="algorithm.loss")
+    name = source.config.algorithm.loss.name
+    loss = policy_losses.resolve(name, base=source.base, key="algorithm.loss")
     if (adapted := as_ours("loss", loss)) is not loss:
         return adapted  # type: ignore[no-any-return]
     check_function(loss, dataclasses.replace(_LOSS, names=required(loss)[_LOSS.num :]), where=f"algorithm.loss {name!r}")
     return loss
 
 
-def build_loss(place: ConfigSource) -> LossSettings:
+def build_loss(source: ConfigSource) -> LossSettings:
     """Return the loss that the configuration describes.
 
     Raises:
@@ -42,35 +42,35 @@ def build_loss(place: ConfigSource) -> LossSettings:
     """
     from polyturn.training.loss_terms import LossSettings
 
-    algorithm = place.config.algorithm
+    algorithm = source.config.algorithm
     return LossSettings(
-        policy_loss=build_policy_loss(place),
+        policy_loss=build_policy_loss(source),
         policy_loss_kwargs=arguments_of(algorithm.loss, but=("correction", "distill")),
         distill=algorithm.loss.distill,
         algorithm=algorithm,
     )
 
 
-def reference_path(place: ConfigSource) -> str | None:
+def reference_path(source: ConfigSource) -> str | None:
     """Return the path of the reference model; None where `model.reference` names none.
 
     Raises:
         ConfigError: nothing reads it.
     """
-    path = place.config.model.reference
-    if path is not None and not place.config.algorithm.has_kl:
+    path = source.config.model.reference
+    if path is not None and not source.config.algorithm.has_kl:
         raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl.coef")
     return path
 
 
-def teacher_path(place: ConfigSource) -> str | None:
+def teacher_path(source: ConfigSource) -> str | None:
     """Return the model to distil from; None where there is none.
 
     Raises:
         ConfigError: there is nothing to learn from.
     """
-    loss = place.config.algorithm.loss
-    if loss.distill is None and loss.name == "none" and not place.config.algorithm.observation_coef:
+    loss = source.config.algorithm.loss
+    if loss.distill is None and loss.name == "none" and not source.config.algorithm.observation_coef:
         raise ConfigError(
             "algorithm.loss is none and neither algorithm.loss.distill nor algorithm.observation_coef is set: there is "
             "nothing to learn from"
@@ -78,29 +78,29 @@ def teacher_path(place: ConfigSource) -> str | None:
     return None if loss.distill is None else loss.distill.teacher
 
 
-def build_reference(place: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
+def build_reference(source: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
     """Return whether there is a reference, or the one that `model.reference` names."""
-    path = reference_path(place)
-    return place.config.algorithm.has_kl if path is None else load_frozen(place, path, like=model, dtype=None)
+    path = reference_path(source)
+    return source.config.algorithm.has_kl if path is None else load_frozen(source, path, like=model, dtype=None)
 
 
-def build_teacher(place: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
+def build_teacher(source: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
     """Return the model to distil from; None where there is none.
 
     Raises:
         ConfigError: it cannot be loaded, or there is nothing to learn from at all.
     """
-    path, distill = teacher_path(place), place.config.algorithm.loss.distill
-    return None if path is None or distill is None else load_frozen(place, path, like=model, dtype=distill.dtype)
+    path, distill = teacher_path(source), source.config.algorithm.loss.distill
+    return None if path is None or distill is None else load_frozen(source, path, like=model, dtype=distill.dtype)
 
 
-def build_correction(place: ConfigSource) -> CorrectionSettings | None:
+def build_correction(source: ConfigSource) -> CorrectionSettings | None:
     """Return the off-policy correction; None where there is none.
 
     Raises:
         ConfigError: it would compare the engine with itself, or its bounds cannot be.
     """
-    algorithm = place.config.algorithm
+    algorithm = source.config.algorithm
     correction = algorithm.loss.correction
     if correction is not None and algorithm.old_logprobs == "engine":
         raise ConfigError(

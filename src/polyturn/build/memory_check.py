@@ -65,14 +65,14 @@ class MemoryVerdict(NamedTuple):
 
 
 def verdict_of(
-    config: RunConfig, size: ModelSize, held: Mapping[str, int], *, layout: GpuLayout, max_context: int
+    config: RunConfig, size: ModelSize, bytes_by_part: Mapping[str, int], *, layout: GpuLayout, max_context: int
 ) -> MemoryVerdict | None:
     """Return whether a run fits here; None if it would run on other machines, or on GPUs that are not here.
 
     Args:
         config: Of the run.
         size: Of its model.
-        held: The bytes of each part of a rank, with the embedded engine's cache.
+        bytes_by_part: The bytes of each part of a rank, with the embedded engine's cache.
         layout: Its processes.
         max_context: Tokens of the longest conversation.
     """
@@ -84,17 +84,17 @@ def verdict_of(
     if torch.cuda.is_available():
         if layout.is_shared:
             return None  # which phase needs most is what `polyturn plan` says
-        return _verdict(held, available=torch.cuda.get_device_properties(0).total_memory, where="a GPU")
+        return _verdict(bytes_by_part, available=torch.cuda.get_device_properties(0).total_memory, where="a GPU")
     if launch is not None and launch.devices:
         return None
-    parts = {name: num * layout.ranks for name, num in held.items()}
+    parts = {name: num * layout.ranks for name, num in bytes_by_part.items()}
     if layout.servers:
         each = server_bytes(size, tokens=max_context)
         parts |= {f"{name} of the servers": num * layout.servers for name, num in each.items()}
     return _verdict(parts, available=machine_memory(), where="this machine")
 
 
-def require_memory(place: ConfigSource) -> None:
+def require_memory(source: ConfigSource) -> None:
     """Refuse a run whose weights, gradients and optimizer alone are larger than the memory; no weights are read for it.
 
     Raises:
@@ -102,22 +102,22 @@ def require_memory(place: ConfigSource) -> None:
     """
     import torch
 
-    config = place.config
+    config = source.config
     if config.cluster.address is not None or config.model.path is None or is_label(config.model.path):
         return
-    model = outline_of(place, config.model.path)
+    model = outline_of(source, config.model.path)
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     on_gpu = torch.cuda.is_available()
-    held = rank_bytes(ModelSize.of(model), load_of(place, tokens=0, on_gpu=on_gpu))
-    certain = {name: held[name] for name in _CERTAIN}
+    bytes_by_part = rank_bytes(ModelSize.of(model), load_of(source, tokens=0, on_gpu=on_gpu))
+    certain = {name: bytes_by_part[name] for name in _CERTAIN}
     where = "a GPU" if on_gpu else "this machine"
     available = torch.cuda.get_device_properties(0).total_memory if on_gpu else machine_memory()
-    found = _verdict(certain, available=available, where=where)
-    if not found.fits:
+    verdict = _verdict(certain, available=available, where=where)
+    if not verdict.fits:
         raise ConfigError(
-            f"model.path is {config.model.path!r}, which needs {found.needed / GB:.1f} GB for weights, gradients and the "
-            f"optimizer alone, and {where} has {available / GB:.1f} GB; {_KEYS[found.largest]}"
+            f"model.path is {config.model.path!r}, which needs {verdict.needed / GB:.1f} GB for weights, gradients and the "
+            f"optimizer alone, and {where} has {available / GB:.1f} GB; {_KEYS[verdict.largest]}"
         )
 
 

@@ -34,18 +34,18 @@ def set_up_torch(config: RunConfig) -> None:
     torch.manual_seed(config.seed)
 
 
-def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec:
+def build_codec(config_source: ConfigSource, *, checkpoint: Path | None = None) -> Codec:
     """Load the tokenizer, or train the one that `model.tokenizer` describes; set the chat template."""
-    model = place.config.model
+    model = config_source.config.model
     template = None
     if model.chat_template is not None:
-        template = template_source(model.chat_template, base=place.base, key="model.chat_template")
+        template = template_source(model.chat_template, base=config_source.base, key="model.chat_template")
     kwargs = model.template_kwargs
     source = model.tokenizer or model.path
     if checkpoint is not None:
         codec = load_codec(str(checkpoint), chat_template=template, template_kwargs=kwargs)
     elif isinstance(source, TrainTokenizerConfig):
-        texts = _corpus(source.corpus, place)
+        texts = _corpus(source.corpus, config_source)
         trained = train_tokenizer(texts, vocab_size=source.vocab_size, chat_template=template)
         codec = Codec(trained, template_kwargs=kwargs)
     elif source is not None and is_label(source):
@@ -53,7 +53,7 @@ def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec
     elif source is not None:
         revision = model.revision if model.tokenizer is None else None
         codec = load_codec(
-            folder_or_name(source, place.base), revision=revision, chat_template=template, template_kwargs=kwargs
+            folder_or_name(source, config_source.base), revision=revision, chat_template=template, template_kwargs=kwargs
         )
     else:
         raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
@@ -61,8 +61,8 @@ def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec
     return codec
 
 
-def _corpus(name: str, place: ConfigSource) -> list[str]:
-    function = import_attr(name, base=place.base)
+def _corpus(name: str, source: ConfigSource) -> list[str]:
+    function = import_attr(name, base=source.base)
     if not callable(function):
         raise ConfigError(
             f"model.tokenizer.corpus names {name!r}, which is {function!r:.100}; name a function that returns texts"
@@ -80,7 +80,7 @@ def _corpus(name: str, place: ConfigSource) -> list[str]:
 
 
 def build_model(
-    place: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None
+    source: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None
 ) -> PreTrainedModel:
     """Load the model's weights, or make random ones from `model.init`; put in the adapter that `model.lora` describes.
 
@@ -91,24 +91,24 @@ def build_model(
     """
     from polyturn.training import hf, lora
 
-    adapter = place.config.model.lora
+    adapter = source.config.model.lora
     if checkpoint is not None and not (checkpoint / lora.CONFIG_FILE).is_file():
-        built = hf.load_model(checkpoint, dtype=_dtype(place.config.model.dtype))
+        built = hf.load_model(checkpoint, dtype=_dtype(source.config.model.dtype))
     elif checkpoint is not None and adapter is None:
         raise ConfigError(
             f"{checkpoint} holds an adapter and model.lora is not set; set it as it was, or export merged weights"
         )
     else:
-        built = _base_model(place, tokenizer)
-    kernels = place.config.model
+        built = _base_model(source, tokenizer)
+    kernels = source.config.model
     hf.choose_kernels(built, attention=kernels.attn_implementation, liger=kernels.liger)
     if adapter is None:
         return built
-    lora.add_lora(built, adapter, seed=place.config.seed)
+    lora.add_lora(built, adapter, seed=source.config.seed)
     if checkpoint is not None and (checkpoint / lora.CONFIG_FILE).is_file():
         lora.load_adapter(built, checkpoint)
     elif adapter.adapter is not None:
-        lora.load_adapter(built, place.base / adapter.adapter)
+        lora.load_adapter(built, source.base / adapter.adapter)
     return built
 
 
@@ -124,7 +124,7 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def build_outline(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def build_outline(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Make the model without its weights, for a process that neither trains nor serves it: its config and its shapes.
 
     Raises:
@@ -132,14 +132,14 @@ def build_outline(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> Pr
     """
     import torch
 
-    model = place.config.model
+    model = source.config.model
     if model.init is not None or model.path is None or is_label(model.path):
         with torch.device("meta"):
-            return _base_model(place, tokenizer)
-    return outline_of(place, model.path)
+            return _base_model(source, tokenizer)
+    return outline_of(source, model.path)
 
 
-def outline_of(place: ConfigSource, path: str) -> PreTrainedModel:
+def outline_of(source: ConfigSource, path: str) -> PreTrainedModel:
     """Make the shapes of the model of a folder, or of a name on the hub, in the dtype of the run.
 
     Raises:
@@ -147,21 +147,21 @@ def outline_of(place: ConfigSource, path: str) -> PreTrainedModel:
     """
     from polyturn.training import hf
 
-    model = place.config.model
-    return hf.load_outline(folder_or_name(path, place.base), dtype=_dtype(model.dtype), revision=model.revision)
+    model = source.config.model
+    return hf.load_outline(folder_or_name(path, source.base), dtype=_dtype(model.dtype), revision=model.revision)
 
 
-def load_frozen(place: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
+def load_frozen(source: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
     """Load a model that is only scored, onto the device of `like`; in its own words, not in the adapter's."""
     from polyturn.training import hf
 
-    load = hf.load_unread if place.reads_parts else hf.load_model
-    found = load(folder_or_name(path, place.base), dtype=_dtype(dtype or place.config.model.dtype))
-    kernels = place.config.model
-    hf.choose_kernels(found, attention=kernels.attn_implementation, liger=kernels.liger)
-    if place.reads_parts:
-        return found
-    return found.to(like.device)  # type: ignore[arg-type]  # a mixin of transformers hides the signature
+    load = hf.load_unread if source.reads_parts else hf.load_model
+    model = load(folder_or_name(path, source.base), dtype=_dtype(dtype or source.config.model.dtype))
+    kernels = source.config.model
+    hf.choose_kernels(model, attention=kernels.attn_implementation, liger=kernels.liger)
+    if source.reads_parts:
+        return model
+    return model.to(like.device)  # type: ignore[arg-type]  # a mixin of transformers hides the signature
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -177,10 +177,10 @@ def _dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _base_model(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     from polyturn.training import hf
 
-    model = place.config.model
+    model = source.config.model
     dtype = _dtype(model.dtype)
     if model.init is not None:
         fields = {
@@ -190,18 +190,18 @@ def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreT
             "bos_token_id": tokenizer.bos_token_id,
             **model.init,
         }
-        return hf.build_model(fields, seed=place.config.seed, dtype=dtype)
+        return hf.build_model(fields, seed=source.config.seed, dtype=dtype)
     assert model.path is not None  # the config model requires one of the two
     if is_label(model.path):
-        given: PreTrainedModel = target(model.path)
-        return given
+        model_object: PreTrainedModel = target(model.path)
+        return model_object
     loads: dict[tuple[bool, bool], Callable[..., PreTrainedModel]]
     loads = {(True, False): hf.load_plan, (False, True): hf.load_unread}
-    load = loads.get((place.is_plan, place.reads_parts), hf.load_model)
-    return load(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)
+    load = loads.get((source.is_plan, source.reads_parts), hf.load_model)
+    return load(folder_or_name(model.path, source.base), dtype=dtype, revision=model.revision)
 
 
-def build_media(place: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
+def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
     """Make the processor of a model that takes more than text; None for text.
 
     Raises:
@@ -209,14 +209,14 @@ def build_media(place: ConfigSource, codec: Codec, model: PreTrainedModel) -> Me
     """
     from polyturn.training import hf
 
-    config = place.config.model
+    config = config_source.config.model
     name = config.processor
     if name == "none" or (name is None and (config.path is None or not hf.takes_media(model))):
         return None
     if name is not None and ":" in name:
-        return MediaProcessor(import_attr(name, base=place.base)(codec.tokenizer), codec)
+        return MediaProcessor(import_attr(name, base=config_source.base)(codec.tokenizer), codec)
     try:
-        source = folder_or_name(name or str(config.path), place.base)
+        source = folder_or_name(name or str(config.path), config_source.base)
         return MediaProcessor(load_processor(source, revision=config.revision if name is None else None), codec)
     except ConfigError as problem:
         if name is not None:

@@ -64,7 +64,7 @@ _NUM_TRIALS = 9
 class Parts:
     """The live objects that rollout needs: the same for training, evaluation and `polyturn rollout`."""
 
-    place: ConfigSource
+    source: ConfigSource
     model: PreTrainedModel
     engine: Engine
     context: RolloutContext
@@ -94,7 +94,7 @@ class Parts:
 
 
 def build_parts(
-    place: ConfigSource,
+    source: ConfigSource,
     *,
     checkpoint: Path | None = None,
     engine: Any = None,
@@ -104,7 +104,7 @@ def build_parts(
     """Make the model, the engine and the rollout context.
 
     Args:
-        place: The configuration.
+        source: The configuration.
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
         engine: What completions come from; None makes the engine that is configured.
         has_weights: Whether the model is more than its config and shapes, which is all that rollout itself needs of it.
@@ -113,45 +113,45 @@ def build_parts(
     Raises:
         ConfigError, TemplateError: something in the configuration cannot work.
     """
-    config, rollout = place.config, place.config.rollout
+    config, rollout = source.config, source.config.rollout
     for name in (config.model.path, config.model.tokenizer):
         if isinstance(name, str) and not is_label(name):
-            check_model_name(name, place.base)
-    check_plugins(place)
+            check_model_name(name, source.base)
+    check_plugins(source)
     if engine is None and not isinstance(config.engine, EmbeddedOptions):  # whose code is made of PyTorch
-        check_engine(place)
+        check_engine(source)
     if has_torch := "torch" in sys.modules:  # which a plug-in imported, and may draw random numbers of when it is made
         set_up_torch(config)
     with Progress("read the tokenizer and try its template"):
-        codec = build_codec(place, checkpoint=checkpoint)
-        tools = build_tools(place, codec=codec)
+        codec = build_codec(source, checkpoint=checkpoint)
+        tools = build_tools(source, codec=codec)
         schemas = tuple(tools.schemas.values())
         template = certify(codec, tools=schemas, num_random=_NUM_TRIALS)
-        if in_prompt := bool(schemas) and not template.renders_tools and _scheduler_shows_tools(place):
+        if in_prompt := bool(schemas) and not template.renders_tools and _scheduler_shows_tools(source):
             template = certify(codec, num_random=_NUM_TRIALS)
     template.require()
     # Before weights are loaded: a parser that is misspelt costs no load.
     needs_calls = bool(tools.tools) and not in_prompt
-    parser = build_parser(codec, rollout.parser, needs_calls=needs_calls, base=place.base)
-    plugins = None if config.policies else build_plugins(place, NO_POLICIES)  # a policy may be a copy of the model
+    parser = build_parser(codec, rollout.parser, needs_calls=needs_calls, base=source.base)
+    plugins = None if config.policies else build_plugins(source, NO_POLICIES)  # a policy may be a copy of the model
     if plugins is not None and check is not None:
         check(plugins, tools)
     if not has_torch:
         set_up_torch(config)
     if config.algorithm.routing != RoutingOptions():  # before weights are loaded: what this model cannot do
-        route_shape(place, build_outline(place, codec.tokenizer))
+        route_shape(source, build_outline(source, codec.tokenizer))
     make = functools.partial(build_model, checkpoint=checkpoint) if has_weights else build_outline
     with Progress("load the model"):
-        model = on_gpu(make(place, codec.tokenizer))
+        model = on_gpu(make(source, codec.tokenizer))
     max_context = max_context_of(rollout.limits, model)
-    media = build_media(place, codec, model)
-    policies = build_policies(place, model=model, codec=codec)
-    plugins = plugins or build_plugins(place, policies)
+    media = build_media(source, codec, model)
+    policies = build_policies(source, model=model, codec=codec)
+    plugins = plugins or build_plugins(source, policies)
     engine = engine or build_engine(
-        place, model, tokenizer=codec.tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
+        source, model, tokenizer=codec.tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
     )
     context = build_context(
-        place,
+        source,
         plugins,
         policies,
         engine=UpdateGate(engine, mode=mode) if (mode := config.engine.update) in ("wait", "abort_resume") else engine,
@@ -166,7 +166,7 @@ def build_parts(
         escape_prompts=rollout.escape_prompts,
         escape_observations=rollout.escape_observations,
     )
-    return Parts(place=place, model=model, engine=engine, context=context, template=template, policies=policies)
+    return Parts(source=source, model=model, engine=engine, context=context, template=template, policies=policies)
 
 
 class Plugins(NamedTuple):
@@ -177,103 +177,105 @@ class Plugins(NamedTuple):
     rewarder: RewardRouter
 
 
-def build_plugins(place: ConfigSource, policies: FurtherPolicies) -> Plugins:
+def build_plugins(source: ConfigSource, policies: FurtherPolicies) -> Plugins:
     """Make the scheduler, what scores its trajectories, and the interactions.
 
     Raises:
         ConfigError: one of them cannot be made.
     """
-    scheduler = build_scheduler(place, policies)
-    rewarder = build_rewarder(place, policies, scheduler)
-    named = place.config.rollout.interactions
-    found = {} if named is None else initialize_interactions_from_config(named, base=place.base, policies=policies.by_name)
-    return Plugins(scheduler=scheduler, interactions=found, rewarder=rewarder)
+    scheduler = build_scheduler(source, policies)
+    rewarder = build_rewarder(source, policies, scheduler)
+    named = source.config.rollout.interactions
+    interactions = (
+        {} if named is None else initialize_interactions_from_config(named, base=source.base, policies=policies.by_name)
+    )
+    return Plugins(scheduler=scheduler, interactions=interactions, rewarder=rewarder)
 
 
-def build_context(place: ConfigSource, plugins: Plugins, policies: FurtherPolicies, **parts: Any) -> RolloutContext:
+def build_context(source: ConfigSource, plugins: Plugins, policies: FurtherPolicies, **parts: Any) -> RolloutContext:
     """Return the context that episodes share: plug-ins, their deadlines, and the `parts` that depend on the engine."""
-    rollout = place.config.rollout
+    rollout = source.config.rollout
     return RolloutContext(
         **plugins._asdict(),
         also=tuple(one.engine for one in policies.by_name.values()),
         interaction_timeout_s=rollout.interaction_timeout_s,
         scheduler_timeout_s=rollout.scheduler_timeout_s,
-        require_interaction_name=place.config.compat.require_interaction_name,
-        monitor=LoopMonitor(limit_s=rollout.watchdog_s, deadline_s=place.config.deadline_s),
+        require_interaction_name=source.config.compat.require_interaction_name,
+        monitor=LoopMonitor(limit_s=rollout.watchdog_s, deadline_s=source.config.deadline_s),
         sanity_every=rollout.sanity_every,
         **parts,
     )
 
 
-def check_plugins(place: ConfigSource) -> None:
+def check_plugins(source: ConfigSource) -> None:
     """Import what the configuration names of the user's own, and refuse what cannot be a plug-in, before anything is loaded.
 
     Raises:
         ConfigError: a class lacks what its kind needs or misspells it, or a reward function cannot be called.
     """
-    config = place.config
-    load_plugins(config.plugins, base=place.base)
+    config = source.config
+    load_plugins(config.plugins, base=source.base)
     if config.rollout.interactions is not None:
-        check_interactions(config.rollout.interactions, base=place.base)
+        check_interactions(config.rollout.interactions, base=source.base)
     if config.rollout.tools.file is not None:
-        check_tools(config.rollout.tools.file, base=place.base)
-    _function_tools(place)
+        check_tools(config.rollout.tools.file, base=source.base)
+    _function_tools(source)
     if config.env is None:
-        _check_scheduler(place)
-    build_rewarder(place)
+        _check_scheduler(source)
+    build_rewarder(source)
 
 
-def _check_scheduler(place: ConfigSource) -> None:
-    found = _scheduler_class(place)
-    if isinstance(found, MultiTurnScheduler):
-        found = type(found)
-    if not isinstance(found, type):
+def _check_scheduler(source: ConfigSource) -> None:
+    scheduler = _scheduler_class(source)
+    if isinstance(scheduler, MultiTurnScheduler):
+        scheduler = type(scheduler)
+    if not isinstance(scheduler, type):
         return
-    check_class(found, SCHEDULER, where=f"rollout.scheduler {shown_name(place.config.rollout.scheduler)!r}")
+    check_class(scheduler, SCHEDULER, where=f"rollout.scheduler {shown_name(source.config.rollout.scheduler)!r}")
 
 
-def _scheduler_shows_tools(place: ConfigSource) -> bool:
-    return place.config.env is None and bool(getattr(_scheduler_class(place), "shows_tools", False))
+def _scheduler_shows_tools(source: ConfigSource) -> bool:
+    return source.config.env is None and bool(getattr(_scheduler_class(source), "shows_tools", False))
 
 
-def _scheduler_class(place: ConfigSource) -> Any:
-    """Return what `rollout.scheduler` names; of a class that was written for another library, what makes a scheduler of it.
+def _scheduler_class(source: ConfigSource) -> Any:
+    """Return the class of `rollout.scheduler`; for a class of another library, its adapter.
 
     Raises:
         ConfigError: the name leads to nothing.
     """
-    name = place.config.rollout.scheduler or "default"
+    name = source.config.rollout.scheduler or "default"
     theirs = {} if name in schedulers or ":" in name else {n: c for one in stand_ins() for n, c in one.schedulers().items()}
     if theirs and name not in theirs and "." not in name:
         raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, [*schedulers, *theirs])}")
-    found = theirs.get(name) or schedulers.resolve(name, base=place.base)
+    scheduler = theirs.get(name) or schedulers.resolve(name, base=source.base)
     adapters = (one.adapt_scheduler for one in stand_ins() if one.adapt_scheduler is not None)
-    adapted = (adapt(found, where=f"rollout.scheduler {shown_name(name)!r}") for adapt in adapters)
-    return next((made for made in adapted if made is not None), found)
+    adapted = (adapt(scheduler, where=f"rollout.scheduler {shown_name(name)!r}") for adapt in adapters)
+    return next((adapter for adapter in adapted if adapter is not None), scheduler)
 
 
-def build_tools(place: ConfigSource, *, codec: Codec) -> ToolBox:
+def build_tools(source: ConfigSource, *, codec: Codec) -> ToolBox:
     """Make the tools of the file and of the named functions."""
-    tools = place.config.rollout.tools
-    found: list[BaseTool] = []
+    tools = source.config.rollout.tools
+    tools_so_far: list[BaseTool] = []
     if tools.file is not None:
-        found += initialize_tools_from_config(tools.file, base=place.base)
-    found += _function_tools(place)
-    return ToolBox([*found, *build_env_tools(place)], tools, codec=codec)
+        tools_so_far += initialize_tools_from_config(tools.file, base=source.base)
+    tools_so_far += _function_tools(source)
+    return ToolBox([*tools_so_far, *build_env_tools(source)], tools, codec=codec)
 
 
-def _function_tools(place: ConfigSource) -> list[BaseTool]:
+def _function_tools(source: ConfigSource) -> list[BaseTool]:
     """Return the functions that `rollout.tools.functions` names.
 
     Raises:
         ConfigError: one of them cannot be imported, or is not decorated as a tool.
     """
-    found: list[BaseTool] = []
-    for name in place.config.rollout.tools.functions:
+    function_tools: list[BaseTool] = []
+    for name in source.config.rollout.tools.functions:
         if name.endswith(".py"):
-            found += load_function_tools(place.base / name)
+            function_tools += load_function_tools(source.base / name)
             continue
-        function = import_attr(name, base=place.base)
+        function = import_attr(name, base=source.base)
         if is_label(name) and not isinstance(function, BaseTool):
             function = FunctionTool(function)
         if not isinstance(function, BaseTool):
@@ -282,28 +284,28 @@ def _function_tools(place: ConfigSource) -> list[BaseTool]:
                 "decorate the function with @polyturn.tool"
             )
         check_class(type(function), TOOL, where=f"tool {shown_name(name)!r}")
-        found.append(function)
-    return found
+        function_tools.append(function)
+    return function_tools
 
 
 def build_rewarder(
-    place: ConfigSource, policies: FurtherPolicies = NO_POLICIES, scheduler: MultiTurnScheduler | None = None
+    config_source: ConfigSource, policies: FurtherPolicies = NO_POLICIES, scheduler: MultiTurnScheduler | None = None
 ) -> RewardRouter:
     """Make the reward router, which scores finished trajectories beside the run's scheduler."""
-    reward = place.config.reward
+    reward = config_source.config.reward
     return RewardRouter(
         {source: _reward_ref(target) for source, target in reward.routes.items()},
         function=None if reward.function is None else _reward_ref(reward.function),
         weighing=Weighing(
             weights=DEFAULT_WEIGHTS if reward.weights is None else reward.weights,
             interaction=reward.interaction,
-            overlong=_overlong(reward.overlong, place.config.rollout.limits),
+            overlong=_overlong(reward.overlong, config_source.config.rollout.limits),
         ),
         calls=reward,
         sandbox=Sandbox.of(reward.sandbox),
         scheduler=scheduler,
         policies=policies.by_name,
-        base=place.base,
+        base=config_source.base,
     )
 
 
@@ -320,15 +322,15 @@ def _overlong(config: Overlong, limits: Limits) -> Overlong | None:
     return dataclasses.replace(config, max_tokens=limit)
 
 
-def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
+def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
     """Make the scheduler.
 
     Raises:
         ConfigError: the name leads to none, it does not take its arguments, or nothing would end its episodes.
     """
-    if place.config.env is not None:
-        return build_env_scheduler(place, policies)
-    rollout = place.config.rollout
+    if source.config.env is not None:
+        return build_env_scheduler(source, policies)
+    rollout = source.config.rollout
     name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
     limits = rollout.limits
     # The default is no choice: an episode that nothing ends would run for two hours before anybody learnt of it.
@@ -338,25 +340,27 @@ def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES
             f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
             f"rollout.limits.max_turns, max_tokens or timeout_s (to another time than its default, {LIMITS.timeout_s:g})"
         )
-    found = _scheduler_class(place)
-    if isinstance(found, MultiTurnScheduler) and not kwargs:
-        return found
-    if callable(found) and has_parameter(found, "base"):
-        kwargs.setdefault("base", place.base)
-    if callable(found) and lacks(found, "policies"):  # one with a default of its own means something else
+    scheduler_class = _scheduler_class(source)
+    if isinstance(scheduler_class, MultiTurnScheduler) and not kwargs:
+        return scheduler_class
+    if callable(scheduler_class) and has_parameter(scheduler_class, "base"):
+        kwargs.setdefault("base", source.base)
+    if callable(scheduler_class) and lacks(
+        scheduler_class, "policies"
+    ):  # one with a default of its own means something else
         kwargs.setdefault("policies", policies.by_name)
     try:
-        inspect.signature(found).bind(**kwargs)
+        inspect.signature(scheduler_class).bind(**kwargs)
     except TypeError as problem:
         raise ConfigError(f"rollout.scheduler_kwargs do not fit the scheduler {name!r}: {problem}") from problem
-    scheduler = found(**kwargs)
+    scheduler = scheduler_class(**kwargs)
     if not isinstance(scheduler, MultiTurnScheduler):
         raise ConfigError(f"rollout.scheduler names {name!r}, which makes no MultiTurnScheduler; inherit that class")
     return scheduler
 
 
 def sampling_params(sampling: Sampling, limits: Limits) -> SamplingParams:
-    """Return how a run samples one completion."""
+    """Return the sampling parameters of one completion."""
     return SamplingParams.of(sampling, max_tokens=limits.max_tokens_per_turn or 1 << 20)
 
 

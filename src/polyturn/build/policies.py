@@ -50,17 +50,17 @@ class FurtherPolicies:
 
     def read_metrics(self) -> dict[str, float]:
         """Return their tokens since this was last called, and their versions."""
-        found = {f"policies/{name}/tokens": float(one.read_tokens()) for name, one in self.by_name.items()}
-        return found | {f"policies/{one.name}/version": float(one.version or 0) for one in self.followers}
+        metrics = {f"policies/{name}/tokens": float(one.read_tokens()) for name, one in self.by_name.items()}
+        return metrics | {f"policies/{one.name}/version": float(one.version or 0) for one in self.followers}
 
 
 def build_policies(
-    place: ConfigSource, *, model: PreTrainedModel | None = None, codec: Codec | None = None
+    source: ConfigSource, *, model: PreTrainedModel | None = None, codec: Codec | None = None
 ) -> FurtherPolicies:
     """Make the further policies of a run.
 
     Args:
-        place: The configuration.
+        source: The configuration.
         model: The model that is trained; None where it is not here, so that nothing can be a copy of it.
         codec: Its tokenizer and template.
 
@@ -69,49 +69,56 @@ def build_policies(
     """
     by_name: dict[str, FrozenPolicy] = {}
     followers: list[PolicySnapshot] = []
-    for name, one in place.config.policies.items():
+    for name, one in source.config.policies.items():
         try:
             if one.model != SELF:
-                by_name[name] = _frozen(name, one, place)
+                by_name[name] = _frozen(name, one, source)
                 continue
             if model is None or codec is None:
                 raise ConfigError("model is `self`, the policy in training, and nothing is trained here; set checkpoint")
-            follower, by_name[name] = _follower(name, one, place, model=model, codec=codec)
+            follower, by_name[name] = _follower(name, one, source, model=model, codec=codec)
             followers.append(follower)
         except PolyturnError as problem:
             raise ConfigError(f"policies.{name}: {problem}") from problem
     return FurtherPolicies(by_name=by_name, followers=tuple(followers))
 
 
-def _frozen(name: str, one: PolicyConfig, place: ConfigSource) -> FrozenPolicy:
-    checkpoint = None if one.checkpoint is None else model_folder(place.base / Path(one.checkpoint).expanduser())
-    own = _own_place(one, place, _model_config(one, place, checkpoint))
+def _frozen(name: str, one: PolicyConfig, source: ConfigSource) -> FrozenPolicy:
+    checkpoint = None if one.checkpoint is None else model_folder(source.base / Path(one.checkpoint).expanduser())
+    own = _own_place(one, source, _model_config(one, source, checkpoint))
     codec = build_codec(own, checkpoint=checkpoint)
     model = build_model(own, codec.tokenizer, checkpoint=checkpoint).requires_grad_(False).eval()
     max_context = _max_context(one, model, default=4096)
     engine = build_engine(own, model, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=checkpoint)
-    return _policy(name, one, place, engine=engine, codec=codec, parser=build_parser(codec), max_context=max_context)
+    return _policy(name, one, source, engine=engine, codec=codec, parser=build_parser(codec), max_context=max_context)
 
 
 def _follower(
-    name: str, one: PolicyConfig, place: ConfigSource, *, model: PreTrainedModel, codec: Codec
+    name: str, one: PolicyConfig, source: ConfigSource, *, model: PreTrainedModel, codec: Codec
 ) -> tuple[PolicySnapshot, FrozenPolicy]:
     from polyturn.training.hf import frozen_copy
     from polyturn.training.policy_snapshots import PolicySnapshot
 
     copied = frozen_copy(model)
-    max_context = _max_context(one, copied, default=place.config.rollout.limits.max_context or 4096)
-    own = _own_place(one, place, place.config.model)
+    max_context = _max_context(one, copied, default=source.config.rollout.limits.max_context or 4096)
+    own = _own_place(one, source, source.config.model)
     engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
     follower = PolicySnapshot(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
-    parser = build_parser(codec, place.config.rollout.parser, base=place.base)
-    return follower, _policy(name, one, place, engine=engine, codec=codec, parser=parser, max_context=max_context)
+    parser = build_parser(codec, source.config.rollout.parser, base=source.base)
+    return follower, _policy(name, one, source, engine=engine, codec=codec, parser=parser, max_context=max_context)
 
 
 def _policy(
-    name: str, one: PolicyConfig, place: ConfigSource, *, engine: Any, codec: Codec, parser: ToolCallParser, max_context: int
+    name: str,
+    one: PolicyConfig,
+    source: ConfigSource,
+    *,
+    engine: Any,
+    codec: Codec,
+    parser: ToolCallParser,
+    max_context: int,
 ) -> FrozenPolicy:
-    rollout = place.config.rollout
+    rollout = source.config.rollout
     return FrozenPolicy(
         name,
         engine=engine,
@@ -125,13 +132,13 @@ def _policy(
     )
 
 
-def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> ConfigSource:
+def _own_place(one: PolicyConfig, source: ConfigSource, model: ModelConfig) -> ConfigSource:
     """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business.
 
     Raises:
         ConfigError: its engine is to sleep.
     """
-    config = place.config
+    config = source.config
     if one.engine is not None and one.engine.update == "sleep":
         raise ConfigError(
             "engine.update is sleep, and only new weights would wake it, of which a policy that is not trained gets none; "
@@ -143,15 +150,15 @@ def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> Co
     changed = config.model_copy(
         update={"model": model, "engine": engine, "rollout": RolloutConfig(), "algorithm": untrained}
     )
-    return ConfigSource(config=changed, base=place.base)
+    return ConfigSource(config=changed, base=source.base)
 
 
-def _model_config(one: PolicyConfig, place: ConfigSource, checkpoint: Path | None) -> ModelConfig:
-    own = place.config.model
+def _model_config(one: PolicyConfig, source: ConfigSource, checkpoint: Path | None) -> ModelConfig:
+    own = source.config.model
     if isinstance(one.model, AnyModelConfig):
         return ModelConfig(**dict(one.model))
     if one.model is not None:
-        path = folder_or_name(one.model, place.base)
+        path = folder_or_name(one.model, source.base)
         return ModelConfig(path=path, dtype=own.dtype)
     assert checkpoint is not None  # the config model requires one of the two
     if (checkpoint / "config.json").is_file():

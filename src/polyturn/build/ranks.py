@@ -45,7 +45,7 @@ class PolicySpec:
 
 
 def policy_options(
-    place: ConfigSource, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
+    source: ConfigSource, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
 ) -> dict[str, Any]:
     """Return the options of the backend that trains `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
     import torch
@@ -53,20 +53,20 @@ def policy_options(
     from polyturn.batching.layout import LayoutSettings
     from polyturn.training.hf import checkpoint_activations
 
-    train = place.config.train
-    if place.config.model.gradient_checkpointing:
+    train = source.config.train
+    if source.config.model.gradient_checkpointing:
         checkpoint_activations(model)
     return {
         "optim": spec.optim.over(spec.steps),
-        "loss": build_loss(place),
+        "loss": build_loss(source),
         "layout": LayoutSettings(
             max_tokens_per_batch=spec.max_tokens_per_batch,
-            packed=packs_rows(place.config, on_gpu=torch.cuda.is_available()),
+            packed=packs_rows(source.config, on_gpu=torch.cuda.is_available()),
             shared_prefix=train.layout.shared_prefix == "auto",
         ),
         "media": media,
-        "reference": build_reference(place, model) if has_frozen else False,
-        "teacher": build_teacher(place, model) if has_frozen else None,
+        "reference": build_reference(source, model) if has_frozen else False,
+        "teacher": build_teacher(source, model) if has_frozen else None,
     }
 
 
@@ -108,10 +108,10 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
         )
 
 
-def holds_weights(place: ConfigSource, *, num_ranks: int) -> bool:
+def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
     """Return whether the process that leads needs a whole model: it trains alone, its engine or another policy has its
     weights from there, or there is no folder that ranks and servers can read."""
-    config = place.config
+    config = source.config
     model, is_remote = config.model, config.cluster.address is not None
     if num_ranks == 1 and not is_remote:
         return True
@@ -120,7 +120,7 @@ def holds_weights(place: ConfigSource, *, num_ranks: int) -> bool:
     is_folder = (
         model.path is not None
         and not is_label(model.path)
-        and Path(folder_or_name(model.path, place.base), "config.json").is_file()
+        and Path(folder_or_name(model.path, source.base), "config.json").is_file()
     )
     return not is_folder or (model.lora is not None and model.lora.adapter is not None)
 
@@ -129,54 +129,54 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
     """Join the process group as its leader, and return the parts with the group of all ranks."""
     from polyturn.training import process_group
 
-    config = parts.place.config
+    config = parts.source.config
     check_ranks(config, num_ranks)
     device = process_group.join(local_rank=local_rank, is_alone=num_ranks == 1)
-    rank = rank_of(parts.place, model_maker(parts.place, parts.tokenizer, given=parts.model), parts.context.media, device)
+    rank = rank_of(parts.source, model_maker(parts.source, parts.tokenizer, model=parts.model), parts.context.media, device)
     rank_group = process_group.ProcessRankGroup(rank, row_width=row_width(config))
     return dataclasses.replace(parts, rank_group=rank_group)
 
 
-def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
+def follow_leader(source: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
     """Follow the leader until it is done, and return its last message; `on_joined` is called once
     all are there."""
     from polyturn.training import process_group
 
-    check_ranks(place.config, num_ranks)
-    make_model, media = model_of(place)
+    check_ranks(source.config, num_ranks)
+    make_model, media = model_of(source)
     device = process_group.join(local_rank=local_rank)
     on_joined()
-    return process_group.follow(rank_of(place, make_model, media, device))
+    return process_group.follow(rank_of(source, make_model, media, device))
 
 
-def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
+def model_of(source: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
     """Return a function that makes the model of a rank without other parts, and its processor."""
-    load_plugins(place.config.plugins, base=place.base)
-    set_up_torch(place.config)
-    codec = build_codec(place)
-    return model_maker(place, codec.tokenizer), build_media(place, codec, build_outline(place, codec.tokenizer))
+    load_plugins(source.config.plugins, base=source.base)
+    set_up_torch(source.config)
+    codec = build_codec(source)
+    return model_maker(source, codec.tokenizer), build_media(source, codec, build_outline(source, codec.tokenizer))
 
 
 def model_maker(
-    place: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, given: PreTrainedModel | None = None
+    source: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, model: PreTrainedModel | None = None
 ) -> Callable[[], PreTrainedModel]:
     """Return a function that makes a rank's model: without weights where it can be read in parts, else a copy.
 
     Args:
-        place: The configuration.
+        source: The configuration.
         tokenizer: For the vocabulary of a model of random weights.
-        given: What the leader has made of an object that the configuration names, which is to be left as it is.
+        model: What the leader has made of an object that the configuration names, which is to be left as it is.
     """
-    path = place.config.model.path
+    path = source.config.model.path
     if path is not None and not is_label(path):
-        reading = dataclasses.replace(place, reads_parts=True)
+        reading = dataclasses.replace(source, reads_parts=True)
         return lambda: build_model(reading, tokenizer)
-    whole = given or build_model(place, tokenizer)
+    whole = model or build_model(source, tokenizer)
     return lambda: copy.deepcopy(whole)
 
 
 def rank_of(
-    place: ConfigSource, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
+    source: ConfigSource, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
 ) -> RankWorker:
     """Return the worker that runs the leader's commands on this rank."""
     from polyturn.training.backend import backends
@@ -185,26 +185,26 @@ def rank_of(
     from polyturn.training.policy import policy_backend
     from polyturn.training.rank_group import RankWorker
 
-    place, degrees = dataclasses.replace(place, reads_parts=True), degrees_of(place.config)
+    source, degrees = dataclasses.replace(source, reads_parts=True), degrees_of(source.config)
 
     def placement(start: Mapping[str, torch.Tensor] | None) -> Placement:
-        kind = backends.resolve(place.config.train.backend, base=place.base, key="train.backend")
-        found: Placement = kind.of(degrees, device, start=start)
-        return found
+        kind = backends.resolve(source.config.train.backend, base=source.base, key="train.backend")
+        own_placement: Placement = kind.of(degrees, device, start=start)
+        return own_placement
 
-    def policy(spec: PolicySpec, held: Held) -> ModelBackend:
+    def policy(spec: PolicySpec, held_models: Held) -> ModelBackend:
         model = make_model()
-        began = placement(held.get("policy"))  # as a warm start left it, if there was one
-        return policy_backend(model, placement=began, **policy_options(place, spec, model, media))
+        began = placement(held_models.get("policy"))  # as a warm start left it, if there was one
+        return policy_backend(model, placement=began, **policy_options(source, spec, model, media))
 
-    def critic(spec: None, held: Held) -> ModelBackend:
+    def critic(spec: None, held_models: Held) -> ModelBackend:
         model, start = make_model(), None
-        if place.config.algorithm.critic.path is None:
-            start = held["policy"]
+        if source.config.algorithm.critic.path is None:
+            start = held_models["policy"]
         else:
-            model = critic_model(place, like=model)
-        if place.config.model.gradient_checkpointing:
+            model = critic_model(source, like=model)
+        if source.config.model.gradient_checkpointing:
             checkpoint_activations(model)
-        return critic_backend(model, placement=placement(start), media=media, **critic_options(place))
+        return critic_backend(model, placement=placement(start), media=media, **critic_options(source))
 
     return RankWorker({"policy": policy, "critic": critic})

@@ -55,15 +55,15 @@ class RunTasks:
     eval_sets: Sequence[EvalSet]
 
 
-def build_run_tasks(place: ConfigSource) -> RunTasks:
+def build_run_tasks(source: ConfigSource) -> RunTasks:
     """Open the tasks of a training run.
 
     Raises:
         ConfigError, DataError: there are none, or they cannot be read.
     """
-    train, eval_sets = build_train_tasks(place), build_eval_sets(place)
+    train, eval_sets = build_train_tasks(source), build_eval_sets(source)
     for name in ("every", "stop_at", "patience") if not eval_sets else ():
-        if value := getattr(place.config.evaluation, name):
+        if value := getattr(source.config.evaluation, name):
             raise ConfigError(
                 f"evaluation.{name} is {value} and there is nothing to evaluate on; set evaluation.data, or drop "
                 f"evaluation.{name}"
@@ -71,65 +71,65 @@ def build_run_tasks(place: ConfigSource) -> RunTasks:
     return RunTasks(train=train, eval_sets=eval_sets)
 
 
-def build_train_tasks(place: ConfigSource) -> Sequence[Task]:
+def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
     """Open what a run trains on: data.train, or the tasks of its environment.
 
     Raises:
         ConfigError, DataError: there is nothing, or two things, or they cannot be read.
     """
-    source, names = place.config.data.train, [e.name for e in env_configs(place)]
+    source, names = config_source.config.data.train, [e.name for e in env_configs(config_source)]
     if source is None and not names:
         raise ConfigError(
             "data.train is not set; name the tasks to train on, as files or as a generator, or an environment that brings "
             "its own (env: textarena:GuessTheNumber-v0; in Python: tasks=rows)"
         )
     if source is None:
-        return build_env_tasks(place, split="train")
+        return build_env_tasks(config_source, split="train")
     if names:
-        return rows_for_env(place, build_tasks(source, base=place.base, split="train"), key="data.train")
-    return build_tasks(source, base=place.base, split="train")
+        return rows_for_env(config_source, build_tasks(source, base=config_source.base, split="train"), key="data.train")
+    return build_tasks(source, base=config_source.base, split="train")
 
 
-def build_sampler(place: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
+def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
     """Return a function that makes the order of tasks anew, from the start.
 
     Raises:
         ConfigError: `data.sampler` names no Curriculum.
     """
-    data, seed = place.config.data, place.config.seed
+    data, seed = source.config.data, source.config.seed
     sampler = data.sampler
     if isinstance(sampler, MixOptions):
-        train = place.config.train
+        train = source.config.train
         # A step uses up the visits of all groups that start for it, also of those that are cut off.
         per_step = train.groups_per_step + (0 if train.carries_over else train.extra_groups)
         shared = MixState()  # made once: a sampler of the same run goes on from what those before it drew
         return functools.partial(TaskMix, tasks, sampler, per_step=per_step, seed=seed, shuffle=data.shuffle, state=shared)
     if sampler is None:
         return functools.partial(TaskSampler, len(tasks), seed=seed, shuffle=data.shuffle)
-    found = import_attr(sampler.name, base=place.base)
-    if not isinstance(found, type) or not issubclass(found, Curriculum):
+    factory = import_attr(sampler.name, base=source.base)
+    if not isinstance(factory, type) or not issubclass(factory, Curriculum):
         raise ConfigError(
             f"data.sampler names {sampler.name!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
         )
-    check_class(found, CURRICULUM, where=f"data.sampler {sampler.name!r}")
+    check_class(factory, CURRICULUM, where=f"data.sampler {sampler.name!r}")
     kwargs = arguments_of(sampler)
-    if has_parameter(found.maker, "base"):
-        kwargs.setdefault("base", place.base)
+    if has_parameter(factory.maker, "base"):
+        kwargs.setdefault("base", source.base)
     try:
-        return found.maker(tasks, seed=seed, shuffle=data.shuffle, **kwargs)
+        return factory.maker(tasks, seed=seed, shuffle=data.shuffle, **kwargs)
     except TypeError as problem:
         raise ConfigError(f"the arguments in data.sampler do not fit the sampler {sampler.name!r}: {problem}") from problem
 
 
-def build_eval_sets(place: ConfigSource) -> list[EvalSet]:
+def build_eval_sets(source: ConfigSource) -> list[EvalSet]:
     """Make the evaluation sets; none when `evaluation.data` is not set."""
-    config = place.config
+    config = source.config
     tasks: Sequence[Task]
     if config.evaluation.data is None:
-        tasks = build_env_tasks(place, split="eval") if config.env is not None and config.data.train is None else []
+        tasks = build_env_tasks(source, split="eval") if config.env is not None and config.data.train is None else []
     else:
-        tasks = build_tasks(config.evaluation.data, base=place.base, split="eval")
-        tasks = rows_for_env(place, tasks, key="evaluation.data") if config.env is not None else tasks
+        tasks = build_tasks(config.evaluation.data, base=source.base, split="eval")
+        tasks = rows_for_env(source, tasks, key="evaluation.data") if config.env is not None else tasks
     if not tasks:
         return []
     return [

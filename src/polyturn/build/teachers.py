@@ -25,11 +25,11 @@ def build_teacher(parts: Parts) -> AdvantageTeacher | None:
     from polyturn.training.self_distill import SelfDistillation
     from polyturn.training.served_teachers import ServedTeachers
 
-    algorithm, context = parts.place.config.algorithm, parts.context
+    algorithm, context = parts.source.config.algorithm, parts.context
     if algorithm.self_distill is not None:
         return SelfDistillation(
             algorithm.self_distill,
-            privileged=build_privileged(algorithm.self_distill, parts.place),
+            privileged=build_privileged(algorithm.self_distill, parts.source),
             encode=lambda task: context.encoder_for(task).start(task.prompt),
             max_positions=int(parts.model.config.get_text_config().max_position_embeddings),
         )
@@ -38,14 +38,14 @@ def build_teacher(parts: Parts) -> AdvantageTeacher | None:
     return None
 
 
-def check_teacher(place: ConfigSource) -> None:
+def check_teacher(source: ConfigSource) -> None:
     """Refuse a teacher of advantages that the configuration alone shows to be of no use.
 
     Raises:
         ConfigError: no loss reads advantages, the privileged text cannot be had, or the run samples at a temperature that
             served teachers do not score at.
     """
-    algorithm = place.config.algorithm
+    algorithm = source.config.algorithm
     if algorithm.teacher is not None and algorithm.loss.name == "none":
         key = "self_distill" if algorithm.self_distill is not None else "served_teachers"
         raise ConfigError(
@@ -53,8 +53,8 @@ def check_teacher(place: ConfigSource) -> None:
             "policy_gradient or ppo_clip"
         )
     if algorithm.self_distill is not None:
-        build_privileged(algorithm.self_distill, place)
-    temperature = place.config.rollout.sampling.temperature
+        build_privileged(algorithm.self_distill, source)
+    temperature = source.config.rollout.sampling.temperature
     if algorithm.served_teachers is not None and temperature not in (0, 1):
         raise ConfigError(
             f"algorithm.served_teachers gives log-probabilities at temperature 1, and rollout.sampling.temperature is "
@@ -71,23 +71,23 @@ def check_teacher_servers(parts: Parts) -> None:
     from polyturn.tokens.codec import load_codec
     from polyturn.training.served_teachers import ServedTeachers, check_served_teachers
 
-    place = parts.place
-    options = place.config.algorithm.served_teachers
-    if options is not None and not place.is_plan:
+    source = parts.source
+    options = source.config.algorithm.served_teachers
+    if options is not None and not source.is_plan:
         check_served_teachers(
             ServedTeachers(options),
             parts.context.codec.tokenizer,
-            load_tokenizer=lambda name: load_codec(folder_or_name(name, place.base)).tokenizer,
+            load_tokenizer=lambda name: load_codec(folder_or_name(name, source.base)).tokenizer,
             max_context=parts.max_context,
         )
 
 
-def task_check(place: ConfigSource) -> Callable[[Task], object] | None:
+def task_check(source: ConfigSource) -> Callable[[Task], object] | None:
     """Return a function that refuses a task that the teacher cannot judge; None where every task is fine."""
     from polyturn.training.self_distill import text_of_row
     from polyturn.training.served_teachers import teacher_of
 
-    algorithm = place.config.algorithm
+    algorithm = source.config.algorithm
     if (served := algorithm.served_teachers) is not None:
         return lambda task: teacher_of(task, served)
     if (own := algorithm.self_distill) is not None and ":" not in own.privileged:
@@ -95,7 +95,7 @@ def task_check(place: ConfigSource) -> Callable[[Task], object] | None:
     return None
 
 
-def build_privileged(options: SelfDistillOptions, place: ConfigSource) -> Privileged | None:
+def build_privileged(options: SelfDistillOptions, source: ConfigSource) -> Privileged | None:
     """Return the function from a trajectory and its group to the privileged text; None where it is a column of the row.
 
     Raises:
@@ -103,6 +103,6 @@ def build_privileged(options: SelfDistillOptions, place: ConfigSource) -> Privil
     """
     if ":" not in options.privileged:
         return None
-    function: Privileged = import_attr(options.privileged, base=place.base)
+    function: Privileged = import_attr(options.privileged, base=source.base)
     check_function(function, _PRIVILEGED, where=f"algorithm.self_distill.privileged {options.privileged!r}")
     return function

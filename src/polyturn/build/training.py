@@ -55,15 +55,15 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
 
     spec = PolicySpec(optim=optim, steps=steps, max_tokens_per_batch=max_tokens_per_batch)
     # A reference or a teacher of ranks is loaded by them.
-    options = policy_options(parts.place, spec, parts.model, parts.context.media, has_frozen=parts.rank_group is None)
+    options = policy_options(parts.source, spec, parts.model, parts.context.media, has_frozen=parts.rank_group is None)
     if parts.rank_group is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
-    path = parts.place.config.model.path
+    path = parts.source.config.model.path
     # An object that a program made may differ between ranks, so they begin with the leader's weights.
     is_object = path is not None and is_label(path)
     start = parts.model.state_dict() if is_object else None
     # An embedded engine of this process samples from the model here, which therefore follows the ranks.
-    samples_here = parts.place.config.cluster.address is None and parts.engine.capabilities.shares_weights
+    samples_here = parts.source.config.cluster.address is None and parts.engine.capabilities.shares_weights
     mirror = parts.model if is_object or samples_here else None
     backend = RankedBackend(parts.rank_group, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
     return ModelPolicy(backend, loss=options["loss"])
@@ -78,7 +78,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
     from polyturn.training.weight_sync import SharedGpus
 
-    place, config = parts.place, parts.place.config
+    source, config = parts.source, parts.source.config
     train = config.train
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
@@ -97,7 +97,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
         ),
-        data=Data(tasks.train, tasks.eval_sets, build_sampler(place, tasks.train)),
+        data=Data(tasks.train, tasks.eval_sets, build_sampler(source, tasks.train)),
         engine=EngineLink(
             channel=channel,
             busy_s=lambda: parts.busy_s,
@@ -127,9 +127,9 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
     from polyturn.batching.loss_scale import build_loss_scale
     from polyturn.training.update import Update, UpdateSettings
 
-    place, config = parts.place, parts.place.config
+    source, config = parts.source, parts.source.config
     train, algorithm = config.train, config.algorithm
-    estimator = build_estimator(place)
+    estimator = build_estimator(source)
     require_scores(parts, estimator)
     return Update(
         policy,
@@ -138,17 +138,17 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             train=train,
             algorithm=algorithm,
             temperature=config.rollout.sampling.temperature,
-            loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
+            loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=source.base),
             min_members=members_needed(estimator, group_size=train.group_size),
             # A teacher and observations teach something about every trajectory.
             drop_small_groups=algorithm.loss.distill is None and not algorithm.learns_without_rewards,
-            drop_zero_variance=drops_zero_variance(place, estimator),
-            correction=build_correction(place),
+            drop_zero_variance=drops_zero_variance(source, estimator),
+            correction=build_correction(source),
         ),
         kl=policy.kl if algorithm.kl_in("loss").target is not None else None,
         entropy=policy.entropy if algorithm.entropy_target is not None else None,
         critic=build_critic(parts, estimator),
-        reward_kl=build_reward_kl(place),
+        reward_kl=build_reward_kl(source),
         teacher=build_teacher(parts),
     )
 
@@ -162,7 +162,7 @@ def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
     from polyturn.training.weight_sync import SharedGpus, SharedWeights, WeightSync
 
     backend = policy.backend
-    config = parts.place.config
+    config = parts.source.config
     if isinstance(backend, RankedBackend) and config.cluster.address is not None and config.engine.kind == "embedded":
         from polyturn.cluster.clients import PushedWeights
 
@@ -224,15 +224,15 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
     """
     from polyturn.training.sft import encode_conversation, trajectory_samples
 
-    place, sft = parts.place, parts.place.config.warm_start
+    source, sft = parts.source, parts.source.config.warm_start
     if sft.conversations is None:
         raise ConfigError("warm_start.conversations is not set; name a jsonl file, a function or a run's folder")
     if ":" in sft.conversations:
-        conversations = generate_conversations(sft.conversations, base=place.base, **sft.kwargs)
-    elif (place.base / sft.conversations).is_dir():
-        return trajectory_samples(open_store(place.base / sft.conversations).trajectories(), min_reward=sft.min_reward)
+        conversations = generate_conversations(sft.conversations, base=source.base, **sft.kwargs)
+    elif (source.base / sft.conversations).is_dir():
+        return trajectory_samples(open_store(source.base / sft.conversations).trajectories(), min_reward=sft.min_reward)
     else:
-        conversations = read_conversations(place.base / sft.conversations)
+        conversations = read_conversations(source.base / sft.conversations)
     context = parts.context
     samples = []
     with Progress("encode conversations", len(conversations)) as bar:
@@ -248,7 +248,7 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
     return samples
 
 
-def build_trackers(place: ConfigSource) -> tuple[TrackerSpec, ...]:
+def build_trackers(source: ConfigSource) -> tuple[TrackerSpec, ...]:
     """Find the trackers of a run and check their keys, before any time is spent.
 
     Raises:
@@ -256,8 +256,8 @@ def build_trackers(place: ConfigSource) -> tuple[TrackerSpec, ...]:
     """
     from polyturn.tracking.manager import tracker_spec
 
-    wanted = [TrackerConfig(name=t) if isinstance(t, str) else t for t in place.config.tracking]
-    return tuple(tracker_spec(t.name, samples=t.samples, base=place.base, **(t.model_extra or {})) for t in wanted)
+    wanted = [TrackerConfig(name=t) if isinstance(t, str) else t for t in source.config.tracking]
+    return tuple(tracker_spec(t.name, samples=t.samples, base=source.base, **(t.model_extra or {})) for t in wanted)
 
 
 def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mapping[str, str] | None = None) -> AlsoRecord:
@@ -265,7 +265,7 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mappin
     from polyturn.tracking.dump import TrajectoryDump
     from polyturn.training.observer import AlsoRecord
 
-    config = parts.place.config
+    config = parts.source.config
 
     def dump(folder: str | None) -> TrajectoryDump | None:
         return None if folder is None else TrajectoryDump(Path(folder).expanduser(), decode)
@@ -284,7 +284,7 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mappin
         eval_dump=dump(config.dump.evaluation),
         has_many_sets=len(eval_sets) > 1,
         store=config.store,
-        trackers=build_trackers(parts.place),
+        trackers=build_trackers(parts.source),
         environ=environ or {},
         **also,
     )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def try_credit(place: ConfigSource) -> None:
+def try_credit(source: ConfigSource) -> None:
     """Call the run's estimator and its policy loss once, where they are not polyturn's.
 
     Raises:
@@ -43,14 +43,14 @@ def try_credit(place: ConfigSource) -> None:
     from polyturn.algorithms.advantages import advantages
     from polyturn.algorithms.losses import policy_losses
 
-    algorithm = place.config.algorithm
-    groups = [_group(number, size=place.config.train.group_size) for number in range(2)]
+    algorithm = source.config.algorithm
+    groups = [_group(number, size=source.config.train.group_size) for number in range(2)]
     name = algorithm.advantage.name
-    if _is_own(advantages.resolve(name, base=place.base, key="algorithm.advantage")):
-        _try("algorithm.advantage", name, lambda: _estimate(groups, build_estimator(place)))
+    if _is_own(advantages.resolve(name, base=source.base, key="algorithm.advantage")):
+        _try("algorithm.advantage", name, lambda: _estimate(groups, build_estimator(source)))
     name = algorithm.loss.name
-    if _is_own(policy_losses.resolve(name, base=place.base, key="algorithm.loss")):
-        _try("algorithm.loss", name, lambda: _lose(groups, build_loss(place)))
+    if _is_own(policy_losses.resolve(name, base=source.base, key="algorithm.loss")):
+        _try("algorithm.loss", name, lambda: _lose(groups, build_loss(source)))
 
 
 def _is_own(function: Any) -> bool:
@@ -100,11 +100,11 @@ def _lose(groups: list[TrajectoryGroup], settings: LossSettings) -> None:
     logprobs_T = (old_T + 0.1).requires_grad_()
     sequence_T = torch.tensor(np.repeat(np.arange(len(samples)), [len(at) for at in picked]))
     advantages_T = tokens([sample.advantages for sample in samples])
-    found = bind(loss, kwargs=kwargs)(logprobs_T, old_T, advantages_T, sequence_T, tokens(marks))
-    if not found.loss_T.requires_grad:
+    loss_of_trial = bind(loss, kwargs=kwargs)(logprobs_T, old_T, advantages_T, sequence_T, tokens(marks))
+    if not loss_of_trial.loss_T.requires_grad:
         raise TrainingError("the policy loss has no gradient; compute it from logprobs_T, without detach() or numbers of it")
     with told_in_a_sentence("the gradient of the policy loss", TrainingError):
-        found.loss_T.sum().backward()
+        loss_of_trial.loss_T.sum().backward()
 
 
 def _samples(groups: list[TrajectoryGroup]) -> list[TrainSample]:

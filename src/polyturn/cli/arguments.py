@@ -27,8 +27,8 @@ class Command(TyperCommand):
             ConfigError: an option that has one value is given twice, or a key is written as an option.
         """
         self._refuse_keys_as_options(args)
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        for option, times in Counter(each for each in given if each.param_type_name == "option").items():
+        _, _, rest = self.make_parser(ctx).parse_args(args=list(args))
+        for option, times in Counter(each for each in rest if each.param_type_name == "option").items():
             if times > 1 and not (option.multiple or option.is_eager):  # type: ignore[attr-defined]
                 raise ConfigError(f"{max(option.opts, key=len)} is given {times} times; keep one of them")
         return super().parse_args(ctx, args)
@@ -38,11 +38,11 @@ class Command(TyperCommand):
         if not any(param.name == "overrides" for param in self.params):
             return
         known = {option for param in self.params for option in (*param.opts, *param.secondary_opts)}
-        for place, arg in enumerate(takewhile(lambda arg: arg != "--", args)):
+        for position, arg in enumerate(takewhile(lambda arg: arg != "--", args)):
             option, equals, value = arg.partition("=")
             if not option.startswith("--") or option in known:
                 continue
-            following = args[place + 1] if place + 1 < len(args) and not args[place + 1].startswith("-") else "…"
+            following = args[position + 1] if position + 1 < len(args) and not args[position + 1].startswith("-") else "…"
             if key := _key_of(option.removeprefix("--"), value if equals else following):
                 raise ConfigError(f"there is no option {option}; keys of a configuration follow without dashes: {key}")
 

@@ -77,9 +77,9 @@ def _tokenizer_of(model: str) -> str:
         return str(packaged(model))
     if not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return model
-    for place in (folder / "tokenizer", folder / "model"):
-        if place.is_dir():
-            return str(place)
+    for subfolder in (folder / "tokenizer", folder / "model"):
+        if subfolder.is_dir():
+            return str(subfolder)
     if (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir():
         raise ConfigError(f"the run in {model!r} has no tokenizer/ to check; name the folder of its model")
     return model
@@ -89,8 +89,8 @@ def _refuse(name: str, error: str, *, as_json: bool) -> bool:
     """Print why there is no safe strategy."""
     if as_json:
         none = dict.fromkeys(("strategy", "inference_strategy", "parser"), "none")
-        found = {"template": name, **none, "reason": error, "error": error, "violations": [error]}
-        Output().text(json.dumps({**found, "control_tokens_from_text": 0, "properties": {}}, ensure_ascii=False))
+        row = {"template": name, **none, "reason": error, "error": error, "violations": [error]}
+        Output().text(json.dumps({**row, "control_tokens_from_text": 0, "properties": {}}, ensure_ascii=False))
         return False
     table = Table("property", "value", box=None, pad_edge=False)
     table.add_row("template", name)

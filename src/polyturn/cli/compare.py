@@ -22,21 +22,21 @@ def run(a: Path, b: Path, *, split: str | None, success_at: float, as_json: bool
     """
     stores = open_store(a), open_store(b)
     splits = [split] if split is not None else _common(stores[0], stores[1], a, b)
-    found = {}
+    comparisons = {}
     for name in splits:
         newest = [
             store.select(split=name, step=_last_step(store, name, folder))
             for store, folder in zip(stores, (a, b), strict=True)
         ]
-        found[name] = compare(newest[0].groups(), newest[1].groups(), success_at=success_at)
-    data = {"a": str(a), "b": str(b), "splits": {name: one.to_json() for name, one in found.items()}}
+        comparisons[name] = compare(newest[0].groups(), newest[1].groups(), success_at=success_at)
+    data = {"a": str(a), "b": str(b), "splits": {name: one.to_json() for name, one in comparisons.items()}}
     written = b / f"compare-{a.resolve().name}.json"
     written.write_text(json.dumps(data, indent=2) + "\n")
     out = Output()
     if as_json:
         out.text(json.dumps(data))
         return
-    for name, one in found.items():
+    for name, one in comparisons.items():
         _show(out, name, one)
     out.fact("A is", a)
     out.fact("B is", b)

@@ -18,10 +18,10 @@ PLAIN_WIDTH = 160
 def program() -> list[str]:
     """Return the words that start this program again: `polyturn` where the shell finds this one, else its path."""
     own = Path(sys.executable).with_name("polyturn")
-    found = shutil.which("polyturn")
+    path = shutil.which("polyturn")
     if not own.is_file():
-        return ["polyturn"] if found is not None else [sys.executable, "-m", "polyturn"]
-    if found is not None and Path(found).resolve() == own.resolve():
+        return ["polyturn"] if path is not None else [sys.executable, "-m", "polyturn"]
+    if path is not None and Path(path).resolve() == own.resolve():
         return ["polyturn"]
     return [str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)]
 

@@ -29,10 +29,10 @@ def find_dialect(name: str) -> ConfigDialect:
     """
     if name not in offered(GROUP):
         raise UnknownNameError(f"--dialect: there is no {name!r}.{did_you_mean(name, offered(GROUP))}")
-    found = load_offered(GROUP, name, where="--dialect")
-    if not isinstance(found, ConfigDialect):
-        raise wrong_kind(GROUP, name, found, where="--dialect", needs="a polyturn.config.dialect.ConfigDialect")
-    return found
+    dialect = load_offered(GROUP, name, where="--dialect")
+    if not isinstance(dialect, ConfigDialect):
+        raise wrong_kind(GROUP, name, dialect, where="--dialect", needs="a polyturn.config.dialect.ConfigDialect")
+    return dialect
 
 
 def spelled_out(arguments: Sequence[str]) -> Iterator[str]:
@@ -112,8 +112,8 @@ def dialect_of(path: Path) -> str | None:
         return None
     ours = {"defaults", *RunConfig.model_fields}
     for name, one in load_each(GROUP, ConfigDialect):
-        found = keys & (one.usual_keys | one.own_keys)
-        if found & one.own_keys or (len(found) > 1 and found - ours):
+        keys_of_dialect = keys & (one.usual_keys | one.own_keys)
+        if keys_of_dialect & one.own_keys or (len(keys_of_dialect) > 1 and keys_of_dialect - ours):
             return name
     return None
 

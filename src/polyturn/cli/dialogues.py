@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from polyturn.api.show import said
+from polyturn.api.show import message_text
 from polyturn.core.printable import printable
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import StoredRun
@@ -63,7 +63,7 @@ def _side_by_side(before: Trajectory, after: Trajectory, *, task: str) -> Table:
         table.add_column(f"{name}: reward {one.reward.total:g}" if one.reward else f"{name}: no reward", ratio=1)
     shared = 0
     for old, new in zip(before.messages, after.messages, strict=False):
-        if (old.role, said(old)) != (new.role, said(new)):
+        if (old.role, message_text(old)) != (new.role, message_text(new)):
             break
         shared += 1
     for number in range(max(len(before.messages), len(after.messages))):
@@ -78,5 +78,5 @@ def _side_by_side(before: Trajectory, after: Trajectory, *, task: str) -> Table:
 def _cell(trajectory: Trajectory, number: int) -> Text:
     if number >= len(trajectory.messages):
         return Text("")
-    text = printable(said(trajectory.messages[number]))
+    text = printable(message_text(trajectory.messages[number]))
     return Text(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ... ({len(text)} characters)")

@@ -68,18 +68,18 @@ class Extra(NamedTuple):
 def run(*, as_json: bool) -> None:
     """Print what is here and what is missing."""
     facts = environment()
-    found = list(extras())
+    checks = list(extras())
     programs = {name: shutil.which(name) for name in PROGRAMS}
     servers = {name: _version(name) for name in SERVERS}
     if as_json:
-        listed = {e.name: e._asdict() for e in found}
+        listed = {e.name: e._asdict() for e in checks}
         print(json.dumps({**facts, "extras": listed, "programs": programs, "servers": servers}))
         return
     out = Output()
     for name, value in facts.items():
         out.fact(name, value)
     table = Table("feature", "needs", "state", box=None, pad_edge=False)
-    for extra in found:
+    for extra in checks:
         state = f"missing {', '.join(extra.missing)}: pip install 'polyturn[{extra.name}]'" if extra.missing else "ready"
         needs = ", ".join([*extra.installed, *extra.missing])
         of_library = f"plug-ins written for {extra.name}" if extra.name in offered(NAMESPACES) else extra.name
@@ -101,14 +101,14 @@ def run_project(path: Path, *, as_json: bool) -> bool:
     """
     from polyturn.cli.project import explain
 
-    found = list(explain(path))
+    checks = list(explain(path))
     if as_json:
-        print(json.dumps({name: {"is": said, "is_right": is_right} for name, said, is_right in found}))
+        print(json.dumps({name: {"is": value, "is_right": is_right} for name, value, is_right in checks}))
     else:
         out = Output()
-        for name, said, is_right in found:
-            out.fact(name, said if is_right else f"PROBLEM: {said}")
-    return all(is_right for *_, is_right in found)
+        for name, value, is_right in checks:
+            out.fact(name, value if is_right else f"PROBLEM: {value}")
+    return all(is_right for *_, is_right in checks)
 
 
 def environment() -> dict[str, str]:
@@ -161,11 +161,11 @@ def _torch() -> dict[str, str]:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {"torch": f"{_version('torch')}, and it cannot be imported: {reason}"}
-    told = json.loads(done.stdout.splitlines()[-1])
-    gpus = ", ".join(told["gpus"]) or "none"
+    facts = json.loads(done.stdout.splitlines()[-1])
+    gpus = ", ".join(facts["gpus"]) or "none"
     return {
-        "torch": f"{told['torch']}, {told['threads']} threads",
-        "GPUs": f"{gpus} (CUDA {told['cuda'] or 'not built in'})",
+        "torch": f"{facts['torch']}, {facts['threads']} threads",
+        "GPUs": f"{gpus} (CUDA {facts['cuda'] or 'not built in'})",
     }
 
 

@@ -59,8 +59,10 @@ def _end_anyway(code: int) -> None:
     left = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread() and t.ident in frames]
     for thread in left:
         frame = frames[thread.ident or 0]
-        place = place_of([f for f, _ in traceback.walk_stack(frame)][::-1]) or f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        logger.warning("abandoned at the end of the process: the thread %r in %s", thread.name, place)
+        location = (
+            place_of([f for f, _ in traceback.walk_stack(frame)][::-1]) or f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        )
+        logger.warning("abandoned at the end of the process: the thread %r in %s", thread.name, location)
     if not left:
         logger.warning("abandoned at the end of the process: an exit handler that took longer than %g s", GRACE_S)
     _flush()

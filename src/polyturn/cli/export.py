@@ -20,7 +20,7 @@ import httpx
 from safetensors import SafetensorError, safe_open
 
 from polyturn import build
-from polyturn.api.folders import open_place
+from polyturn.api.folders import open_source
 from polyturn.cli.console import Output, command
 from polyturn.config.load import base_of
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
@@ -63,14 +63,14 @@ def run(
     kept = dtype or _dtype_of_origin(source)
     if kept is not None:
         _cast(out, kept)
-    said = Output()
-    said.fact("model", f"{out} ({_dtype_of(out) or 'of several dtypes'})")
-    said.fact("from", model.parent if model.name == MODEL else model)
+    console = Output()
+    console.fact("model", f"{out} ({_dtype_of(out) or 'of several dtypes'})")
+    console.fact("from", model.parent if model.name == MODEL else model)
     best = Checkpoints(source / "checkpoints").best()
     if best is not None and best / MODEL != model:
-        said.fact("best", f"another checkpoint did better in evaluation: {command('export', best, '-o', f'{out}-best')}")
+        console.fact("best", f"another checkpoint did better in evaluation: {command('export', best, '-o', f'{out}-best')}")
     if hub is not None and push_to is not None:
-        said.fact("on the hub", _push(hub, out, push_to))
+        console.fact("on the hub", _push(hub, out, push_to))
 
 
 def _sign_in(name: str) -> HfApi:
@@ -202,14 +202,14 @@ def _merge(model: Path, out: Path, *, config: Path) -> None:
     from polyturn.training import hf
     from polyturn.training.lora import CONFIG_FILE
 
-    place, _ = open_place(config, [])
-    own = place.config.model
+    source, _ = open_source(config, [])
+    own = source.config.model
     # The config in a run's folder says paths as they were beside the original one; the adapter has its base as it was found.
-    found = json.loads((model / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if own.path is not None and found and not (place.base / own.path).is_dir() and Path(found).is_dir():
-        place = replace(place, config=place.config.model_copy(update={"model": own.model_copy(update={"path": found})}))
+    base = json.loads((model / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if own.path is not None and base and not (source.base / own.path).is_dir() and Path(base).is_dir():
+        source = replace(source, config=source.config.model_copy(update={"model": own.model_copy(update={"path": base})}))
     tokenizer = load_codec(str(model)).tokenizer
-    adapted = build.build_model(place, tokenizer, checkpoint=model)
+    adapted = build.build_model(source, tokenizer, checkpoint=model)
     hf.save_model(adapted, out, tokenizer=tokenizer)
 
 

@@ -38,11 +38,11 @@ def run(
         return build_index(passages, out, vectors=read_matrix(vectors), embedder=name)
     if embedder is None:
         return build_index(passages, out)
-    held = list(passages)
-    if not held:
-        return build_index(held, out)
-    made = embed_all([passage.contents for passage in held], embedder)
-    return build_index(held, out, vectors=made, embedder=embedder.name)
+    all_passages = list(passages)
+    if not all_passages:
+        return build_index(all_passages, out)
+    all_vectors = embed_all([passage.contents for passage in all_passages], embedder)
+    return build_index(all_passages, out, vectors=all_vectors, embedder=embedder.name)
 
 
 def embed_option(embed: str | None, model: str | None) -> Any:

@@ -60,7 +60,7 @@ def files(name: str, *, kind: str) -> Iterator[tuple[str, str]]:
     environment = jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     written: set[str] = set()
     for part in (kind, "common"):
-        for template in sorted((templates / part).iterdir(), key=lambda found: found.name):
+        for template in sorted((templates / part).iterdir(), key=lambda entry: entry.name):
             file = template.name.removesuffix(".jinja").replace("gitignore", ".gitignore")
             if file not in written:
                 written.add(file)

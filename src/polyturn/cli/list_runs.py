@@ -42,5 +42,5 @@ def _row(path: Path) -> tuple[str, ...]:
         (v for line in reversed(lines) for k, v in line.items() if k.startswith("eval/") and k.endswith("/success")), None
     )
     reward = next((line["reward/mean"] for line in reversed(lines) if "reward/mean" in line), None)
-    shown = ("-" if value is None else f"{value:.3f}" for value in (success, reward))
-    return "-" if step is None else str(step), *shown, str(len(store)), str(failed), when
+    cells = ("-" if value is None else f"{value:.3f}" for value in (success, reward))
+    return "-" if step is None else str(step), *cells, str(len(store)), str(failed), when

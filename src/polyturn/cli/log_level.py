@@ -16,5 +16,5 @@ def log_level(environ: Mapping[str, str], default: str = "INFO") -> str:
     """Return the name of the level that the environment asks for: `log_level({"POLYTURN_LOG_LEVEL": "warn"})` is WARNING."""
     ends = [name for name in environ if name.endswith(_OF_OTHERS)]
     theirs = [f"{name.upper()}{_OF_OTHERS}" for name in offered(NAMESPACES)] if ends else []
-    given = next((environ[name] for name in (OWN, *theirs) if environ.get(name)), default).strip().upper()
-    return _ALIASES.get(given, given)
+    level = next((environ[name] for name in (OWN, *theirs) if environ.get(name)), default).strip().upper()
+    return _ALIASES.get(level, level)

@@ -120,6 +120,6 @@ def guarded(run: Callable[[], object]) -> None:
         sys.exit(130)
 
 
-def _refuse(said: str) -> NoReturn:
-    print(f"polyturn: {printable(hide(said, *secret_variables(os.environ)))}", file=sys.stderr)
+def _refuse(message: str) -> NoReturn:
+    print(f"polyturn: {printable(hide(message, *secret_variables(os.environ)))}", file=sys.stderr)
     sys.exit(2)

@@ -52,11 +52,11 @@ def config_of(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    found = [path / "config.yaml"] if (path / "config.yaml").is_file() else sorted(path.glob("*.yaml"))
-    if len(found) != 1:
-        has = f"the YAML files {', '.join(p.name for p in found)}" if found else "no YAML file"
+    configs = [path / "config.yaml"] if (path / "config.yaml").is_file() else sorted(path.glob("*.yaml"))
+    if len(configs) != 1:
+        has = f"the YAML files {', '.join(p.name for p in configs)}" if configs else "no YAML file"
         raise ConfigError(f"{str(path)!r} has {has}, and no config.yaml; name the config, or begin with `polyturn init`")
-    return found[0]
+    return configs[0]
 
 
 def _model(source: ConfigSource) -> str:
@@ -77,22 +77,24 @@ def _model(source: ConfigSource) -> str:
 def _plugins(source: ConfigSource) -> str:
     check_plugins(source)
     rollout, config = source.config.rollout, source.config
-    found = [f"tool {name}" for name in rollout.tools.functions]
+    plugins = [f"tool {name}" for name in rollout.tools.functions]
     if isinstance(rollout.tools.file, str):
-        found.append(f"tools of {rollout.tools.file}")
+        plugins.append(f"tools of {rollout.tools.file}")
     else:
-        found += [f"tool {one.get('class_name', one)}" for one in rollout.tools.file or ()]
+        plugins += [f"tool {one.get('class_name', one)}" for one in rollout.tools.file or ()]
     if isinstance(rollout.interactions, str):
-        found.append(f"interactions of {rollout.interactions}")
+        plugins.append(f"interactions of {rollout.interactions}")
     else:
-        found += [f"interaction {one.get('class_name', one)}" for one in rollout.interactions or ()]
+        plugins += [f"interaction {one.get('class_name', one)}" for one in rollout.interactions or ()]
     if config.env is not None:
-        found.append(f"environment {config.env if isinstance(config.env, str) else getattr(config.env, 'name', config.env)}")
+        plugins.append(
+            f"environment {config.env if isinstance(config.env, str) else getattr(config.env, 'name', config.env)}"
+        )
     if rollout.scheduler is not None:
-        found.append(f"scheduler {rollout.scheduler} {rollout.scheduler_kwargs or ''}".rstrip())
+        plugins.append(f"scheduler {rollout.scheduler} {rollout.scheduler_kwargs or ''}".rstrip())
     if config.reward.function is not None:
-        found.append(f"reward {config.reward.function.name}")
-    return ", ".join(found) or "none: the model answers once"
+        plugins.append(f"reward {config.reward.function.name}")
+    return ", ".join(plugins) or "none: the model answers once"
 
 
 def _tasks(source: ConfigSource) -> str:

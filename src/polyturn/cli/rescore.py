@@ -43,32 +43,32 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     if reward in EPISODE_ROUTES:
         _check_recorded(store, reward)
     router = RewardRouter({"*": reward}, function=reward, weighing=Weighing(weights={"outcome": 1.0}), base=Path())
-    found = run_loop(rescore(store, router))
+    rescored_groups = run_loop(rescore(store, router))
     out.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(found, out)
+    pq.write_table(rescored_groups, out)
     table = Table("split", "trajectories", "reward", "new reward", "changed", "not scored", box=None, pad_edge=False)
-    for split in sorted(set(found["split"].to_pylist())):
-        rows = found.filter(pc.equal(found["split"], split))
+    for split in sorted(set(rescored_groups["split"].to_pylist())):
+        rows = rescored_groups.filter(pc.equal(rescored_groups["split"], split))
         scored = rows.filter(pc.is_valid(rows["new_reward"]))
         changed = sum(a != b for a, b in zip(scored["reward"].to_pylist(), scored["new_reward"].to_pylist(), strict=True))
         means = [_mean(pc.mean(scored[name]).as_py()) for name in ("reward", "new_reward")]
         table.add_row(split, str(rows.num_rows), *means, str(changed), str(rows.num_rows - scored.num_rows))
     console = Output()
     console.table(table)
-    reasons = [e for e in found["error"].to_pylist() if e is not None]
+    reasons = [e for e in rescored_groups["error"].to_pylist() if e is not None]
     if reasons:
         console.text(f"the first that could not be scored: {reasons[0]}")
     console.fact("written", out)
-    if len(reasons) == found.num_rows:
-        raise RolloutError(f"none of the {found.num_rows} trajectories could be scored")
+    if len(reasons) == rescored_groups.num_rows:
+        raise RolloutError(f"none of the {rescored_groups.num_rows} trajectories could be scored")
 
 
 def _check_recorded(store: StoredRun, route: str) -> None:
-    held = sorted({name for row in store.table(["components"])["components"].to_pylist() for name, _ in row or ()})
-    if not any(name == route or (route == "tools" and name.startswith("tool/")) for name in held):
+    components = sorted({name for row in store.table(["components"])["components"].to_pylist() for name, _ in row or ()})
+    if not any(name == route or (route == "tools" and name.startswith("tool/")) for name in components):
         raise DataError(
             f"--reward {route}: none of the {len(store)} trajectories holds such a score, so that each would get 0; "
-            f"recorded are {', '.join(held) or 'no rewards'}; name a reward function, or another run"
+            f"recorded are {', '.join(components) or 'no rewards'}; name a reward function, or another run"
         )
 
 

@@ -85,12 +85,12 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
         finally:
             await parts.context.close()
 
-    with ExitStack() as held:
+    with ExitStack() as stack:
         record = None
         if hosted.record is not None:
             from polyturn.store.parquet_store import ParquetStore
 
-            store = held.enter_context(ParquetStore(hosted.record))
+            store = stack.enter_context(ParquetStore(hosted.record))
             keep_tokenizer(parts, hosted.record)
 
             def record(group: TrajectoryGroup) -> None:
@@ -115,5 +115,5 @@ def unused_keys(config: RunConfig) -> list[str]:
 def _names(config: Any) -> list[str]:
     """Return the names that requests may call the model by: its path, the last part of it, and the run's name."""
     path = config.model.path
-    found = [] if path is None else [str(path), Path(path).name]
-    return list(dict.fromkeys([*found, config.name, "polyturn"]))
+    names = [] if path is None else [str(path), Path(path).name]
+    return list(dict.fromkeys([*names, config.name, "polyturn"]))

@@ -97,5 +97,5 @@ def serve_search(
     searcher = Searcher.of_config({"index": str(index), "embed": embed_option(embed, model)})
     deadline_s = 30.0 if options.deadline_s is None else options.deadline_s
     app = create_app(searcher, topk=topk, deadline_s=deadline_s, rules=rules)
-    said = f" ({len(searcher.index)} passages, {searcher.mode.value})"
-    listen(app, options, rules, what="search", path="/retrieve", more=said)
+    details = f" ({len(searcher.index)} passages, {searcher.mode.value})"
+    listen(app, options, rules, what="search", path="/retrieve", more=details)

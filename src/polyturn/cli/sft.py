@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import ANOTHER_FOLDER, new_run_folder, open_place
+from polyturn.api.folders import ANOTHER_FOLDER, new_run_folder, open_source
 from polyturn.api.signals import Signals
 from polyturn.cli.console import Output, command
 from polyturn.config.load import write_resolved
@@ -24,22 +24,22 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
 
     A `checkpoint` that is the folder of such a run, interrupted before its end, lets that run go on.
     """
-    place, resolved = open_place(path, overrides)
-    if place.config.warm_start.steps == 0:
+    source, resolved = open_source(path, overrides)
+    if source.config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
     if checkpoint is None:
-        check_writable(Path(place.config.out), instead=ANOTHER_FOLDER)
-    build.check_plugins(place)
-    build.check_warm_start(place)
+        check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
+    build.check_plugins(source)
+    build.check_warm_start(source)
     from polyturn.api.warm_starting import warm_checkpoints, warm_start  # imports PyTorch, which takes seconds
 
     interrupted = checkpoint if checkpoint is not None and warm_checkpoints(checkpoint).latest() is not None else None
-    folder = interrupted or Path(place.config.out) / f"{place.config.name}-sft"
+    folder = interrupted or Path(source.config.out) / f"{source.config.name}-sft"
     check_writable(interrupted or folder.parent, instead=ANOTHER_FOLDER)
-    parts = build.build_parts(place, checkpoint=None if interrupted else build.model_folder(checkpoint))
+    parts = build.build_parts(source, checkpoint=None if interrupted else build.model_folder(checkpoint))
     folder = interrupted or new_run_folder(folder)
     again = command("sft", path, *overrides, "--checkpoint", folder)
-    keep_settings = functools.partial(write_resolved, resolved, folder / "config.yaml", base=place.base)
+    keep_settings = functools.partial(write_resolved, resolved, folder / "config.yaml", base=source.base)
     out = Output()
     with hold_folder(folder):
         if interrupted is None:

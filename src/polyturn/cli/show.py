@@ -148,8 +148,8 @@ def _span(
 
 def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split: str | None, tokens: bool) -> None:
     record = stored.record(trajectory, split=split)
-    place = f"{record.split}, step {record.step}, group {record.group}"
-    out.text(f"{record.trajectory.id}  {place}", style="bold")
+    location = f"{record.split}, step {record.step}, group {record.group}"
+    out.text(f"{record.trajectory.id}  {location}", style="bold")
     if tokens:
         show_tokens(out.console, record, TokenTexts(folder))
         return
@@ -205,12 +205,12 @@ def _cell(value: object) -> str:
 def _nothing(folder: Path, stored: StoredRun, *, split: str | None, where: str | None) -> str:
     if stored.problems:
         return f"{folder}: not one of its {len(stored.problems)} parts of trajectories can be read"
-    asked = (f" of the split {split!r}" if split else "") + (f" where {where}" if where else "")
-    hint = "" if asked else "; if it has just begun, they come with its first step"
+    conditions = (f" of the split {split!r}" if split else "") + (f" where {where}" if where else "")
+    hint = "" if conditions else "; if it has just begun, they come with its first step"
     if split is not None and where is None:
         hint = did_you_mean(split, {str(name) for name in stored.table(["split"])["split"].to_pylist()})
         hint = f".{hint}"
-    return f"{folder} has no trajectories{asked}{hint}"
+    return f"{folder} has no trajectories{conditions}{hint}"
 
 
 def _weights(span: Span) -> np.ndarray:
@@ -219,11 +219,11 @@ def _weights(span: Span) -> np.ndarray:
 
 def _trained_weights(record: StoredTrajectory, segment: int) -> np.ndarray:
     """Return [T] the weights that the loss used; those of the spans where the trajectory was not trained."""
-    held = record.trajectory.segments[segment].loss_weights
+    weights = record.trajectory.segments[segment].loss_weights
     if record.trained.dropped is not None or record.trajectory.is_failed or not record.split.startswith("train"):
-        return np.zeros_like(held)
+        return np.zeros_like(weights)
     if record.trained.weights is None:
-        return held
+        return weights
     return np.nan_to_num(record.on_tokens(segment, record.trained.weights))
 
 

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from polyturn import build
-from polyturn.api.folders import open_place
+from polyturn.api.folders import open_source
 from polyturn.api.training import RunOptions, TrainedRun, run_training
 from polyturn.cli.console import Output, command, program
 from polyturn.cli.dialogues import dialogues
@@ -30,17 +30,17 @@ ROWS = {
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool, with_ids: bool = False) -> None:
     """Train the run that `path` describes."""
-    place, resolved = open_place(path, overrides, resume=resume)
+    source, resolved = open_source(path, overrides, resume=resume)
 
     def again(name: str) -> list[str]:
-        renamed = [] if name == place.config.name else [f"name={name}"]
+        renamed = [] if name == source.config.name else [f"name={name}"]
         return [*program(), "train", str(path), *overrides, *renamed, "--resume"]
 
-    train(place, resolved, again=again, resume=resume, dry_run=dry_run, with_ids=with_ids)
+    train(source, resolved, again=again, resume=resume, dry_run=dry_run, with_ids=with_ids)
 
 
 def train(
-    place: build.ConfigSource,
+    source: build.ConfigSource,
     resolved: Mapping[str, Any],
     *,
     again: Callable[[str], Sequence[str]],
@@ -51,7 +51,7 @@ def train(
     """Train a run, and say what it came to.
 
     Args:
-        place: Its configuration.
+        source: Its configuration.
         resolved: The same as plain data that is safe to write.
         again: Returns the command that goes on with the run of a name.
         resume: Whether it goes on from the latest checkpoint of its folder; "auto" where there is one.
@@ -73,7 +73,7 @@ def train(
         dry_run=show if dry_run else None,
         on_folder=lambda folder: out.fact("run folder", folder),
     )
-    finished = run_training(place, resolved, options)
+    finished = run_training(source, resolved, options)
     if isinstance(finished, TrainedRun):
         _tell(finished, out)
 

@@ -23,8 +23,8 @@ def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = N
     with needing("view", what="the viewer"):
         from polyturn.viewer.app import MAX_BODY_BYTES, create_app
         from polyturn.viewer.run_view import RunView
-    found = [RunView(folder) for folder in find_runs(folders)]
-    known = {view.folder for view in found}
+    views = [RunView(folder) for folder in find_runs(folders)]
+    known = {view.folder for view in views}
     waiting = None if desk is None else open_desk(desk)
 
     def appeared() -> list[RunView]:
@@ -35,9 +35,9 @@ def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = N
         known.update(new)
         return [RunView(folder) for folder in new]
 
-    Output().fact("runs", ", ".join(view.name for view in found))
+    Output().fact("runs", ", ".join(view.name for view in views))
     show_page(
-        lambda rules: create_app(found, appeared=appeared, desk=waiting, rules=rules),
+        lambda rules: create_app(views, appeared=appeared, desk=waiting, rules=rules),
         options,
         label="look at",
         max_body_bytes=MAX_BODY_BYTES,

@@ -123,10 +123,10 @@ class ClusterEngine:
             EngineLostError: the pool is lost.
         """
         try:
-            found: dict[str, float] = ray.get(self.pool.handle.read_metrics.remote())
+            metrics: dict[str, float] = ray.get(self.pool.handle.read_metrics.remote())
         except RayActorError as problem:
             raise EngineLostError(self.pool.crash_report()) from problem
-        return found
+        return metrics
 
     async def close(self) -> None:
         """Let the servers and the pool end."""
@@ -190,8 +190,8 @@ class ClusterEngine:
         try:
             assert self._verify is not None
             await self._verify(self._servers[news.replica].engine, news.version)
-        except EngineError as found:
-            problem = found
+        except EngineError as caught:
+            problem = caught
         await self._call("verdict", news.question, problem)
 
 
@@ -222,5 +222,5 @@ class OneReplica:
 
     async def checksums(self) -> ServerChecksums | None:
         """Return the checksums of what it holds, if it can say."""
-        found: ServerChecksums | None = await self._call("at", self._name, "checksums")
-        return found
+        checksums: ServerChecksums | None = await self._call("at", self._name, "checksums")
+        return checksums

@@ -34,7 +34,7 @@ class JournalEntry(NamedTuple):
 class ResumeState(NamedTuple):
     """The leader's journal of a group that a pool is to resume."""
 
-    held: Mapping[str, JournaledEpisode]
+    episodes: Mapping[str, JournaledEpisode]
     """Of its episodes, those that were in flight before."""
     why_not: str | None
     """Why no turn is kept at all."""
@@ -58,7 +58,7 @@ class WorkerJournal:
         """Take what the leader holds of episodes that are about to run here; None where it keeps no journal."""
         self._is_kept = state is not None
         if state is not None:
-            self._held.update(state.held)
+            self._held.update(state.episodes)
             self.why_not = state.why_not
 
     async def posts(self, received: int) -> list[JournalEntry]:
@@ -86,8 +86,8 @@ class WorkerJournal:
         Raises:
             SnapshotError: the line cannot be made.
         """
-        made = await self._thread.submit(lambda: to_line(episode, line))
-        number = self._say(episode=episode, line=made)
+        written_line = await self._thread.submit(lambda: to_line(episode, line))
+        number = self._say(episode=episode, line=written_line)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._waiting[number]
 

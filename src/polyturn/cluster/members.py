@@ -60,8 +60,8 @@ class Member:
         lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
         lines = [line for line in lines if not line.startswith(":")][-_NUM_LINES:]  # Ray's own marks begin with a colon
         where = f"process {self.home.pid} on {self.home.address}"
-        said = "\n".join(f"  {line}" for line in lines) or "  (nothing on this machine; see `ray logs` on its node)"
-        return f"{self.name} ({where}) died. The last lines of its log:\n{said}"
+        text = "\n".join(f"  {line}" for line in lines) or "  (nothing on this machine; see `ray logs` on its node)"
+        return f"{self.name} ({where}) died. The last lines of its log:\n{text}"
 
     def is_dead(self) -> bool:
         """Return whether it is known to have died."""
@@ -86,14 +86,14 @@ class ResourceRequest:
 def made_in(actor: type, group: Any, index: int, resources: Mapping[str, float], *arguments: Any, at_once: int = 1) -> Any:
     """Return the handle of a new actor in bundle `index` of a placement group, all of whose resources it takes."""
     options: dict[str, Any] = {"max_concurrency": at_once} if at_once > 1 else {}
-    made: Any = ray.remote(actor).options(
+    handle: Any = ray.remote(actor).options(
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
         resources={k: v for k, v in resources.items() if k not in ("CPU", "GPU")},
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         **options,
     )
-    return made.remote(*arguments)
+    return handle.remote(*arguments)
 
 
 async def answer(ref: Any) -> Any:

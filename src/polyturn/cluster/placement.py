@@ -123,11 +123,14 @@ class Cluster:
         group = self._room(
             f"{each} trainer ranks and their server", ResourceRequest(count=servers.count, resources=both), strategy="PACK"
         )
-        made = _members("trainer rank", [made_in(RankActor, group, i // each, ranks.resources) for i in range(ranks.count)])
-        devices = tuple(
-            ",".join(gpu for rank in made[i : i + each] for gpu in rank.home.gpus) for i in range(0, ranks.count, each)
+        rank_actors = _members(
+            "trainer rank", [made_in(RankActor, group, i // each, ranks.resources) for i in range(ranks.count)]
         )
-        return made, lambda folder: NodePlaces(
+        devices = tuple(
+            ",".join(gpu for rank in rank_actors[i : i + each] for gpu in rank.home.gpus)
+            for i in range(0, ranks.count, each)
+        )
+        return rank_actors, lambda folder: NodePlaces(
             group=group,
             count=servers.count,
             resources=servers.resources,
@@ -139,8 +142,8 @@ class Cluster:
     def pool(self) -> ClusterEngine:
         """Place the pool, on this node, and return the engine that asks it; it is to be started."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        made: Any = ray.remote(PoolActor).options(num_cpus=0, scheduling_strategy=here, max_concurrency=AT_ONCE)
-        return ClusterEngine(Member("engine pool", made.remote()))
+        handle: Any = ray.remote(PoolActor).options(num_cpus=0, scheduling_strategy=here, max_concurrency=AT_ONCE)
+        return ClusterEngine(Member("engine pool", handle.remote()))
 
     def workers(self, need: ResourceRequest, build: Callable[[WorkerJournal], RolloutPool]) -> list[RayWorker]:
         """Place rollout workers."""
@@ -197,8 +200,8 @@ class Cluster:
     def _place(self, name: str, actor: type, need: ResourceRequest, *arguments: Any, strategy: str) -> list[Member]:
         group = self._room(name, need, strategy=strategy)
         at_once = 1 if actor is RankActor else AT_ONCE
-        made = [made_in(actor, group, i, need.resources, *arguments, at_once=at_once) for i in range(need.count)]
-        return _members(name, made)
+        members = [made_in(actor, group, i, need.resources, *arguments, at_once=at_once) for i in range(need.count)]
+        return _members(name, members)
 
 
 def beyond_one_node(name: str, need: ResourceRequest, nodes: Sequence[Mapping[str, float]]) -> str:

@@ -110,18 +110,18 @@ class PoolActor(Actor):
         """Return the news, once there are any."""
         await self._has_news.wait()
         self._has_news.clear()
-        told, self._news = self._news, []
-        return told
+        events, self._news = self._news, []
+        return events
 
     async def verdict(self, question: int, problem: EngineError | None) -> None:
         """Take the leader's answer to a question."""
-        asked = self._asked.pop(question, None)
-        if asked is None or asked.done():  # the caller waits no more
+        future = self._asked.pop(question, None)
+        if future is None or future.done():  # the caller waits no more
             return
         if problem is None:
-            asked.set_result(None)
+            future.set_result(None)
         else:
-            asked.set_exception(problem)
+            future.set_exception(problem)
 
     async def busy_s(self) -> float:
         """Return the seconds in which at least one request was being answered."""
@@ -141,10 +141,10 @@ class PoolActor(Actor):
     async def _verify(self, engine: Engine, version: int) -> None:
         name = next(replica.name for replica in self._pool.replicas if replica.engine is engine)
         number = next(self._numbers)
-        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
         self._say(News(question=number, replica=name, version=version))
         try:
-            await asked
+            await future
         finally:
             self._asked.pop(number, None)
 

@@ -122,10 +122,10 @@ class NodeServer:
             EngineLostError: its actor is gone.
         """
         try:
-            found: Path = await answer(self._handle.hold.remote(weights, at, adapter))
+            path: Path = await answer(self._handle.hold.remote(weights, at, adapter))
         except RayActorError as problem:
             raise EngineLostError(f"the actor of the server at {self.url} is gone ({one_line(problem)})") from problem
-        return found
+        return path
 
     async def stop(self) -> None:
         """End it with its actor."""

@@ -46,8 +46,8 @@ class StoredWeights(Mapping[str, Any]):
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        found = {name: _read(stored) for piece in ray.get(list(self.refs)) for name, stored in piece.items()}
-        return found | {name: found[of] for name, of in self._tied.items()}
+        tensors = {name: _read(stored) for piece in ray.get(list(self.refs)) for name, stored in piece.items()}
+        return tensors | {name: tensors[of] for name, of in self._tied.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"refs": self.refs, "_tied": self._tied}
@@ -134,8 +134,8 @@ class ModelFiles:
         """Take a folder; one that was written for this run is read, for no other node has it, and removed."""
         if not folder.is_temporary:
             return cls(path=folder.path.resolve(), files={})
-        found = sorted(path for path in folder.path.rglob("*") if path.is_file())
-        files = {str(p.relative_to(folder.path)): ray.put(p.read_bytes()) for p in found}
+        paths = sorted(path for path in folder.path.rglob("*") if path.is_file())
+        files = {str(p.relative_to(folder.path)): ray.put(p.read_bytes()) for p in paths}
         shutil.rmtree(folder.path, ignore_errors=True)
         return cls(path=None, files=files)
 

@@ -61,13 +61,13 @@ class RemoteWorker(ABC):
 
     async def posts(self, received: int) -> list[JournalEntry]:
         """Return its episodes' posts to the journal."""
-        found: list[JournalEntry] = await self.call("posts", received)
-        return found
+        entries: list[JournalEntry] = await self.call("posts", received)
+        return entries
 
 
-def travelling(held: Any) -> bytes:
+def travelling(objects: Any) -> bytes:
     """Return an object as it is sent to another process of this machine, which does not run the program's own module."""
-    data: bytes = cloudpickle.dumps(held)
+    data: bytes = cloudpickle.dumps(objects)
     return data
 
 
@@ -77,12 +77,12 @@ def check_travels(live: Sequence[LiveObject]) -> None:
     Raises:
         ConfigError: one cannot be pickled.
     """
-    for held in live:
+    for value in live:
         try:
-            travelling(held.target)
+            travelling(value.target)
         except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
             raise ConfigError(
-                f"{held.label} cannot be sent to the run's other processes ({one_line(problem)}); give its class, which "
+                f"{value.label} cannot be sent to the run's other processes ({one_line(problem)}); give its class, which "
                 "each of them makes objects of, or drop ray= and cluster.workers"
             ) from problem
 
@@ -147,8 +147,8 @@ class WorkerPool(RolloutPool):
         journal = self._journal
         if journal is None:
             return None
-        found = {episode: recall(journal, episode) for episode in spec.episodes}
-        return ResumeState({episode: held for episode, held in found.items() if held is not None}, journal.why_not)
+        states = {episode: recall(journal, episode) for episode in spec.episodes}
+        return ResumeState({episode: state for episode, state in states.items() if state is not None}, journal.why_not)
 
     async def _lose(self, name: str, problem: WorkerLostError) -> None:
         if self._workers.pop(name, None) is not None:

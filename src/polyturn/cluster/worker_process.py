@@ -98,10 +98,10 @@ class ProcessWorker(RemoteWorker):
     def _lost(self) -> WorkerLostError:
         assert self._process is not None
         self._process.wait(1.0)
-        said = self._process.tail() or "(it wrote nothing)"
+        tail = self._process.tail() or "(it wrote nothing)"
         status = self._process.returncode
         how = "hung up" if status is None else f"ended with status {status}"
-        return WorkerLostError(f"{self.name} (process {self._process.pid}) {how}. The last lines of its log:\n{said}")
+        return WorkerLostError(f"{self.name} (process {self._process.pid}) {how}. The last lines of its log:\n{tail}")
 
 
 class LeaderEngine(BaseEngine):

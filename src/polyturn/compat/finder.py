@@ -157,8 +157,8 @@ class AliasPackage(ModuleType):
 
     def _body(self, name: str) -> ModuleType | None:
         """Return the first module of the body that has a name; what it imported for itself is not the package's."""
-        found = ((module, vars(module)) for module in self._bodies())
-        return next((m for m, names in found if name in names and not isinstance(names[name], ModuleType)), None)
+        bodies = ((module, vars(module)) for module in self._bodies())
+        return next((m for m, names in bodies if name in names and not isinstance(names[name], ModuleType)), None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":

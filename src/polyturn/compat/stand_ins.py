@@ -19,39 +19,39 @@ from polyturn.core.trajectory import TrajectoryGroup
 _SHIMS = Path(__file__).parent / "shims"
 
 
-def _inherits_from(found: Any, module: str) -> bool:
+def _inherits_from(cls: Any, module: str) -> bool:
     """Return whether a class inherits one of `module`, which is not imported for the question."""
-    return isinstance(found, type) and any(base.__module__ == module for base in found.__mro__)
+    return isinstance(cls, type) and any(base.__module__ == module for base in cls.__mro__)
 
 
-def _agent_loop(found: Any, *, where: str) -> Callable[..., Any] | None:
-    if not _inherits_from(found, "polyturn.compat.verl.agent_loop"):
+def _agent_loop(target: Any, *, where: str) -> Callable[..., Any] | None:
+    if not _inherits_from(target, "polyturn.compat.verl.agent_loop"):
         return None
     from polyturn.compat.verl.agent_loop import AGENT_LOOP
     from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 
-    check_class(found, AGENT_LOOP, where=where)
+    check_class(target, AGENT_LOOP, where=where)
 
     def make() -> AgentLoopScheduler:
-        return AgentLoopScheduler(found)
+        return AgentLoopScheduler(target)
 
     return make
 
 
-def _estimator(found: Any) -> Any:
-    if not has_parameter(found, "token_level_rewards"):
+def _estimator(estimator: Any) -> Any:
+    if not has_parameter(estimator, "token_level_rewards"):
         return None
     from polyturn.compat.verl.core_algos import as_estimator
 
-    return as_estimator(found)
+    return as_estimator(estimator)
 
 
-def _loss(found: Any) -> Any:
-    if not has_parameter(found, "old_log_prob"):
+def _loss(loss: Any) -> Any:
+    if not has_parameter(loss, "old_log_prob"):
         return None
     from polyturn.compat.verl.core_algos import as_policy_loss
 
-    return as_policy_loss(found)
+    return as_policy_loss(loss)
 
 
 def _eval_metrics(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
@@ -73,14 +73,14 @@ VERL = StandIn(
 )
 
 
-def _swift_scheduler(found: Any, *, where: str) -> Callable[..., Any] | None:
-    if not _inherits_from(found, "polyturn.compat.swift.base"):
+def _swift_scheduler(target: Any, *, where: str) -> Callable[..., Any] | None:
+    if not _inherits_from(target, "polyturn.compat.swift.base"):
         return None
     from polyturn.compat.swift.adapter import SwiftScheduler
     from polyturn.compat.swift.shapes import check_scheduler
 
-    check_scheduler(found, where=where)
-    return functools.partial(SwiftScheduler, found)
+    check_scheduler(target, where=where)
+    return functools.partial(SwiftScheduler, target)
 
 
 def _swift_schedulers() -> Mapping[str, Any]:

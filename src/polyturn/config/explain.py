@@ -36,7 +36,7 @@ def explain(
     sentences: list[str] = []
     secrets = secrets_in(values, raw_env)
     places: set[KeyPath] = set()
-    told: set[KeyPath] = set()
+    explained: set[KeyPath] = set()
     for problem in error.errors(include_url=False):
         path, is_meant = _locate(problem["loc"], model, values)
         places.add(path)
@@ -51,7 +51,7 @@ def explain(
             name = message.partition(" is ")[0]
             of_name = sources.of((*path, name)) if sources.translated and name in problem["input"] else ""
             sentences.append(f"{dotted(path)}: {message}{of_name}" if path else message)
-            told.add(path)
+            explained.add(path)
         else:
             text = re.sub(r"^Input should be", "it must be", message)
             if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
@@ -63,15 +63,15 @@ def explain(
             wrong.setdefault(path, []).append(text)
     for path, texts in wrong.items():  # behind all of them, for one key may be wrong for each member of a union
         inside = any(p != path and p[: len(path)] == path for p in places)
-        if path in told or (inside and isinstance(value_at(values, path), Mapping | list)):
+        if path in explained or (inside and isinstance(value_at(values, path), Mapping | list)):
             continue  # it was meant as a section or a list, and what is wrong in it is said
-        said = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")
+        problem_text = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")
         value = value_at(values, path)
-        if said == "it must be a valid string" and isinstance(value, bool | int | float):
-            said = "it must be a text; write it in quotes"
-            said += ", for YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
-        shown = as_shown(value, path, raw_env)
-        sentences.append(f"{sources.statement(path, shown)}; {said}")
+        if problem_text == "it must be a valid string" and isinstance(value, bool | int | float):
+            problem_text = "it must be a text; write it in quotes"
+            problem_text += ", for YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
+        value_text = as_shown(value, path, raw_env)
+        sentences.append(f"{sources.statement(path, value_text)}; {problem_text}")
     return sentences
 
 
@@ -85,9 +85,9 @@ def _keys(model: type, path: KeyPath, value: Any) -> str:
         return ""
     keys = schema.keys_of(section)
     known = list(keys)
-    shown = f" ({', '.join(known[:MAX_KEYS])}{', …' if len(known) > MAX_KEYS else ''})"
+    known_keys = f" ({', '.join(known[:MAX_KEYS])}{', …' if len(known) > MAX_KEYS else ''})"
     taker = next((name for name, key in keys.items() if key.default in (None, []) and _takes(key.annotation, value)), None)
-    return shown if taker is None else f"{shown}; write {dotted(path)}: {{{taker}: …}}"
+    return known_keys if taker is None else f"{known_keys}; write {dotted(path)}: {{{taker}: …}}"
 
 
 def _takes(annotation: Any, value: Any) -> bool:

@@ -162,16 +162,16 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
     problems += [
         f"{sources.statement(path, as_shown(value_at(written, path), path, raw_env))}; {why}"
         for path, why in schema.no_numbers(model, written)
-        if not any(dotted(path) in said for said in problems)
+        if not any(dotted(path) in message for message in problems)
     ]
     if problems:
         raise ConfigError("\n".join(problems))
     for idle in idle_keys(config) if tells else ():
-        said = sources.statement(idle.path, as_shown(value_at(resolved, idle.path), idle.path, raw_env))
+        message = sources.statement(idle.path, as_shown(value_at(resolved, idle.path), idle.path, raw_env))
         where = " or ".join(map(repr, idle.values)).replace("None", "null")
         read = f"; it is read where that is {where}" if where else ""
         now = as_shown(idle.now, idle.by, raw_env).replace("None", "null")
-        logger.warning("%s, which has no effect while %s is %s%s", said, dotted(idle.by), now, read)
+        logger.warning("%s, which has no effect while %s is %s%s", message, dotted(idle.by), now, read)
     return Loaded(config, writable(config, resolved, raw_env), frozenset(path for path, _ in leaves(written, ())))
 
 

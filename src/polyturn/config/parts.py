@@ -63,8 +63,10 @@ BY_NAME = ByName()
 def arguments_of(part: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
     """Return the arguments of a part: the options of its own that are set, except those named in `but`."""
     if isinstance(part, OwnPart):
-        given = {name: getattr(part, name) for name in type(part).model_fields if name != "name"} | (part.model_extra or {})
+        arguments = {name: getattr(part, name) for name in type(part).model_fields if name != "name"} | (
+            part.model_extra or {}
+        )
     else:
-        given = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.name != "name"}
-        given = {name: value for name, value in given.items() if value is not None}
-    return {name: value for name, value in given.items() if name not in but}
+        arguments = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.name != "name"}
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+    return {name: value for name, value in arguments.items() if name not in but}

@@ -106,8 +106,8 @@ def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[Ke
             return [clean(v, (*path, i)) for i, v in enumerate(value)]
         if not isinstance(value, str):
             return value
-        found = next((raw for secret, raw in secrets.items() if secret in value), None)
-        return value.replace("${", r"\${") if found is None else found
+        reference = next((raw for secret, raw in secrets.items() if secret in value), None)
+        return value.replace("${", r"\${") if reference is None else reference
 
     cleaned: dict[str, Any] = clean(dump, ())
     return cleaned

@@ -104,7 +104,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _docs(section: type) -> dict[str, str]:
     """Return the string below each field of a dataclass and of those that it inherits from."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     # From the source, for Python keeps no docstrings of fields. Base classes first: a subclass may say otherwise.
     for one in reversed([c for c in section.__mro__ if dataclasses.is_dataclass(c)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
@@ -116,16 +116,16 @@ def _docs(section: type) -> dict[str, str]:
                 and isinstance(below, ast.Expr)
                 and isinstance(below.value, ast.Constant)
             ):
-                found[node.target.id] = inspect.cleandoc(str(below.value.value))
-    return found
+                docs[node.target.id] = inspect.cleandoc(str(below.value.value))
+    return docs
 
 
 def as_data(section: Any) -> dict[str, Any]:
     """Return the values of a section as plain data."""
     if isinstance(section, BaseModel):
         return section.model_dump(mode="json")
-    found: dict[str, Any] = _adapter(cast(Any, type(section))).dump_python(section, mode="json")
-    return found
+    data: dict[str, Any] = _adapter(cast(Any, type(section))).dump_python(section, mode="json")
+    return data
 
 
 @functools.cache
@@ -156,8 +156,8 @@ def meant(annotation: Any, value: Any) -> Any:
 def child(annotation: Any, key: str | int) -> Any:
     """Return the annotation of what stands under `key`; Any where it is not known."""
     if is_model(annotation):
-        found = keys_of(annotation).get(str(key))
-        return Any if found is None else found.annotation
+        keys = keys_of(annotation).get(str(key))
+        return Any if keys is None else keys.annotation
     args = get_args(annotation)
     if get_origin(annotation) in (dict, Mapping) and len(args) == 2:
         return args[1]
@@ -258,9 +258,13 @@ def with_instance_defaults(annotation: Any, values: Any) -> Any:
         return values
     filled = {key: with_instance_defaults(child(of, key), value) for key, value in values.items()}
     for name, key in keys_of(of).items() if is_model(of) else ():
-        given, default = filled.get(name), key.default
-        if isinstance(given, dict) and is_model(type(default)) and type(default) is meant(key.annotation, given):
-            filled[name] = _over(_beyond_class(default), given)
+        filled_value, default = filled.get(name), key.default
+        if (
+            isinstance(filled_value, dict)
+            and is_model(type(default))
+            and type(default) is meant(key.annotation, filled_value)
+        ):
+            filled[name] = _over(_beyond_class(default), filled_value)
     return filled
 
 
@@ -289,26 +293,26 @@ def schema_table(model: type) -> list[KeyInfo]:
 
 def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> Iterator[KeyInfo]:
     """Yield the rows of a section; the defaults are those of `instance`, where the section stands with one."""
-    for name, found in keys_of(model).items():
+    for name, keys in keys_of(model).items():
         if type(instance) is model:
-            found = found._replace(default=getattr(instance, name))
+            keys = keys._replace(default=getattr(instance, name))
         key = f"{prefix}{name}"
-        inner = list(_inner_models(found.annotation, key))
-        doc = " ".join(found.doc.split())
+        inner = list(_inner_models(keys.annotation, key))
+        doc = " ".join(keys.doc.split())
         if inner and not doc:
             doc = (inner[0][1].__doc__ or "").strip().partition("\n")[0]
         is_section = bool(inner) and inner[0][0] == key
-        kind = "section" if is_section else type_name(found.annotation)
+        kind = "section" if is_section else type_name(keys.annotation)
         if is_section and all("name" in keys_of(of) for at, of in inner if at == key):
             kind = "name | section"
         of_kind = " or ".join(getattr(model, "ONLY", {}).get(name, ()))
-        yield KeyInfo(key, kind, _default_text(found, is_section), doc, of=of_kind, declared=_declaration(model, name))
+        yield KeyInfo(key, kind, _default_text(keys, is_section), doc, of=of_kind, declared=_declaration(model, name))
         places: dict[str, list[type]] = {}
         for at, of in inner:
             if of not in above:
                 places.setdefault(at, []).append(of)
         for at, sections in places.items():
-            yield from _rows_of_kinds(sections, f"{at}.", above, found.default if at == key else None)
+            yield from _rows_of_kinds(sections, f"{at}.", above, keys.default if at == key else None)
 
 
 def _declaration(model: type, name: str) -> str:

@@ -38,11 +38,11 @@ class Sources:
         origin = self._nearest(self.origin, path)
         return f" ({origin})" if origin else ""
 
-    def statement(self, path: KeyPath, shown: str) -> str:
+    def statement(self, path: KeyPath, value_text: str) -> str:
         """Return which value a key has, and where it was written: "train.steps is 'many' (in run.yaml)"."""
         if (written := self._nearest(self.translated, path)) is not None:
-            return f"{written} is {shown}, as {dotted(path)}"
-        return f"{dotted(path)} is {shown}{self.of(path)}"
+            return f"{written} is {value_text}, as {dotted(path)}"
+        return f"{dotted(path)} is {value_text}{self.of(path)}"
 
     def _nearest(self, origin: Mapping[KeyPath, str], path: KeyPath) -> str | None:
         # Where it was written itself, else the nearest above, else inside: a section that is wrong was written by its keys.

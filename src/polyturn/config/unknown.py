@@ -66,8 +66,8 @@ def as_of_now(model: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if not retired.is_default(value):
             start = len(path) - len(retired.key.split("."))
             to = enumerate(retired.to.split("."), start)
-            place = (*path[:start], *(path[at] if step == "<name>" else step for at, step in to))
-            merge(now, nested(place, value))
+            new_path = (*path[:start], *(path[at] if step == "<name>" else step for at, step in to))
+            merge(now, nested(new_path, value))
     read: dict[str, Any] = without_other_kinds(model, now, of_run=True)
     return read
 
@@ -124,9 +124,9 @@ def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, ever
     # Next elsewhere: a key that is spelt right was rather put into the wrong section than misspelt.
     elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key] or nearest_keys(key, everywhere())
     below = [k for k in elsewhere if k.startswith(near)]  # in the same section
-    found = sorted(below or elsewhere, key=lambda k: (not k.startswith("train."), "<" in k, "[" in k))
-    if found:
-        return f" Did you mean {' or '.join(repr(k) for k in found[:2])}?"
+    candidates = sorted(below or elsewhere, key=lambda k: (not k.startswith("train."), "<" in k, "[" in k))
+    if candidates:
+        return f" Did you mean {' or '.join(repr(k) for k in candidates[:2])}?"
     hint = did_you_mean(key, known)
     return re.sub(r"'([^']+)'", rf"'{near}\1'", hint) if hint.startswith(" Did") else hint
 

@@ -61,8 +61,8 @@ class Record:
         """Replace fields by what `read` makes of them, where they are not None; for `__post_init__`."""
         for name, make in read.items():
             value = getattr(self, name)
-            if value is not None and (made := make(value)) is not value:
-                object.__setattr__(self, name, made)
+            if value is not None and (frozen := make(value)) is not value:
+                object.__setattr__(self, name, frozen)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]

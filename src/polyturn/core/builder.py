@@ -74,8 +74,8 @@ class _Open:
             if end <= first:
                 break
             if len(part):
-                held = fill(span.routed_experts, len(span), part, at=low - begin)
-                self.spans[index] = dataclasses.replace(span, routed_experts=held)
+                routes_so_far = fill(span.routed_experts, len(span), part, at=low - begin)
+                self.spans[index] = dataclasses.replace(span, routed_experts=routes_so_far)
             end = begin
         if first <= self.routed:
             self.routed = max(self.routed, first + len(routes))
@@ -340,10 +340,10 @@ class TrajectoryBuilder:
         segment = self._open_segment()
         if self._length == segment.length:
             return segment
-        shown = self.media
+        media = self.media
         self.open(self.context.copy(), parent=Branch(self._current, self._length))
-        self._segments[self._current].media.extend(shown)
-        self._num_media = len(shown)
+        self._segments[self._current].media.extend(media)
+        self._num_media = len(media)
         return self._segments[self._current]
 
     def _append(self, span: Span) -> SpanRef:

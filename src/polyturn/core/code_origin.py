@@ -29,10 +29,10 @@ def is_an_authors(filename: str) -> bool:
 
 def place_of(frames: list[FrameType]) -> str:
     """Return which code of an author a stack of frames, the outermost first, is in; "" where it is in none."""
-    shown = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
-    first = next((frame for frame in shown if not is_ours(frame.f_code.co_filename)), None)
+    frames_of_user = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
+    first = next((frame for frame in frames_of_user if not is_ours(frame.f_code.co_filename)), None)
     if first is None:
         return ""
-    at = shown[-1]
+    at = frames_of_user[-1]
     name, defined = first.f_code.co_qualname, f"{first.f_code.co_filename}:{first.f_code.co_firstlineno}"
     return f"{name} ({defined}, now at {at.f_code.co_filename}:{at.f_lineno})"

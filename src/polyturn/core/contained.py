@@ -21,18 +21,18 @@ def contained(folder: Path, name: str) -> Path | None:
         DataError: a symbolic link leads out of `folder`, or it is no plain file and no folder.
     """
     try:
-        base, place = folder.resolve(), (folder / name).resolve()
+        base, path = folder.resolve(), (folder / name).resolve()
     except (OSError, RuntimeError, ValueError) as problem:  # links that lead in a circle, a name that no file can have
         raise DataError(f"{name} of {str(folder)!r} cannot be followed to a file: {problem}") from problem
-    if not place.is_relative_to(base):
+    if not path.is_relative_to(base):
         raise DataError(
             f"{name} of {str(folder)!r} is or lies behind a symbolic link that leads out of the folder, and such a link is "
             "not followed; put the file itself there"
         )
     try:
-        if place.is_file() or place.is_dir():
-            return place
-        if place.exists():
+        if path.is_file() or path.is_dir():
+            return path
+        if path.exists():
             raise DataError(f"{name} of {str(folder)!r} is neither a file nor a folder")
     except PermissionError as problem:
         raise DataError(f"{name} of {str(folder)!r} cannot be read: permission denied") from problem
@@ -45,11 +45,11 @@ def read_contained(folder: Path, name: str, *, max_bytes: int) -> str | None:
     Raises:
         DataError: as `contained`, or the file is larger than `max_bytes` or cannot be read.
     """
-    place = contained(folder, name)
-    if place is None:
+    path = contained(folder, name)
+    if path is None:
         return None
     try:
-        with place.open("rb") as file:
+        with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as problem:
         raise DataError(f"{name} of {str(folder)!r} cannot be read: {problem.strerror}") from problem

@@ -21,7 +21,7 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.messages import Message
 from polyturn.core.plugin_shape import CallShape, Shape
 from polyturn.core.plugins import Registry
-from polyturn.core.reward import MAX_REWARD, as_flag, as_score, shown
+from polyturn.core.reward import MAX_REWARD, as_flag, as_score, brief
 
 
 @runtime_checkable
@@ -29,7 +29,7 @@ class Env(Protocol):
     """An environment for one episode."""
 
     def reset(self, *, seed: int) -> Any:
-        """Begin, and return what the model is shown first.
+        """Begin, and return the first observation.
 
         A text is added to the row's last message; messages replace the prompt; None leaves it as it is. A pair,
         (observation, info), is taken as well; the info of a beginning has no turn to be recorded with.
@@ -109,7 +109,7 @@ class EnvStep(NamedTuple):
             return _of_seats(returned, name=name)
         if not isinstance(returned, tuple | list) or len(returned) not in (4, 5):
             raise SchedulerError(
-                f"the environment {name!r}: step returned {shown(returned, 200)}; return (observation, reward, done, info), "
+                f"the environment {name!r}: step returned {brief(returned, 200)}; return (observation, reward, done, info), "
                 "or (observation, reward, terminated, truncated, info)"
             )
         observation, reward, is_done, *truncated, info = returned
@@ -125,17 +125,17 @@ class EnvStep(NamedTuple):
         )
 
 
-def _of_seats(given: Seated, *, name: str) -> EnvStep:
-    rewards = {seat: _reward(value, name=name) for seat, value in given.rewards.items()}
-    is_over = _flag(given.terminated, name=name)
-    is_done = is_over or _flag(given.truncated, name=name)
+def _of_seats(answer: Seated, *, name: str) -> EnvStep:
+    rewards = {seat: _reward(value, name=name) for seat, value in answer.rewards.items()}
+    is_over = _flag(answer.terminated, name=name)
+    is_done = is_over or _flag(answer.truncated, name=name)
     return EnvStep(
-        observed(given.observation, name=name),
+        observed(answer.observation, name=name),
         0.0,
         is_done,
-        _info(given.info, name=name),
+        _info(answer.info, name=name),
         is_done and not is_over,
-        given.seat,
+        answer.seat,
         rewards,
     )
 
@@ -144,7 +144,7 @@ def _reward(value: Any, *, name: str) -> float:
     number = as_score(value)
     if number is None:
         raise SchedulerError(
-            f"the environment {name!r}: step gave the reward {shown(value)}; it must be a finite number of at most "
+            f"the environment {name!r}: step gave the reward {brief(value)}; it must be a finite number of at most "
             f"{MAX_REWARD:g}"
         )
     return number
@@ -154,14 +154,14 @@ def _flag(value: Any, *, name: str) -> bool:
     """Return whether an environment says that it is over."""
     if (flag := as_flag(value)) is None:
         raise SchedulerError(
-            f"the environment {name!r}: step gave {shown(value)} for whether it is over; it is true or false"
+            f"the environment {name!r}: step gave {brief(value)} for whether it is over; it is true or false"
         )
     return flag
 
 
 def _info(info: Any, *, name: str) -> dict[str, Any]:
     if info is not None and not isinstance(info, Mapping):
-        raise SchedulerError(f"the environment {name!r}: step gave the info {shown(info)}; it must be a mapping or None")
+        raise SchedulerError(f"the environment {name!r}: step gave the info {brief(info)}; it must be a mapping or None")
     return dict(info or {})
 
 
@@ -186,4 +186,4 @@ def observed(observation: Any, *, name: str) -> tuple[Message, ...]:
         return (Message.from_openai(observation),)
     if isinstance(observation, Sequence) and all(isinstance(m, Message | Mapping) for m in observation):
         return tuple(Message.from_openai(m) for m in observation)
-    raise SchedulerError(f"the environment {name!r} showed {shown(observation, 200)}; return a text, a message, or messages")
+    raise SchedulerError(f"the environment {name!r} showed {brief(observation, 200)}; return a text, a message, or messages")

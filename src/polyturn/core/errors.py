@@ -146,12 +146,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
     if not names:
         return " Nothing is registered."
-    shown = ", ".join(repr(n) for n in names[:12])
-    return f" Known: {shown}{', …' if len(names) > 12 else ''}."
+    closest = ", ".join(repr(n) for n in names[:12])
+    return f" Known: {closest}{', …' if len(names) > 12 else ''}."
 
 
 def raised_by_author(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType] | None:
-    """Return what a plug-in raised that became `error`, with its traceback from the plug-in on; None where there is no such.
+    """Return the exception of a plug-in behind `error`, with its traceback from the plug-in on; None if there is none.
 
     It is the innermost exception that passed through a file that is neither of this library nor installed.
     """
@@ -170,10 +170,10 @@ def raised_by_author(error: BaseException) -> tuple[type[BaseException], BaseExc
 
 
 def raised_at(error: BaseException) -> str:
-    """Return where a plug-in raised what became `error`: " (tutor.py, line 12)"; empty where none did."""
-    if (found := raised_by_author(error)) is None:
+    """Return the line of a plug-in that raised the cause of `error`: " (tutor.py, line 12)"; empty if there is none."""
+    if (location := raised_by_author(error)) is None:
         return ""
-    last = [f for f in traceback.extract_tb(found[2]) if is_an_authors(f.filename)][-1]
+    last = [f for f in traceback.extract_tb(location[2]) if is_an_authors(f.filename)][-1]
     return f" ({os.path.basename(last.filename)}, line {last.lineno})"
 
 
@@ -197,7 +197,7 @@ def one_line(error: BaseException) -> str:
     """Return an exception as one short line: its type, then its message without secrets and what a screen obeys."""
     try:
         whole = str(error)
-    except BaseException as odd:  # it is the code of whoever wrote the exception, too
+    except BaseException as odd:  # the exception's own code may be a user's, too
         whole = f"(its message cannot be read: {type(odd).__name__})"
     text = printable(" ".join(scrubbed(whole[: 2 * MAX_LINE]).split()))  # a secret that the line's end cuts is hidden before
     if len(text) > MAX_LINE or len(whole) > 2 * MAX_LINE:

@@ -160,6 +160,6 @@ class Completion(Record):
 def joined_routes(parts: Sequence[Completion]) -> Any | None:
     """Return the routes of a completion that was sampled in `parts`, each a request behind the one before; None where a part
     that sampled something has none."""
-    given = [part.routed_experts for part in parts if part.routed_experts is not None]
+    routes = [part.routed_experts for part in parts if part.routed_experts is not None]
     is_whole = all(part.routed_experts is not None for part in parts if len(part.token_ids))
-    return np.concatenate(given) if given and is_whole else None
+    return np.concatenate(routes) if routes and is_whole else None

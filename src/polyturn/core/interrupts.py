@@ -23,14 +23,14 @@ def is_interrupt(problem: BaseException) -> bool:
     """Return whether a signal raised this KeyboardInterrupt: no statement did, or one in a handler of the signal."""
     if type(problem) is not KeyboardInterrupt:
         return False
-    place: TracebackType | None = problem.__traceback__
+    trace: TracebackType | None = problem.__traceback__
     is_raised = False
-    while place is not None:
-        frame = place.tb_frame
+    while trace is not None:
+        frame = trace.tb_frame
         if _handles_signal(frame):
             return True
-        is_raised = frame.f_code.co_code[place.tb_lasti] == _RAISE  # the innermost frame decides
-        place = place.tb_next
+        is_raised = frame.f_code.co_code[trace.tb_lasti] == _RAISE  # the innermost frame decides
+        trace = trace.tb_next
     return not is_raised
 
 
@@ -49,5 +49,5 @@ def ends_for_a_plugin(problem: BaseException) -> bool:
 def _handles_signal(frame: FrameType) -> bool:
     """Return whether it is a signal handler, which is given the frame that it interrupts, and returns to."""
     code = frame.f_code
-    given = code.co_varnames[: code.co_argcount]
-    return frame.f_back is not None and any(frame.f_locals.get(name) is frame.f_back for name in given)
+    names = code.co_varnames[: code.co_argcount]
+    return frame.f_back is not None and any(frame.f_locals.get(name) is frame.f_back for name in names)

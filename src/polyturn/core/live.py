@@ -1,11 +1,11 @@
 """Objects of a program in the place of names: a configuration's `<live __main__:price>` stands for the function itself.
 
     held = hold(price)            held.label == "<live __main__:price>"
-    target("<live __main__:price>")   ->  price, for as long as somebody keeps `held`
+    target("<live __main__:price>")   ->  price, for as long as `held` is referenced
 
-A configuration stays plain data that YAML could hold; whoever has it also has what it names. Separate from the registry,
-whose names stand for the same thing in every process: a label means something only where its object was handed over, and
-goes to another process with the object, by pickle. Two objects never share a label.
+A configuration stays plain data that YAML could hold; its holder also holds the objects that it names. Separate from
+the registry, whose names stand for the same thing in every process: a label means something only in the process that got
+its object, and goes to another process with the object, by pickle. Two objects never share a label.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _START, _END = "<live ", ">"
 
 
 class LiveObject:
-    """An object with the label that stands for it; the label is free again when nobody keeps this."""
+    """An object with the label that stands for it; the label is free again when this is garbage-collected."""
 
     __slots__ = ("__weakref__", "label", "target")
 
@@ -48,9 +48,9 @@ def hold(of: Any, *, name: str | None = None) -> LiveObject:
     name = name or _name_of(of)
     with _LOCK:
         number = 1
-        while (held := _HELD.get(label := _label(name, number))) is not None and held.target is not of:
+        while (entry := _HELD.get(label := _label(name, number))) is not None and entry.target is not of:
             number += 1
-        return held if held is not None else _HELD.setdefault(label, LiveObject(label, of))
+        return entry if entry is not None else _HELD.setdefault(label, LiveObject(label, of))
 
 
 def is_label(value: Any) -> bool:
@@ -83,13 +83,13 @@ def target(label: str) -> Any:
     Raises:
         ConfigError: none has, in this process.
     """
-    held = _HELD.get(label)
-    if held is None:
+    entry = _HELD.get(label)
+    if entry is None:
         raise ConfigError(
             f"{label!r} stands for an object that a Python program gave, and a file cannot hold it; go on from that "
             "program, with polyturn.train(…, resume=True) or run.resume()"
         )
-    return held.target
+    return entry.target
 
 
 def _label(name: str, number: int) -> str:

@@ -69,8 +69,8 @@ def media_of(content: str | Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
     """Return the media of a message's content, in order."""
     if isinstance(content, str):
         return ()
-    found = ((kind_of(part), part) for part in content)
-    return tuple(Media(kind=kind, source=to_source(kind, part.get(kind))) for kind, part in found if kind is not None)
+    parts = ((kind_of(part), part) for part in content)
+    return tuple(Media(kind=kind, source=to_source(kind, part.get(kind))) for kind, part in parts if kind is not None)
 
 
 def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
@@ -89,12 +89,12 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
         return _checked(kind, value, base)
     if isinstance(value, Mapping):
         # Data sets write all of these, and most of them null.
-        found = next((value[k] for k in ("bytes", "path", "url", kind, f"{kind}_url") if value.get(k) is not None), None)
-        if found is None:
+        source = next((value[k] for k in ("bytes", "path", "url", kind, f"{kind}_url") if value.get(k) is not None), None)
+        if source is None:
             raise DataError(
                 f"{a_kind(kind)} given as an object needs 'bytes', 'path' or 'url'; this one has {sorted(value)}"
             )
-        return to_source(kind, found, base=base)
+        return to_source(kind, source, base=base)
     if isinstance(value, bytes | bytearray):
         return _uri(kind, bytes(value))
     if kind == "video" and (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 4)):

@@ -41,15 +41,15 @@ _TOGETHER = 256
 
 def parse_lines(data: bytes, *, loads: Callable[[bytes], Any] = json.loads) -> list[dict[str, Any] | None]:
     """Return `parse_line`'s result for each line of a file; `loads` is a parser that may be stricter than Python's."""
-    lines, found = data.splitlines(), []
+    lines, rows = data.splitlines(), []
     for start in range(0, len(lines), _TOGETHER):
         some = lines[start : start + _TOGETHER]
         try:
             read = loads(b"[" + b",".join(some) + b"]")
         except (ValueError, RecursionError):
             read = []
-        found += [_numbers(line) for line in read] if len(read) == len(some) else [parse_line(line) for line in some]
-    return found
+        rows += [_numbers(line) for line in read] if len(read) == len(some) else [parse_line(line) for line in some]
+    return rows
 
 
 def parse_line(text: str | bytes) -> dict[str, Any] | None:
@@ -91,11 +91,11 @@ def metric_lines(path: Path, *, max_bytes: int = -1) -> list[dict[str, Any]]:
     Raises:
         DataError: the file cannot be read.
     """
-    place = contained(path.parent, path.name)
-    if place is None:
+    metrics_path = contained(path.parent, path.name)
+    if metrics_path is None:
         return []
     try:
-        with place.open("rb") as file:
+        with metrics_path.open("rb") as file:
             data = file.read(max_bytes)
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {one_line(problem)}") from problem

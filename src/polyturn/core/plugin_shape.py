@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 
 _NEAR = 0.85
 """The similarity above which a name is taken for a misspelling of a method's."""
@@ -122,7 +122,7 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
         ConfigError: the first problem found.
     """
     if not callable(function) or isinstance(function, type):
-        raise ConfigError(f"{where} is {shown(function)}, which is no function; write `{call.write}`")
+        raise ConfigError(f"{where} is {brief(function)}, which is no function; write `{call.write}`")
     _check_call(function, call, where=where)
 
 
@@ -137,7 +137,7 @@ def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:
-    """Return how many positional arguments `function` takes; None for any number, or an unknown one."""
+    """Return the number of positional arguments of `function`; None for any number, or an unknown one."""
     parameters = _parameters(function)
     if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None

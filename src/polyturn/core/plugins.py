@@ -111,14 +111,14 @@ class Registry(Generic[T]):
                     f"entry point of {self.group!r}); uninstall {others[0].split()[0]}, or give yours another name"
                 )
             return self._entries[name]
-        found: T
+        target: T
         if ":" in name or "." in name or live.is_label(name):
-            found = import_attr(name, base=base)
+            target = import_attr(name, base=base)
         elif name in offered(self.group):
-            found = load_offered(self.group, name, where=where)
+            target = load_offered(self.group, name, where=where)
         else:
             raise UnknownNameError(f"{where}: there is no {name!r}.{did_you_mean(name, self)}")
-        return found
+        return target
 
 
 def is_same_source(one: Any, other: Any) -> bool:
@@ -182,19 +182,19 @@ def load_each(group: str, kind: type[T]) -> Iterator[tuple[str, T]]:
     """Yield the name and value of each entry point of a group that is of a kind; a broken one is left out with a warning."""
     for name in offered(group):
         try:
-            found = load_offered(group, name, where=group)
+            targets = load_offered(group, name, where=group)
         except ConfigError as problem:
             _warn(str(problem))
             continue
-        if isinstance(found, kind):
-            yield name, found
+        if isinstance(targets, kind):
+            yield name, targets
 
 
-def wrong_kind(group: str, name: str, found: object, *, where: str, needs: str) -> ConfigError:
+def wrong_kind(group: str, name: str, target: object, *, where: str, needs: str) -> ConfigError:
     """Return the error of an entry point that leads to something of another kind than its group holds."""
     points = offered(group).get(name)
     what = _in_words(where, name, points[0]) if points else f"{where}: {name!r}"
-    return ConfigError(f"{what} is {found!r:.100}; it must be {needs}")
+    return ConfigError(f"{what} is {target!r:.100}; it must be {needs}")
 
 
 @functools.cache
@@ -211,10 +211,10 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]
     """Return group -> name -> entry points, of all distributions under `path` (which is `sys.path`)."""
     points, seen = [*_own()[0]], {OWN}
     for one in distributions():
-        found = [point for point in one.entry_points if point.group.startswith("polyturn.")]
-        if found and (name := (one.name or "").lower()) not in seen:
+        plugin_points = [point for point in one.entry_points if point.group.startswith("polyturn.")]
+        if plugin_points and (name := (one.name or "").lower()) not in seen:
             seen.add(name)  # of a distribution that lies on the path twice, the first is imported
-            points += found
+            points += plugin_points
     groups: dict[str, dict[str, list[EntryPoint]]] = {}
     for point in points:
         groups.setdefault(point.group, {}).setdefault(point.name, []).append(point)

@@ -44,7 +44,7 @@ def as_flag(value: Any) -> bool | None:
         return None
 
 
-def shown(value: Any, max_chars: int = 100) -> str:
+def brief(value: Any, max_chars: int = 100) -> str:
     """Return a wrong value of a plug-in or a judge as one line for an error message."""
     try:
         return " ".join(repr(value).split())[:max_chars]
@@ -66,8 +66,8 @@ class Reward:
     @property
     def agents(self) -> Mapping[str, float]:
         """The total reward of each agent; empty where the trajectory has one reward."""
-        found: Mapping[str, float] = self.info.get(AGENTS, {})
-        return found
+        scores: Mapping[str, float] = self.info.get(AGENTS, {})
+        return scores
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -94,19 +94,19 @@ def blank_like(routes: Any, count: int) -> Any:
     return np.full((count, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
 
 
-def fill(held: Any | None, count: int, routes: Any, *, at: int) -> Any:
-    """Return the routes of `count` tokens, which have `held` so far, with `routes` from token `at` on.
+def fill(rows: Any | None, count: int, routes: Any, *, at: int) -> Any:
+    """Return the routes of `count` tokens, which have `rows` so far, with `routes` from token `at` on.
 
     A token keeps the route that it has: it is the one that it was sampled with, whatever newer weights chose since.
 
     Raises:
         AlignmentError: they are of different shapes.
     """
-    if held is not None and (held.shape[1:], held.dtype) != (routes.shape[1:], routes.dtype):
+    if rows is not None and (rows.shape[1:], rows.dtype) != (routes.shape[1:], routes.dtype):
         raise AlignmentError(
-            f"a span has routes of shape {held.shape[1:]} ({held.dtype}) and got some of {routes.shape[1:]} ({routes.dtype})"
+            f"a span has routes of shape {rows.shape[1:]} ({rows.dtype}) and got some of {routes.shape[1:]} ({routes.dtype})"
         )
-    whole = blank_like(routes, count) if held is None else held.copy()
+    whole = blank_like(routes, count) if rows is None else rows.copy()
     part = whole[at : at + len(routes)]
     is_free = ~has_route(part)
     part[is_free] = routes[is_free]

@@ -20,8 +20,8 @@ from polyturn.core.trajectory import TrajectoryGroup
 class AdaptScheduler(Protocol):
     """Takes a scheduler's class that was written for the library."""
 
-    def __call__(self, found: Any, *, where: str) -> Callable[..., Any] | None:
-        """Return what makes a scheduler of it; None for another class. Raises `ConfigError` for one that cannot work."""
+    def __call__(self, target: Any, *, where: str) -> Callable[..., Any] | None:
+        """Return a factory of schedulers for it; None for another class. Raises `ConfigError` for one that cannot work."""
         ...
 
 
@@ -55,14 +55,14 @@ class StandIn:
 
 def stand_ins() -> Iterator[StandIn]:
     """Yield what stands in for a library; an entry point that only installs modules is none."""
-    for _, found in load_each(NAMESPACES, StandIn):
-        yield found
+    for _, stand_in in load_each(NAMESPACES, StandIn):
+        yield stand_in
 
 
-def as_ours(kind: str, found: Any) -> Any:
+def as_ours(kind: str, target: Any) -> Any:
     """Return an estimator or a loss ("estimator", "loss") as one of ours, whichever library it was written for."""
     for one in stand_ins():
         adapt = one.adapt_estimator if kind == "estimator" else one.adapt_loss
-        if adapt is not None and (adapted := adapt(found)) is not None:
+        if adapt is not None and (adapted := adapt(target)) is not None:
             return adapted
-    return found
+    return target

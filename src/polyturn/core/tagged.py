@@ -11,8 +11,8 @@ from __future__ import annotations
 
 def between(text: str, opens: str, closes: str) -> list[str]:
     """Return the texts between each opening mark and the closing one after it, from left to right."""
-    found, at = [], 0
+    pieces, at = [], 0
     while (start := text.find(opens, at)) >= 0 and (end := text.find(closes, start + len(opens))) >= 0:
-        found.append(text[start + len(opens) : end])
+        pieces.append(text[start + len(opens) : end])
         at = end + len(closes)
-    return found
+    return pieces

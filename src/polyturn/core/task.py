@@ -86,15 +86,15 @@ def select_tools(task: Task, configured: Collection[str]) -> ToolChoice:
     Raises:
         DataError: it names a tool that is not configured and that it does not skip, or it needs tools and has none.
     """
-    asked = tuple(configured if task.tools is None else dict.fromkeys(task.tools))
-    skipped = tuple(name for name in asked if name not in configured)
+    tool_names = tuple(configured if task.tools is None else dict.fromkeys(task.tools))
+    skipped = tuple(name for name in tool_names if name not in configured)
     hint = did_you_mean(skipped[0], configured) if skipped and configured else ""
     if skipped and not task.skips_unknown_tools:
         raise DataError(f"the tool {skipped[0]!r} is not configured.{hint or ' No tool is configured.'}")
-    names = tuple(name for name in asked if name in configured)
+    names = tuple(name for name in tool_names if name in configured)
     if task.needs_tools and not names:
         raise DataError(
-            f"it needs tools (need_tools_kwargs) and has none: it names {list(asked)} and configured are "
+            f"it needs tools (need_tools_kwargs) and has none: it names {list(tool_names)} and configured are "
             f"{sorted(configured)}; configure its tools (rollout.tools.file, rollout.tools.functions).{hint}"
         )
     return ToolChoice(names, skipped)

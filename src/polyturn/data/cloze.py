@@ -62,24 +62,24 @@ def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int 
         ConfigError: `out` holds an index already, or bm25s is not installed.
         DataError: the texts give too few questions for a training and a test set.
     """
-    held = list(passages)
+    kept = list(passages)
     if (out / "index").exists():
         raise ConfigError(f"{out / 'index'} exists already; name a new folder, or remove this one")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".making-") as making:
         folder = Path(making) / "index"
-        build_index(held, folder)
+        build_index(kept, folder)
         index = SearchIndex.open(folder)
-        questions = answerable(make_questions(held), held, index)
+        questions = answerable(make_questions(kept), kept, index)
         questions = _spread(questions, max_questions)
         rows = _rows(questions)
         if not all(rows.values()):
             raise DataError(
-                f"{len(held)} passages give {len(questions)} questions, and a training and a test set need {TEST_EVERY} at "
+                f"{len(kept)} passages give {len(questions)} questions, and a training and a test set need {TEST_EVERY} at "
                 "least; give more text"
             )
         folder.rename(out / "index")
-    lines = (json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in held)
+    lines = (json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in kept)
     (out / "passages.jsonl").write_text("".join(lines), encoding="utf-8")
     for split, items in rows.items():
         pq.write_table(pa.Table.from_pylist(items), out / f"{split}.parquet")
@@ -91,12 +91,14 @@ def make_questions(passages: Sequence[Passage]) -> list[Cloze]:
     num_with: Counter[str] = Counter()
     for passage in passages:
         num_with.update(set(words(passage.contents)))
-    found = []
+    questions = []
     for number, passage in enumerate(passages):
-        asked = [q for sentence in _sentences(passage.text) if (q := _ask(sentence, number, num_with)) is not None]
-        if asked:
-            found.append(min(asked, key=lambda q: sum(num_with[w] for w in words(q.sentence)) / len(words(q.sentence))))
-    return _without_doubt(found)
+        asked_questions = [q for sentence in _sentences(passage.text) if (q := _ask(sentence, number, num_with)) is not None]
+        if asked_questions:
+            questions.append(
+                min(asked_questions, key=lambda q: sum(num_with[w] for w in words(q.sentence)) / len(words(q.sentence)))
+            )
+    return _without_doubt(questions)
 
 
 def answerable(questions: Iterable[Cloze], passages: Sequence[Passage], index: SearchIndex) -> list[Cloze]:
@@ -136,32 +138,32 @@ def _is_alone(sentence: str, match: re.Match[str]) -> bool:
 def _without_doubt(questions: Iterable[Cloze]) -> list[Cloze]:
     """Leave out sentences that fit several words, and repetitions."""
     answers: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    held = list(questions)
-    for question in held:
+    questions_left = list(questions)
+    for question in questions_left:
         answers[tuple(words(question.sentence))].add(question.answer.casefold())
     once: set[tuple[str, ...]] = set()
-    found = []
-    for question in held:
+    kept = []
+    for question in questions_left:
         key = tuple(words(question.sentence))
         if len(answers[key]) == 1 and key not in once:
             once.add(key)
-            found.append(question)
-    return found
+            kept.append(question)
+    return kept
 
 
 def _spread(questions: list[Cloze], limit: int) -> list[Cloze]:
     step = max(1.0, len(questions) / limit)
-    return [questions[int(place * step)] for place in range(min(limit, len(questions)))]
+    return [questions[int(index * step)] for index in range(min(limit, len(questions)))]
 
 
 def _rows(questions: Sequence[Cloze]) -> dict[str, list[dict[str, Any]]]:
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
-    for place, question in enumerate(questions):
-        split = "test" if place % TEST_EVERY == TEST_EVERY - 1 else "train"
-        asked = {
+    for index, question in enumerate(questions):
+        split = "test" if index % TEST_EVERY == TEST_EVERY - 1 else "train"
+        message = {
             "question": f'Which word is missing? "{question.sentence}"',
             "golden_answers": [question.answer],
             "data_source": "cloze",
         }
-        rows[split].append(search_row(asked, index=len(rows[split]), split=split, where=f"question {place}"))
+        rows[split].append(search_row(message, index=len(rows[split]), split=split, where=f"question {index}"))
     return rows

@@ -89,9 +89,9 @@ def generate_conversations(path: str, *, base: Path | None = None, **kwargs: Any
         inspect.signature(make).bind(**kwargs)
     except TypeError as problem:
         raise ConfigError(f"{path!r} does not accept {kwargs!r}: {one_line(problem)}") from problem
-    found = list(make(**kwargs))
+    generated = list(make(**kwargs))
     rows = [
-        c if isinstance(c, Conversation) else Conversation.from_row(c, where=f"{path}[{i}]") for i, c in enumerate(found)
+        c if isinstance(c, Conversation) else Conversation.from_row(c, where=f"{path}[{i}]") for i, c in enumerate(generated)
     ]
     if not rows:
         raise DataError(f"{path!r} returned no conversation for {kwargs!r}")

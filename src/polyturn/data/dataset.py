@@ -283,7 +283,7 @@ def check_tasks(
     """
     sources: Counter[str | None] = Counter()
     partners: Counter[str | None] = Counter()
-    asked: Counter[str] = Counter()
+    ids: Counter[str] = Counter()
     num_with_tools = 0
     unknown: Counter[str] = Counter()
     seen: dict[str, int] = {}
@@ -295,7 +295,7 @@ def check_tasks(
             chosen, skipped = select_tools(task, tools)
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
-        asked.update(chosen if task.tools is not None else ())
+        ids.update(chosen if task.tools is not None else ())
         num_with_tools += bool(chosen)
         unknown.update({*skipped, *task.tools_kwargs}.difference(tools))
         partner = task.interaction
@@ -313,7 +313,7 @@ def check_tasks(
         num_tasks=len(tasks),
         data_sources=sources,
         interactions=partners,
-        tools=asked,
+        tools=ids,
         num_with_tools=num_with_tools,
         unknown_tools=unknown,
     )

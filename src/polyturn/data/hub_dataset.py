@@ -59,11 +59,11 @@ def open_hub_dataset(
         if why:
             CachedDatasetModuleFactory(name).get_module()  # raises where the cache does not hold it
         source = str(folder) if folder.is_dir() else name
-        found = datasets.load_dataset(source, subset, split=part, streaming=first is not None, download_config=fetch)
-        rows: Sequence[Mapping[str, Any]] = found if first is None else list(found.take(first))
+        dataset = datasets.load_dataset(source, subset, split=part, streaming=first is not None, download_config=fetch)
+        rows: Sequence[Mapping[str, Any]] = dataset if first is None else list(dataset.take(first))
     except Exception as problem:  # whatever a data set's files, its loader or the network bring about
-        told = (isinstance(problem, datasets.exceptions.DatasetGenerationError) and problem.__cause__) or problem
-        reason = f"the hub cannot be reached ({why}) and its cache does not hold it" if why else one_line(told)[:300]
+        cause = (isinstance(problem, datasets.exceptions.DatasetGenerationError) and problem.__cause__) or problem
+        reason = f"the hub cannot be reached ({why}) and its cache does not hold it" if why else one_line(cause)[:300]
         local = "see `subset` and `split`" + (", or name its files by `files`" if folder.is_dir() else "")
         advice = "try again where the hub can be reached, or name files by `files`" if why else local
         raise DataError(f"the data set {name!r} cannot be opened: {reason}; {advice}") from problem

@@ -36,7 +36,7 @@ def with_media(messages: Sequence[Any], row: Mapping[str, Any], *, base: Path) -
     items = {kind: _items(row, column, kind, base) for column, kind in COLUMNS.items()}
     if not any(items.values()):
         return [_with_base(m, base) for m in messages]
-    left = {kind: list(found) for kind, found in items.items()}
+    left = {kind: list(media) for kind, media in items.items()}
     present = [kind for kind in KINDS if items[kind]]
     filled = [_fill(_with_base(m, base), left, present) for m in messages]
     for column, kind in COLUMNS.items():
@@ -98,10 +98,10 @@ def _fill(message: Any, left: dict[str, list[Source]], present: Sequence[str]) -
             parts.append({**part, str(kind): _take(left, str(kind))})
         elif kind is None and isinstance(part.get("text"), str):
             position = 0
-            for found in pointer.finditer(part["text"]):
-                parts += _parts(part["text"][position : found.start()])
-                parts.append({"type": found[0][1:-1], found[0][1:-1]: _take(left, found[0][1:-1])})
-                position = found.end()
+            for match in pointer.finditer(part["text"]):
+                parts += _parts(part["text"][position : match.start()])
+                parts.append({"type": match[0][1:-1], match[0][1:-1]: _take(left, match[0][1:-1])})
+                position = match.end()
             parts += [{**part, "text": part["text"][position:]}] if position < len(part["text"]) else []
         else:
             parts.append(part)

@@ -76,10 +76,10 @@ class TaskMix(TaskSampler):
         for name in settings.points:
             if name not in self._sources:
                 raise ConfigError(f"the mix names {name!r}, which no task comes from.{did_you_mean(name, self._sources)}")
-        for name, found in self._sources.items():
+        for name, rows in self._sources.items():
             if name not in settings.points:
                 raise ConfigError(
-                    f"the sampler mix has no weight for the data_source {name!r} of {len(found)} tasks; 0 leaves them out"
+                    f"the sampler mix has no weight for the data_source {name!r} of {len(rows)} tasks; 0 leaves them out"
                 )
         self._settings = settings
         self._per_step = per_step
@@ -91,21 +91,21 @@ class TaskMix(TaskSampler):
 
     def next(self) -> Visit:
         """Return the next visit."""
-        step, place = divmod(self._number, self._per_step)
+        step, index_in_step = divmod(self._number, self._per_step)
         self._number += 1
         counts, before = self._counts_of(step), self._before[step]
         # By (seed, step), so that a run that goes on in the middle of a step draws the rest of it alike.
         order = [source for source, count in enumerate(counts) for _ in range(count)]
         random.Random(f"{self._seed}/mix/{step}").shuffle(order)
-        source = order[place]
+        source = order[index_in_step]
         name = list(self._sources)[source]
-        epoch, position = divmod(before[source] + order[:place].count(source), len(self._sources[name]))
+        epoch, position = divmod(before[source] + order[:index_in_step].count(source), len(self._sources[name]))
         return Visit(epoch, int(self._order_of(name, epoch)[position]))
 
     def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
         """Return a task of the same source that stands in for that of visit `number`."""
-        found = next(tasks for tasks in self._sources.values() if visit.task in tasks)
-        return random.Random(f"{self._seed}/{number}/{attempt}").choice(found)
+        source = next(tasks for tasks in self._sources.values() if visit.task in tasks)
+        return random.Random(f"{self._seed}/{number}/{attempt}").choice(source)
 
     def visits(self, epochs: int) -> int:
         """Refuse: there are no epochs."""

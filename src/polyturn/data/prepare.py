@@ -80,8 +80,8 @@ def prepare_gsm8k(
     """
     if variant not in _SYSTEM:
         raise ConfigError(f"there is no gsm8k variant {variant!r}.{did_you_mean(variant, _SYSTEM)}")
-    said = _Wording(_SYSTEM[variant] if system is None else system, _INSTRUCTION if instruction is None else instruction)
-    row = functools.partial(_gsm8k_row, variant=variant, said=said)
+    wording = _Wording(_SYSTEM[variant] if system is None else system, _INSTRUCTION if instruction is None else instruction)
+    row = functools.partial(_gsm8k_row, variant=variant, wording=wording)
     return _prepare(row, functools.partial(_gsm8k_files, folder), out=out)
 
 
@@ -136,7 +136,7 @@ class _Wording(NamedTuple):
     instruction: str
 
 
-def _gsm8k_row(problem: Any, *, index: int, split: str, where: str, variant: str, said: _Wording) -> dict[str, Any]:
+def _gsm8k_row(problem: Any, *, index: int, split: str, where: str, variant: str, wording: _Wording) -> dict[str, Any]:
     fields = ("question", "answer")
     if not isinstance(problem, dict) or not all(isinstance(problem.get(f), str) for f in fields):
         raise DataError(f"{where}: a problem needs the texts 'question' and 'answer', not {str(problem)[:80]!r}")
@@ -145,19 +145,19 @@ def _gsm8k_row(problem: Any, *, index: int, split: str, where: str, variant: str
         truth = final_answer(answer)
     except DataError as error:
         raise DataError(f"gsm8k {split}, problem {index}: {error}") from error
-    asked = f"{question} {said.instruction}"
+    question_text = f"{question} {wording.instruction}"
     extra: dict[str, Any] = {"split": split, "index": index, "answer": answer, "question": question}
     if variant == "tool":
         extra["need_tools_kwargs"] = True
         extra["tools_kwargs"] = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}}
-        extra["interaction_kwargs"] = {"query": asked, "ground_truth": truth}
+        extra["interaction_kwargs"] = {"query": question_text, "ground_truth": truth}
     else:
-        extra["interaction_kwargs"] = {"name": "gsm8k", "query": asked, "ground_truth": truth}
+        extra["interaction_kwargs"] = {"name": "gsm8k", "query": question_text, "ground_truth": truth}
     return {
         "data_source": GSM8K,
         "prompt": [
-            {"role": "system", "content": said.system},
-            {"role": "user", "content": asked},
+            {"role": "system", "content": wording.system},
+            {"role": "user", "content": question_text},
         ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
@@ -211,10 +211,10 @@ def _prepare(row: Callable[..., dict[str, Any]], files_of: Callable[[str], list[
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for split in ("train", "test"):
-        found = ((rows.row(i), rows.where(i)) for rows in map(open_rows, files_of(split)) for i in range(len(rows)))
-        made = [row(problem, index=index, split=split, where=where) for index, (problem, where) in enumerate(found)]
+        located = ((rows.row(i), rows.where(i)) for rows in map(open_rows, files_of(split)) for i in range(len(rows)))
+        made_rows = [row(problem, index=index, split=split, where=where) for index, (problem, where) in enumerate(located)]
         written.append(out / f"{split}.parquet")
-        pq.write_table(pa.Table.from_pylist(made), written[-1])
+        pq.write_table(pa.Table.from_pylist(made_rows), written[-1])
     return written
 
 
@@ -242,11 +242,13 @@ def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]
 
         fetch = functools.partial(snapshot_download, name, allow_patterns=["*.parquet"])
         folder = _fetched(name, fetch, advice="download its parquet files and name their folder")
-    found = sorted(folder.glob("**/*.parquet"))
+    parquet_files = sorted(folder.glob("**/*.parquet"))
 
     def files_of(split: str) -> list[Path]:
-        if not (files := [path for path in found if path.name.startswith(split)]):
-            raise DataError(f"{where} has no {split}*.parquet; it holds {[p.name for p in found] or 'no parquet file'}")
+        if not (files := [path for path in parquet_files if path.name.startswith(split)]):
+            raise DataError(
+                f"{where} has no {split}*.parquet; it holds {[p.name for p in parquet_files] or 'no parquet file'}"
+            )
         return files
 
     return files_of

@@ -108,10 +108,10 @@ class _RowReader:
         messages = row["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
             self.fail(f"'messages' must be a list of messages, not {_show(messages)}")
-        shown = [{**m, "role": _named(m.get("role"))} for m in messages]
-        while shown and shown[-1]["role"] == "assistant":
-            shown.pop()
-        if not shown:
+        roles = [{**m, "role": _named(m.get("role"))} for m in messages]
+        while roles and roles[-1]["role"] == "assistant":
+            roles.pop()
+        if not roles:
             self.fail("'messages' holds no message that the model could answer")
         rest = {k: v for k, v in row.items() if k not in ("messages", "tools", *COLUMNS)}
         extra = row.get("extra_info")
@@ -123,7 +123,7 @@ class _RowReader:
             self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
         return Task(
             id=str(identity),
-            prompt=self.prompt({**{k: row[k] for k in COLUMNS if k in row}, "prompt": shown}),
+            prompt=self.prompt({**{k: row[k] for k in COLUMNS if k in row}, "prompt": roles}),
             data_source=self.text(row, "data_source"),
             ground_truth=truth,
             extra=rest,
@@ -154,13 +154,13 @@ class _RowReader:
     def schema_names(self, value: Any) -> tuple[str, ...] | None:
         """Return the names of tools that a row gives as schemas, as JSON, or as names; they must be configured."""
         try:
-            found = json.loads(value) if isinstance(value, str) else value
+            names = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
             self.fail(f"'tools' must be a list of tools, or that as JSON, not {_show(value)}")
-        if isinstance(found, list) and all(isinstance(t, Mapping) for t in found):
-            functions = [t.get("function", t) for t in found]
-            found = [f.get("name") if isinstance(f, Mapping) else f for f in functions]
-        return self.names(found, "tools")
+        if isinstance(names, list) and all(isinstance(t, Mapping) for t in names):
+            functions = [t.get("function", t) for t in names]
+            names = [f.get("name") if isinstance(f, Mapping) else f for f in functions]
+        return self.names(names, "tools")
 
     def mapping(self, row: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
         value = row.get(key)
@@ -278,7 +278,12 @@ def _as_list(prompt: Any) -> str:
 
 def advice_for(row: Mapping[str, Any]) -> str:
     """Return the hint how to turn a row of a common format into one with a prompt; "" for any other row."""
-    if isinstance(said := row.get("conversations"), list) and said and isinstance(said[0], Mapping) and "from" in said[0]:
+    if (
+        isinstance(turns := row.get("conversations"), list)
+        and turns
+        and isinstance(turns[0], Mapping)
+        and "from" in turns[0]
+    ):
         return (
             " This is ShareGPT's form: write 'messages' in place of 'conversations', with 'role' (user for human, assistant "
             "for gpt) in place of 'from', and 'content' in place of 'value'."

@@ -20,7 +20,7 @@ class Admission:
     """The queue of a pool."""
 
     def __init__(self, replicas: list[Replica], *, patience_s: float) -> None:
-        """Begin with nobody waiting.
+        """Begin with an empty queue.
 
         Args:
             replicas: The pool's servers; they join and leave while the queue lives.
@@ -48,10 +48,10 @@ class Admission:
         self.queue.set(len(self._waiting))
         self.admit()
         try:
-            if waiting.place.done():
-                return waiting.place.result()
+            if waiting.assigned.done():
+                return waiting.assigned.result()
             async with asyncio.timeout_at(waiting.request.deadline):
-                return await waiting.place
+                return await waiting.assigned
         except TimeoutError:
             self._withdraw(waiting)
             return None
@@ -79,7 +79,7 @@ class Admission:
                 break
             waiting = next(iter(self._waiting))
             self._leave(waiting)
-            if waiting.place.done():  # aborted, and its caller has not run yet
+            if waiting.assigned.done():  # aborted, and its caller has not run yet
                 continue
             session = waiting.request.session_id
             home = self._homes.get(session)
@@ -87,7 +87,7 @@ class Admission:
             self.num_moved += home is not None and home is not chosen
             self._homes[session] = chosen
             chosen.running[waiting.request.request_id] = waiting
-            waiting.place.set_result(chosen)
+            waiting.assigned.set_result(chosen)
         if self._waiting and not any(replica.is_live for replica in self._replicas):
             self._look_again(now)
 
@@ -111,9 +111,9 @@ class Admission:
         self.queue.set(len(self._waiting))
 
     def _withdraw(self, waiting: PooledRequest) -> None:
-        """Take a request that nobody waits for out of the queue, or off the place that it was just given."""
-        if waiting.place.done() and not waiting.place.cancelled() and waiting.place.exception() is None:
-            self.free(waiting.place.result(), waiting)
+        """Take an abandoned request out of the queue, or off the place that it was just given."""
+        if waiting.assigned.done() and not waiting.assigned.cancelled() and waiting.assigned.exception() is None:
+            self.free(waiting.assigned.result(), waiting)
         else:
             self._leave(waiting)
 
@@ -123,9 +123,9 @@ class Admission:
         why = "all servers are lost for good" if are_gone else f"no server was up for {self._patience_s:g} s"
         why += f" ({reasons(self._replicas)})"
         for waiting in list(self._waiting):
-            if not waiting.place.done() and (are_gone or now - waiting.arrived >= self._patience_s):
+            if not waiting.assigned.done() and (are_gone or now - waiting.arrived >= self._patience_s):
                 self._leave(waiting)
-                waiting.place.set_exception(EngineLostError(why))
+                waiting.assigned.set_exception(EngineLostError(why))
         if self._timer is None and self._waiting:
             self._timer = asyncio.get_running_loop().call_later(FIRST_RETRY_S, self._on_timer)
 

@@ -50,13 +50,13 @@ class AnswerCache:
         with self._lock:
             return int(self._with(lambda db: db.execute("select count(*) from answers").fetchone())[0])
 
-    async def get(self, asked: Mapping[str, Any]) -> Any:
+    async def get(self, question: Mapping[str, Any]) -> Any:
         """Return the answer to a question; None if it was never asked."""
-        return await self._threads.run(self._get, key_of(asked))
+        return await self._threads.run(self._get, key_of(question))
 
-    async def put(self, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> Any:
+    async def put(self, question: Mapping[str, Any], answer: Mapping[str, Any]) -> Any:
         """Keep an answer, unless there is one already; return the one that stands."""
-        return await self._threads.run(self._put, key_of(asked), json.dumps(answer, ensure_ascii=False))
+        return await self._threads.run(self._put, key_of(question), json.dumps(answer, ensure_ascii=False))
 
     def _get(self, key: str) -> Any:
         with self._lock:
@@ -81,9 +81,11 @@ class AnswerCache:
             db.close()
 
 
-def key_of(asked: Mapping[str, Any]) -> str:
+def key_of(question: Mapping[str, Any]) -> str:
     """Return the key of a question: a digest of its JSON, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(
+        json.dumps(question, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    ).hexdigest()
 
 
 def _make(db: sqlite3.Connection) -> None:

@@ -55,7 +55,7 @@ class ServerPlaces(Protocol):
 
     @property
     def model(self) -> Path:
-        """The folder that a server is to load, in the words of whoever starts it."""
+        """The folder that a server is to load, as named by the launcher."""
         ...
 
     @property
@@ -64,11 +64,11 @@ class ServerPlaces(Protocol):
         ...
 
     def starter(self, number: int) -> StartServer:
-        """Return what starts a server in place `number`."""
+        """Return the launcher of server `number`."""
         ...
 
     def store(self, adapter: Mapping[str, Any] | None) -> WeightStore:
-        """Return what brings new weights into the memory of the servers' machines; `adapter` as of `EngineSetup`."""
+        """Return the channel that brings new weights to the servers' machines; `adapter` as of `EngineSetup`."""
         ...
 
 
@@ -242,7 +242,7 @@ class EngineWrapper:
 
 
 def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilities:
-    """Return what all can do; nothing where there are none."""
+    """Return the capabilities that all engines share; none for no engines."""
     if not each:
         return EngineCapabilities()
     contexts = [one.max_context for one in each if one.max_context is not None]

@@ -135,8 +135,8 @@ class BatchStep:
         """Run one chunk of some of the rows that need prefill: rows of similar length, at most 8 chunks' worth of tokens."""
         slots = self._slots
         for row in rows.tolist():
-            if (running := slots.running[row]) is not None and running.shown is not None:
-                return self._prefill_shown(row, running.shown)
+            if (running := slots.running[row]) is not None and running.prompt_with_media is not None:
+                return self._prefill_shown(row, running.prompt_with_media)
         todo = np.minimum(todo, self._prefill_chunk)
         order = np.argsort(todo, kind="stable")[::-1]  # neighbours are of like length, so that little of a chunk is padding
         most = 1 if self._is_alone else max(1, 8 * self._prefill_chunk // int(todo[order[0]]))
@@ -153,19 +153,19 @@ class BatchStep:
         slots.cached[rows] += todo
         self._stats.prefill_steps += 1
 
-    def _prefill_shown(self, row: int, shown: ShownPrompt) -> None:
+    def _prefill_shown(self, row: int, prompt: ShownPrompt) -> None:
         """Run one chunk of a prompt that shows media, with the inputs of those in the chunk."""
         slots = self._slots
         start, last = int(slots.cached[row]), int(slots.known[row]) - 1
-        end = min(shown.behind(min(start + self._prefill_chunk, last)), last)
+        end = min(prompt.behind(min(start + self._prefill_chunk, last)), last)
         positions = np.arange(start, end)[None]
         self._fill(
             np.array([row]),
-            shown.ids(slots.ids[row, start:end], start)[None],
+            prompt.ids(slots.ids[row, start:end], start)[None],
             positions,
             is_real=np.ones(positions.shape, np.bool_),
-            rope=shown.positions(start, end)[..., None, :],
-            inputs=shown.inputs(start, end),
+            rope=prompt.positions(start, end)[..., None, :],
+            inputs=prompt.inputs(start, end),
         )
         if slots.routes is not None:
             slots.note_routes(np.array([row]), np.array([start]), np.array([end - start]), self._routes)

@@ -92,7 +92,7 @@ async def place_at(url: str, *, limit: int) -> AsyncIterator[None]:
 
 
 class ChatClient:
-    """Connections to one endpoint, open while somebody uses them."""
+    """Connections to one endpoint, open while they are used."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         """Take the address; nothing is connected yet.
@@ -126,13 +126,13 @@ class ChatClient:
                 await self._client.close()
 
     async def ask(self, body: Mapping[str, Any]) -> Any:
-        """Return what the endpoint answers.
+        """Return the endpoint's answer.
 
         Raises:
             EngineError: the server refused it, or did not answer in as many tries as allowed.
             ConfigError: the server would refuse every request.
         """
-        place, tries = self.endpoint, itertools.count()
+        endpoint, tries = self.endpoint, itertools.count()
 
         async def once() -> Any:
             self.num_retries += next(tries) > 0
@@ -141,25 +141,27 @@ class ChatClient:
         def again(problem: Exception) -> bool | float:
             return isinstance(problem, _TryAgainError) and (problem.wait_s or True)
 
-        half = place.backoff_s / 2
+        half = endpoint.backoff_s / 2
         try:
-            return await retried(once, again=again, tries=place.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half)
+            return await retried(
+                once, again=again, tries=endpoint.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half
+            )
         except _TryAgainError as problem:
-            raise EngineError(f"{place.url} {problem}; asked {place.max_tries} times") from problem
+            raise EngineError(f"{endpoint.url} {problem}; asked {endpoint.max_tries} times") from problem
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
     async def _once(self, body: Mapping[str, Any]) -> Any:
-        place = self.endpoint
+        endpoint = self.endpoint
         try:
-            async with place_at(place.url, limit=place.max_concurrent):
+            async with place_at(endpoint.url, limit=endpoint.max_concurrent):
                 answer = await self._post(body)
                 if answer.status == 400 and self._learns_from(answer.said(1 << 16)):
                     answer = await self._post(body)
         except LargeAnswerError as problem:
-            raise EngineError(f"{place.url}: {problem}; no model writes that much") from problem
+            raise EngineError(f"{endpoint.url}: {problem}; no model writes that much") from problem
         except (BrokenOffError, TimeoutError) as problem:
             raise _TryAgainError(f"cannot be reached ({one_line(problem)})") from problem
         if 200 <= answer.status < 300:
@@ -172,7 +174,7 @@ class ChatClient:
             failed.wait_s = answer.retry_after_s
             raise failed
         kind = ConfigError if answer.status in HOPELESS else EngineError
-        raise kind(f"{place.url} refused the request for {place.model!r} with {answer.status}: {_reason(answer)}")
+        raise kind(f"{endpoint.url} refused the request for {endpoint.model!r} with {answer.status}: {_reason(answer)}")
 
     async def _post(self, body: Mapping[str, Any]) -> HttpReply:
         return await self._client.send("POST", f"{self.endpoint.url.rstrip('/')}/chat/completions", self._fitted(body))
@@ -219,9 +221,9 @@ def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
 
 def _reason(answer: HttpReply) -> str:
     try:
-        found = answer.json()
-        error = found.get("error", found)
-        said = str(error.get("message", error) if isinstance(error, dict) else error)
+        body = answer.json()
+        error = body.get("error", body)
+        reason = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
-        said = answer.said()
-    return hide(" ".join(said.split()), *answer.secrets)[:300] or "it gave no reason"
+        reason = answer.said()
+    return hide(" ".join(reason.split()), *answer.secrets)[:300] or "it gave no reason"

@@ -68,21 +68,21 @@ class ChatPartnerSettings:
         Raises:
             ConfigError: one of them cannot work.
         """
-        given = {f.name: config[f.name] for f in fields(cls) if config.get(f.name) is not None}
+        settings = {f.name: config[f.name] for f in fields(cls) if config.get(f.name) is not None}
         for name in ("base_url", "model"):
-            if not isinstance(given.get(name), str) or not given[name].strip():
+            if not isinstance(settings.get(name), str) or not settings[name].strip():
                 example = "http://127.0.0.1:8000/v1" if name == "base_url" else "the model's name at the endpoint"
                 raise ConfigError(f"{who}: {name} is {config.get(name)!r}; give {example!r}, or the like")
         for name in ("max_tokens", "max_concurrent", "max_tries", "timeout_s", "deadline_s"):
-            check_positive(given.get(name, 1), name=name, who=who, is_whole=name.startswith("max"))
+            check_positive(settings.get(name, 1), name=name, who=who, is_whole=name.startswith("max"))
         for name, high in (("temperature", math.inf), ("top_p", 1.0), ("backoff_s", math.inf)):
-            check_within(given.get(name, 0.5), 0.0, high, name=name, who=who)
+            check_within(settings.get(name, 0.5), 0.0, high, name=name, who=who)
         for name in ("api_key_env", "cache"):
-            if not isinstance(given.get(name, ""), str):
-                raise ConfigError(f"{who}: {name} is {given[name]!r:.100}; give a name")
-        if not isinstance(given.get("extra", {}), Mapping):
-            raise ConfigError(f"{who}: extra is {given['extra']!r:.100}; give further keys of the request as a mapping")
-        return cls(**given)
+            if not isinstance(settings.get(name, ""), str):
+                raise ConfigError(f"{who}: {name} is {settings[name]!r:.100}; give a name")
+        if not isinstance(settings.get("extra", {}), Mapping):
+            raise ConfigError(f"{who}: extra is {settings['extra']!r:.100}; give further keys of the request as a mapping")
+        return cls(**settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class ChatReply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     is_cached: bool = False
-    """Whether nobody was asked."""
+    """Whether the answer came from the cache."""
     version: int | None = None
     """Of a policy of the run: the version of its weights."""
 
@@ -182,7 +182,7 @@ class ChatPartner:
             yield
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> ChatReply:
-        """Return what the model says to `messages`, which is the same for the same seed where there is a cache.
+        """Return the model's reply to `messages`; with a cache, the same seed gives the same reply.
 
         Raises:
             EngineError: the endpoint refused, or did not answer in time.
@@ -197,20 +197,20 @@ class ChatPartner:
             "seed": seed % (1 << 31),
             **(settings.extra or {}),
         }
-        asked = {"url": settings.base_url.rstrip("/"), "max_tokens": settings.max_tokens, **body}
-        if self._cache is not None and (kept := await self._cache.get(asked)) is not None:
+        request = {"url": settings.base_url.rstrip("/"), "max_tokens": settings.max_tokens, **body}
+        if self._cache is not None and (kept := await self._cache.get(request)) is not None:
             return ChatReply(**{**kept, "is_cached": True})
         try:
             async with asyncio.timeout(settings.deadline_s), self._client.in_use():
-                said = _read(await self._client.ask(body), url=settings.base_url)
+                reply = _read(await self._client.ask(body), url=settings.base_url)
         except TimeoutError as problem:
             raise EngineError(
                 f"{settings.base_url} gave no answer within {settings.deadline_s:g} s; raise deadline_s, or serve it faster"
             ) from problem
         self.num_asked += 1
         if self._cache is None:
-            return said
-        return ChatReply(**{**await self._cache.put(asked, asdict(said)), "is_cached": False})
+            return reply
+        return ChatReply(**{**await self._cache.put(request, asdict(reply)), "is_cached": False})
 
     async def end(self, session: str) -> None:
         """Forget nothing: an endpoint is told whole conversations."""

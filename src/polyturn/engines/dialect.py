@@ -128,9 +128,11 @@ class ServerDialect(ABC):
         )
 
     @staticmethod
-    async def open_link(way: Way, servers: Sequence[TransferServer]) -> TransferLink:
+    async def open_link(transport: Way, servers: Sequence[TransferServer]) -> TransferLink:
         """Return the trainer's end of a transfer of tensors to servers of this kind."""
-        raise EngineError(f"weights go to these servers through a folder, and engine.weights is {way}; leave it at folder")
+        raise EngineError(
+            f"weights go to these servers through a folder, and engine.weights is {transport}; leave it at folder"
+        )
 
     @abstractmethod
     async def _loaded(self) -> None:

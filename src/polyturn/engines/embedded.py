@@ -158,7 +158,7 @@ class EmbeddedEngine:
             future=future,
             uniform=uniform,
             versions=[(0, self.version)],
-            shown=None if self._shown is None else self._shown.of(request),
+            prompt_with_media=None if self._shown is None else self._shown.of(request),
         )
         self._requests[request.request_id] = running
         self._waiting.append(running)

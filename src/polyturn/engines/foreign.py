@@ -14,7 +14,7 @@ from typing import Any
 from polyturn.core.errors import EngineError, one_line, raised_at, told_in_a_sentence
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.engines.base import EngineWrapper
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 
@@ -41,7 +41,7 @@ class ForeignEngine(EngineWrapper):
         with told_in_a_sentence(what, EngineError):
             capabilities: object = self.engine.capabilities
         if not isinstance(capabilities, EngineCapabilities):
-            raise EngineError(f"{what} returned {shown(capabilities)}; it must be an EngineCapabilities")
+            raise EngineError(f"{what} returned {brief(capabilities)}; it must be an EngineCapabilities")
         return capabilities
 
     @property
@@ -83,9 +83,9 @@ class ForeignEngine(EngineWrapper):
             logger.warning("%s; what it held may be left behind", error)
 
     def _problem(self, completion: Any, request: GenerateRequest) -> str:
-        """Return what is wrong with an answer to `request`; "" if nothing is."""
+        """Return the fault of an answer to `request`; "" for a valid one."""
         if not isinstance(completion, Completion):
-            return f"{shown(completion)}; it must be a Completion of polyturn.core.generation"
+            return f"{brief(completion)}; it must be a Completion of polyturn.core.generation"
         ids, logprobs, most = completion.token_ids, completion.logprobs, request.sampling.max_tokens
         if len(ids) > most:
             return f"{len(ids)} tokens; at most {most} were asked for"

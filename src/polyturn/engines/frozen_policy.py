@@ -174,18 +174,18 @@ def policy_named(name: Any, policies: Policies, *, who: str) -> FrozenPolicy:
     return policies[name]
 
 
-def sampled_with(policy: FrozenPolicy, given: Mapping[str, Any], *, who: str) -> SamplingParams:
-    """Return a policy's sampling parameters, of which `given` may set temperature, top_p and max_tokens.
+def sampled_with(policy: FrozenPolicy, options: Mapping[str, Any], *, who: str) -> SamplingParams:
+    """Return a policy's sampling parameters, of which `options` may set temperature, top_p and max_tokens.
 
     Raises:
         ConfigError: one of them cannot be.
     """
-    found = {name: given[name] for name in SAMPLED_WITH if given.get(name) is not None}
-    check_within(found.get("temperature", 1.0), 0.0, float("inf"), name="temperature", who=who)
-    check_within(found.get("top_p", 1.0), 0.0, 1.0, name="top_p", who=who)
-    check_positive(found.get("max_tokens", 1), name="max_tokens", who=who, is_whole=True)
+    settings = {name: options[name] for name in SAMPLED_WITH if options.get(name) is not None}
+    check_within(settings.get("temperature", 1.0), 0.0, float("inf"), name="temperature", who=who)
+    check_within(settings.get("top_p", 1.0), 0.0, 1.0, name="top_p", who=who)
+    check_positive(settings.get("max_tokens", 1), name="max_tokens", who=who, is_whole=True)
     try:
-        return dataclasses.replace(policy.sampling, **found)
+        return dataclasses.replace(policy.sampling, **settings)
     except ConfigError as problem:
         raise ConfigError(f"{who}: {problem}") from problem
 
@@ -230,13 +230,13 @@ class PolicyPartner:
             EngineError: they do not fit, or the engine is lost.
         """
         self.num_asked += 1
-        said = await self.policy.say(messages, seed=seed, session=session, sampling=self._sampling)
+        reply = await self.policy.say(messages, seed=seed, session=session, sampling=self._sampling)
         return ChatReply(
-            text=without_thoughts(said.message.text),
-            is_cut=said.is_cut,
-            prompt_tokens=said.prompt_tokens,
-            completion_tokens=said.completion_tokens,
-            version=said.version,
+            text=without_thoughts(reply.message.text),
+            is_cut=reply.is_cut,
+            prompt_tokens=reply.prompt_tokens,
+            completion_tokens=reply.completion_tokens,
+            version=reply.version,
         )
 
     async def end(self, session: str) -> None:

@@ -199,14 +199,14 @@ class SessionMemory:
         """Note which of the files the processes `pids` hold."""
         new = set(shared_files()) - self._others - self._own
         if new:
-            self._own |= new & held(pids)
+            self._own |= new & files_in_use(pids)
 
     def remove_unheld(self) -> list[str]:
         """Remove the files that were noted and that no living process holds; return their names."""
         left = {inode: path for inode, path in shared_files().items() if inode in self._own}
         if not left:
             return []
-        in_use = held(int(name) for name in os.listdir("/proc") if name.isdigit())
+        in_use = files_in_use(int(name) for name in os.listdir("/proc") if name.isdigit())
         removed = []
         for inode, path in left.items():
             if inode not in in_use:
@@ -217,15 +217,15 @@ class SessionMemory:
 
 def shared_files() -> dict[int, Path]:
     """Return the files in shared memory by their inodes; none where the system has no such folder."""
-    found = {}
+    files = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(_FOLDER) as entries:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
-                found[entry.inode()] = Path(entry.path)
-    return found
+                files[entry.inode()] = Path(entry.path)
+    return files
 
 
-def held(pids: Iterable[int]) -> set[int]:
+def files_in_use(pids: Iterable[int]) -> set[int]:
     """Return the inodes of the files in shared memory that processes map or have open; a process that has ended has none."""
     inodes: set[int] = set()
     for pid in pids:

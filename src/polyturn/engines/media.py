@@ -115,14 +115,14 @@ class ShownPrompts:
                 raise EngineError(f"request {request.request_id!r} has tokens that stand for media, and no media")
             return None
         try:
-            shown = ShownPrompt(
+            prompt = ShownPrompt(
                 request.prompt_ids, request.media, self._rows, [self._number(medium) for medium in request.media]
             )
         except (TemplateError, DataError) as problem:
             raise EngineError(f"request {request.request_id!r}: {problem}") from problem
-        if shown.keys[-1] < 0:
+        if prompt.keys[-1] < 0:
             raise EngineError(f"request {request.request_id!r} ends with a medium; text must follow it")
-        return shown
+        return prompt
 
     def _number(self, medium: Media) -> int:
         digest = hashlib.blake2b(repr((medium.kind, medium.source)).encode(), digest_size=16).digest()

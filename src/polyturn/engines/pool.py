@@ -4,7 +4,7 @@ A request waits until a server has a place (`admission.py`). What a lost server 
 one. A request holds the whole prompt, so that the turn is done again from its last complete turn, and only one answer of it
 is ever returned: no token is trained twice. The server itself is brought back by `recovery.py`.
 
-An answer from weights that the server was not given (it was restarted, or somebody else changed them) is dropped, asked of
+An answer from weights that the server was not given (it was restarted, or another client changed them) is dropped, asked of
 another one, and the server serves again once it has the right ones.
 """
 
@@ -132,7 +132,7 @@ class EnginePool(BaseEngine):
         return common_capabilities([replica.engine.capabilities for replica in self._replicas])
 
     def read_metrics(self) -> dict[str, float]:
-        """Return how many servers there are, and what happened to requests since the last call."""
+        """Return the number of servers, and the counts of requests since the last call."""
         totals = {
             "engine/lost": self.num_lost,
             "engine/redone": self.num_redone,
@@ -150,10 +150,10 @@ class EnginePool(BaseEngine):
         }
 
     def _read_load(self) -> dict[str, float]:
-        """Return how many requests waited, here and on the servers together, and how full the servers' KV caches were."""
-        found = [replica.engine.read_metrics() for replica in self._replicas]
-        waited = [self.admission.queue.read(), *(one["engine/queue"] for one in found if "engine/queue" in one)]
-        used = [one["engine/kv_use"] for one in found if "engine/kv_use" in one]
+        """Return the number of waiting requests, here and on the servers together, and the use of the servers' KV caches."""
+        loads = [replica.engine.read_metrics() for replica in self._replicas]
+        waited = [self.admission.queue.read(), *(one["engine/queue"] for one in loads if "engine/queue" in one)]
+        used = [one["engine/kv_use"] for one in loads if "engine/kv_use" in one]
         return {"engine/queue": sum(waited)} | ({"engine/kv_use": sum(used) / len(used)} if used else {})
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -197,10 +197,10 @@ class EnginePool(BaseEngine):
         if waiting is None:
             return
         waiting.is_aborted = True
-        if not waiting.place.done():
-            waiting.place.cancel()
-        elif not waiting.place.cancelled():
-            await waiting.place.result().engine.abort(request_id)
+        if not waiting.assigned.done():
+            waiting.assigned.cancel()
+        elif not waiting.assigned.cancelled():
+            await waiting.assigned.result().engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:
         """Forget where an episode ran."""
@@ -214,9 +214,9 @@ class EnginePool(BaseEngine):
         Raises:
             EngineError: a server refused, or none is left.
         """
-        given: Any = weights
+        payload: Any = weights
         if weights is not None and self._files is not None:
-            given = await asyncio.to_thread(self._files.write, weights)
+            payload = await asyncio.to_thread(self._files.write, weights)
         keeps = self._files is not None and self._files.keeps
         is_kept = weights is not None and keeps
         self._coming, self._is_pushing, self._is_asleep = version, True, False
@@ -226,7 +226,7 @@ class EnginePool(BaseEngine):
 
         async def push(replica: Replica) -> None:
             try:
-                await replica.engine.update_weights(version, weights=given)
+                await replica.engine.update_weights(version, weights=payload)
             except EngineLostError as problem:
                 problems.append(f"{replica.name}: {one_line(problem)}")
                 self.exclude(replica, problem)
@@ -246,7 +246,7 @@ class EnginePool(BaseEngine):
                         else:
                             replica.is_stale = True  # it gets them when it is back
             if is_kept:
-                self._served = PoolWeights(version, given)  # before anybody waits: who comes back gets these
+                self._served = PoolWeights(version, payload)  # before anybody waits: who comes back gets these
             self._is_pushing = False
             if not any(replica.is_live for replica in self._replicas) and not (is_kept and await self._one_is_live()):
                 problems = problems or ["all are lost"]
@@ -257,8 +257,8 @@ class EnginePool(BaseEngine):
                 self._served = PoolWeights(version, None)
         finally:
             self._coming, self._is_pushing = self._served.version, False
-            if isinstance(given, ServerWeights):
-                given.settle()  # also after a failure
+            if isinstance(payload, ServerWeights):
+                payload.settle()  # also after a failure
         logger.debug(
             "policy version %d reached %d of %d servers within %.2f s; %d requests that ran there go on with it",
             version,
@@ -397,10 +397,10 @@ class EnginePool(BaseEngine):
                 on_failure=lambda problem: self._outage.note(replica, problem),
                 attempt_s=self._recovery_s,
             )
-        except Exception as problem:  # whatever it is, a server that nobody brings back is not to be waited for
+        except Exception as problem:  # whatever the reason, do not wait for a server that cannot be restarted
             replica.is_gone, replica.recovery, replica.why = True, None, one_line(problem)
             left = sum(not other.is_gone for other in self._replicas)
             trace = None if isinstance(problem, EngineGoneError) else problem
-            said = "%s is out for good (%s); %d servers are left"
-            logger.error(said, replica.name, one_line(problem), left, exc_info=trace)
+            message = "%s is out for good (%s); %d servers are left"
+            logger.error(message, replica.name, one_line(problem), left, exc_info=trace)
             self.admission.admit()

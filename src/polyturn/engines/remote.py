@@ -54,7 +54,7 @@ _USUAL = ServerOptions(kind="vllm")
 _NUM_LOOKS = 2
 """So many looks at a server's health in a row must fail for it to count as lost."""
 _NUM_LOADS = 1000
-"""So many are kept where nobody reads them."""
+"""The number that is kept unread."""
 LOOK_SHARE = 0.5
 """Part of `health_s` between two looks at a server."""
 _HUNG_AFTER = 3.0
@@ -118,7 +118,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     @property
     def supervisor(self) -> ServerSupervisor | None:
-        """What started the server; None for a server of somebody else's."""
+        """The launcher of the server; None for a server that the run did not start."""
         return self._supervisor
 
     @property
@@ -137,7 +137,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         return 0 if self._supervisor is None else self._supervisor.num_restarts
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return how busy the server was when it was looked at; nothing where it did not say."""
+        """Return the server's load as last read; empty if it did not report any."""
         known = [load for load in self._loads if load is not None]
         self._loads.clear()
         if not known:
@@ -220,7 +220,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         goes on then. A server of this client's that does not answer is stopped, because it would keep the memory.
 
         Raises:
-            EngineLostError: somebody else's server did not answer.
+            EngineLostError: a server that the run did not start did not answer.
             EngineError: it refused.
         """
         await self._met()
@@ -249,11 +249,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
                         await self._loaded()
                     await self._rename(self.tag(version))
                 except BaseException:
-                    if self._is_asleep or not weights.is_all_or_nothing:  # tokens from these weights are nobody's
+                    if self._is_asleep or not weights.is_all_or_nothing:  # tokens from these weights are discarded
                         with contextlib.suppress(EngineError):
                             await self._rename(f"{self._prefix}unfinished")
                     raise
-                finally:  # also after a failure: a server that stays paused answers nobody
+                finally:  # also after a failure: a paused server would answer no request
                     await (self._wake("kv_cache") if self._is_asleep else self._resume())
                 self.version = version
             finally:
@@ -328,7 +328,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             await self._supervisor.stop()
 
     def tag(self, version: int) -> str:
-        """Return what the server is told to call `version` of the weights that this client sends."""
+        """Return the server's name for `version` of the weights that this client sends."""
         return f"{self._prefix}{version}"
 
     def version_of(self, tag: str) -> int:
@@ -421,7 +421,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         return min(limits, default=None)
 
     def _room(self, request: GenerateRequest) -> int:
-        """Return how many tokens may be sampled: what was asked for, or what the context leaves."""
+        """Return the limit of sampled tokens: the request's, or the room that the context leaves."""
         wanted, context = request.sampling.max_tokens, self._context
         return wanted if context is None else min(wanted, context - len(request.prompt_ids))
 

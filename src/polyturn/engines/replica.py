@@ -29,7 +29,7 @@ class PooledRequest:
 
     request: GenerateRequest
     arrived: float
-    place: asyncio.Future[Replica]
+    assigned: asyncio.Future[Replica]
     is_aborted: bool = False
 
 
@@ -85,8 +85,8 @@ def reasons(replicas: Sequence[Replica]) -> str:
     for replica in replicas:
         if replica.why:
             names.setdefault(replica.why, []).append(replica.name)
-    told = (f"{first}{f' and {len(more)} more' if more else ''}: {why}" for why, (first, *more) in names.items())
-    return "; ".join(told) or "none has joined"
+    reasons = (f"{first}{f' and {len(more)} more' if more else ''}: {why}" for why, (first, *more) in names.items())
+    return "; ".join(reasons) or "none has joined"
 
 
 class Outage:
@@ -101,9 +101,9 @@ class Outage:
         replica.why = one_line(problem)
         if any(one.is_live for one in self._replicas):
             return
-        told = {re.sub(r"\d+", "", one.why) for one in self._replicas}
-        if told != self._told:
-            self._told = told
+        distinct_reasons = {re.sub(r"\d+", "", one.why) for one in self._replicas}
+        if distinct_reasons != self._told:
+            self._told = distinct_reasons
             logger.warning(
                 "no server is up (%s); requests and weights wait up to %g s for one to come back (engine.patience_s)",
                 reasons(self._replicas),

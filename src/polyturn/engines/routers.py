@@ -44,7 +44,7 @@ class Routers:
         Raises:
             ConfigError: there are experts, and no router that this finds beside them.
         """
-        found, at, counts = [], [], set()
+        router_modules, at, counts = [], [], set()
         for name, layer in model.named_modules():
             count, routers = beside_experts(layer)
             own = list(routers.values())
@@ -60,10 +60,10 @@ class Routers:
                         f"{type(layer).__name__} has {count} experts and {len(own)} modules that may be their router; set "
                         "algorithm.routing.replay to off for this model"
                     )
-                found += own
+                router_modules += own
                 at.append(int(next(part for part in name.split(".") if part.isdigit())))
                 counts.add(count)
-        if not found:
+        if not router_modules:
             return None
         if len(counts) > 1:
             raise ConfigError(
@@ -73,9 +73,9 @@ class Routers:
         assert isinstance(model, PreTrainedModel)
         config = model.config.get_text_config()
         return cls(
-            found,
+            router_modules,
             RouteShape(
-                num_layers=len(found),
+                num_layers=len(router_modules),
                 top_k=int(config.num_experts_per_tok),
                 num_experts=counts.pop(),
                 layers=tuple(at),
@@ -98,15 +98,15 @@ def beside_experts(layer: nn.Module) -> tuple[int, dict[str, nn.Module]]:
     return count, {name: part for name, part in parts.items() if routes(part)}
 
 
-def require_told(told: Tensor, shape: RouteShape) -> None:
+def require_told(routes: Tensor, shape: RouteShape) -> None:
     """Refuse routes [N, L, K] that are not of a model of `shape`.
 
     Raises:
         AlignmentError: they are of another one.
     """
-    if told.shape[1:] != (shape.num_layers, shape.top_k) or int(told.max()) >= shape.num_experts:
+    if routes.shape[1:] != (shape.num_layers, shape.top_k) or int(routes.max()) >= shape.num_experts:
         raise AlignmentError(
-            f"the samples hold routes of shape {tuple(told.shape[1:])} with experts up to {int(told.max())}, and the "
+            f"the samples hold routes of shape {tuple(routes.shape[1:])} with experts up to {int(routes.max())}, and the "
             f"model has {shape.num_experts} experts in each of {shape.num_layers} layers and takes {shape.top_k}; "
             "train the model that was sampled from"
         )
@@ -116,20 +116,20 @@ class RoutingPass:
     """Routers' choices in one pass over a batch; a context manager that must also span the backward pass, because layers
     that are computed again must choose the same."""
 
-    def __init__(self, routers: Routers, *, told: Tensor | None = None) -> None:
+    def __init__(self, routers: Routers, *, routes: Tensor | None = None) -> None:
         """Prepare a pass.
 
         Args:
             routers: Of the model.
-            told: [N, L, K] the experts to choose, `LIVE` where the router is to choose itself; None lets all choose.
+            routes: [N, L, K] the experts to choose, `LIVE` where the router is to choose itself; None lets all choose.
 
         Raises:
-            AlignmentError: `told` is of another model.
+            AlignmentError: `routes` is of another model.
         """
         shape = routers.shape
-        if told is not None:
-            require_told(told, shape)
-        self.shape, self.told = shape, told
+        if routes is not None:
+            require_told(routes, shape)
+        self.shape, self.told = shape, routes
         count = shape.num_layers
         self.chosen: list[Tensor | None] = [None] * count
         """For each layer [N, K] the experts that its tokens went to."""
@@ -203,9 +203,9 @@ class _Choice(TorchFunctionMode):
         of, layer = self._of, self._layer
         chosen = experts
         if of.told is not None:
-            told = of.told[:, layer].to(torch.int64)
-            is_told = told[:, :1] != LIVE
-            chosen = torch.where(is_told, told, experts)
+            routes = of.told[:, layer].to(torch.int64)
+            is_told = routes[:, :1] != LIVE
+            chosen = torch.where(is_told, routes, experts)
             scores = scores if self._unmasked is None else self._unmasked
             values = torch.where(is_told, scores.gather(1, chosen), values)
         if of.chosen[layer] is None:

@@ -26,20 +26,22 @@ def vllm_command(
     max_context: int,
     device: str,
     sees: bool = False,
-    way: Way = "folder",
+    transport: Way = "folder",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """Return how vLLM serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images,
-    `way` how new weights come."""
+    """Return the command line of a vLLM server of `model`.
+
+    `device` is "cuda" or "cpu", `sees` says that prompts show images, `transport` how new weights come.
+    """
     flags = [
         *("--model", str(model), "--host", "{host}", "--port", "{port}"),
         *("--max-model-len", str(max_context), *([] if sees else ["--skip-tokenizer-init"])),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
-        *([] if way in {"folder", "adapter"} else ["--weight-transfer-config.backend", way]),
+        *([] if transport in {"folder", "adapter"} else ["--weight-transfer-config.backend", transport]),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-    if way == "ipc":
+    if transport == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles come pickled
     if device == "cpu":
         # A prompt in pieces makes vLLM rewind the request's random generator, which a CPU generator cannot: it would crash.
@@ -58,12 +60,14 @@ def sglang_command(
     max_context: int,
     device: str,
     sees: bool = False,
-    way: Way = "folder",
+    transport: Way = "folder",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images,
-    `way` how new weights come."""
+    """Return the command line of a SGLang server of `model`.
+
+    `device` is "cuda" or "cpu", `sees` says that prompts show images, `transport` how new weights come.
+    """
     flags = ["--host", "{host}", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
     if not sees:
         flags.append("--skip-tokenizer-init")
@@ -80,6 +84,6 @@ def sglang_command(
 
 
 def _python_path(env: Mapping[str, str] | None) -> str:
-    """Return where the server finds our side of it, before whatever else it is to find."""
+    """Return the server's `PYTHONPATH`, with our plug-in first."""
     own = (env or {}).get("PYTHONPATH") or os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(SERVER_SIDE), *([own] if own else [])])

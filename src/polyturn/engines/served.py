@@ -53,19 +53,21 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     options: ServerOptions = setup.options
     launch, places = options.launch or LaunchOptions(), setup.places
     root = None if options.weights_folder is None else setup.base / options.weights_folder
-    way = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available(), is_shared=root is not None)
+    transport = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available(), is_shared=root is not None)
     if setup.adapter is not None:
         client.adapter_launch(setup.adapter["r"])  # refused before anything is made, also of servers that run already
-    in_folder = way in {"folder", "adapter"}
+    in_folder = transport in {"folder", "adapter"}
     if not in_folder:
-        _require_package(way, setup, client)
+        _require_package(transport, setup, client)
     if root is not None and not root.is_dir():
         raise ConfigError(f"engine.weights_folder is {root}, which is no folder; make it where the servers see it too")
     folder = setup.model_folder()
     own_model = folder.path if folder.is_temporary else None
-    transfer = None if in_folder else WeightTransfer(way, client.open_link, own_model=own_model)
+    transfer = None if in_folder else WeightTransfer(transport, client.open_link, own_model=own_model)
     key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
-    launches = [] if options.urls else _launches(launch, setup, client, functools.partial(command, way=way), folder.path)
+    launches = (
+        [] if options.urls else _launches(launch, setup, client, functools.partial(command, way=transport), folder.path)
+    )
     starters = [Server.start if places is None else places.starter(number) for number in range(len(launches))]
     supervisors = [
         ServerSupervisor(spec, max_restarts=launch.max_restarts, start=start)
@@ -111,11 +113,13 @@ def require_one_version(pool: EnginePool) -> None:
     clients = [replica.engine for replica in pool.replicas if isinstance(replica.engine, RemoteEngine)]
     at = {client.software: client.url for client in reversed(clients)}
     if len(at) > 1:
-        said = ", ".join(f"{what} at {url}" for what, url in sorted(at.items()))
-        raise ConfigError(f"the servers are of several versions: {said}; install one on all nodes (engine.launch.python)")
+        versions = ", ".join(f"{what} at {url}" for what, url in sorted(at.items()))
+        raise ConfigError(
+            f"the servers are of several versions: {versions}; install one on all nodes (engine.launch.python)"
+        )
 
 
-def _require_package(way: Way, setup: EngineSetup, client: type[RemoteEngine]) -> None:
+def _require_package(transport: Way, setup: EngineSetup, client: type[RemoteEngine]) -> None:
     """Refuse a transfer of tensors of which the trainer's side is not installed.
 
     Raises:
@@ -124,7 +128,7 @@ def _require_package(way: Way, setup: EngineSetup, client: type[RemoteEngine]) -
     package = client.transfer_package
     if package is not None and importlib.util.find_spec(package) is None:
         _refuse(
-            f"engine.weights comes to {way}, the trainer's side of which is in the package {package}, and that is not "
+            f"engine.weights comes to {transport}, the trainer's side of which is in the package {package}, and that is not "
             "installed beside polyturn; install it, or let weights go through a folder (engine.weights_folder, one that the "
             "servers see too)",
             setup,

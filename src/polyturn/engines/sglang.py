@@ -54,15 +54,15 @@ class SglangEngine(RemoteEngine):
         )
 
     async def _describe(self) -> ServerFacts:
-        found = await self._link.get("/server_info")
-        numbers = re.findall(r"\d+", str(found.get("version") or "0.5.21"))
+        info = await self._link.get("/server_info")
+        numbers = re.findall(r"\d+", str(info.get("version") or "0.5.21"))
         self._has_sessions = tuple(map(int, numbers[:3])) >= (0, 5, 21)
-        self._routes.check_given(bool(found.get("enable_return_routed_experts")), url=self.url)
+        self._routes.check_given(bool(info.get("enable_return_routed_experts")), url=self.url)
         return ServerFacts(
-            seeded=bool(found.get("enable_deterministic_inference")),
-            max_context=found.get("context_length"),
-            num_workers=int(found.get("tp_size") or 1) * int(found.get("pp_size") or 1),
-            version=str(found.get("version") or ""),
+            seeded=bool(info.get("enable_deterministic_inference")),
+            max_context=info.get("context_length"),
+            num_workers=int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1),
+            version=str(info.get("version") or ""),
         )
 
     async def checksums(self) -> ServerChecksums | None:
@@ -80,11 +80,11 @@ class SglangEngine(RemoteEngine):
         await self._link.get("/health_generate", timeout_s=self._health_s)  # asks for a token unless tokens are coming
 
     async def _read_load(self) -> ServerLoad | None:
-        found = (await self._link.get("/v1/loads?include=core", timeout_s=self._health_s) or {}).get("loads")
-        if not found:
+        loads = (await self._link.get("/v1/loads?include=core", timeout_s=self._health_s) or {}).get("loads")
+        if not loads:
             return None
-        uses = [float(rank["token_usage"]) for rank in found]
-        return ServerLoad(float(sum(rank["num_waiting_reqs"] for rank in found)), sum(uses) / len(uses))
+        uses = [float(rank["token_usage"]) for rank in loads]
+        return ServerLoad(float(sum(rank["num_waiting_reqs"] for rank in loads)), sum(uses) / len(uses))
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling
@@ -152,9 +152,9 @@ class SglangEngine(RemoteEngine):
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN} ({one_line(problem)})") from problem
 
     @staticmethod
-    async def open_link(way: Way, servers: Sequence[TransferServer]) -> SglangLink:
+    async def open_link(transport: Way, servers: Sequence[TransferServer]) -> SglangLink:
         """Return the trainer's end of SGLang's own updates."""
-        return await SglangLink.open(way, servers)
+        return await SglangLink.open(transport, servers)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Post what the server answers with whether it did it; a server without sessions needs none.

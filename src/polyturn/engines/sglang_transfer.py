@@ -37,23 +37,23 @@ class SglangLink:
         self._group = group
 
     @classmethod
-    async def open(cls, way: Way, servers: Sequence[TransferServer]) -> SglangLink:
+    async def open(cls, transport: Way, servers: Sequence[TransferServer]) -> SglangLink:
         """Make the group with the servers' workers, if the way has one.
 
         Raises:
             EngineLostError: it did not come about.
             EngineError: a server refused.
         """
-        if way == "ipc":
+        if transport == "ipc":
             return cls(servers, None)
         workers, offset = {}, 1
         for server in servers:
             workers[server] = offset
             offset += server.num_workers
         name = f"polyturn-{uuid.uuid4().hex[:8]}"
-        group = WeightGroup([server.url for server in servers], name=name, backend=way, size=offset)
+        group = WeightGroup([server.url for server in servers], name=name, backend=transport, size=offset)
         where = {"master_address": group.host, "master_port": group.port, "world_size": group.size}
-        body = {**where, "group_name": name, "backend": way}
+        body = {**where, "group_name": name, "backend": transport}
         path = "/init_weights_update_group"
         await group.join(on_all(servers, lambda server: server.tell(path, {**body, "rank_offset": workers[server]})))
         return cls(servers, group)
@@ -98,16 +98,16 @@ class SglangLink:
     async def _hand_over(self, bucket: Mapping[str, Tensor]) -> None:
         import torch
 
-        held = {name: tensor.cuda() for name, tensor in bucket.items()}
+        tensors = {name: tensor.cuda() for name, tensor in bucket.items()}
         torch.cuda.synchronize()  # the other process reads them on a stream of its own
 
         async def give(server: TransferServer) -> None:
             # A handle is opened once, so every process of the server gets its own.
-            handles = [_pickled(held) for _ in range(server.num_workers)]
+            handles = [_pickled(tensors) for _ in range(server.num_workers)]
             await server.tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
 
         await on_all(self._servers, give)
-        held.clear()
+        tensors.clear()
         torch.cuda.ipc_collect()
 
 
@@ -128,6 +128,6 @@ class _HandlePickler(pickle.Pickler):
 
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        function, said = reductions.reduce_tensor(obj)
+        function, arguments = reductions.reduce_tensor(obj)
         gpu = str(torch.cuda.get_device_properties(obj.device).uuid)
-        return function, (*said[:_GPU_FIELD], gpu, *said[_GPU_FIELD + 1 :])
+        return function, (*arguments[:_GPU_FIELD], gpu, *arguments[_GPU_FIELD + 1 :])

@@ -132,7 +132,7 @@ class SlotAllocator:
         slots, request, sampling = self._slots, running.request, running.request.sampling
         length = len(request.prompt_ids)
         slots.ids[slot, cached:length] = running.keys[cached:]
-        slots.rope_offset[slot] = 0 if running.shown is None else running.shown.offset
+        slots.rope_offset[slot] = 0 if running.prompt_with_media is None else running.prompt_with_media.offset
         slots.routed[slot] = min(int(slots.routed[slot]), cached)
         slots.cached[slot], slots.known[slot], slots.prompt[slot] = cached, length, length
         slots.limit[slot] = min(length + sampling.max_tokens, self._max_context)
@@ -147,6 +147,6 @@ class SlotAllocator:
 
 
 def _common_prefix(a: Ids, b: Ids, length: int) -> int:
-    """Return how many of the first `length` ids agree."""
+    """Return the length of the common prefix, at most `length`."""
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

@@ -63,7 +63,7 @@ class SlotRequest:
     versions: list[tuple[int, int]]
     slot: int = -1
     prefilled: int = 0
-    shown: ShownPrompt | None = None
+    prompt_with_media: ShownPrompt | None = None
     """The prompt's media; None for text."""
     follower: Follower | None = None
     """The source of its drafts; None before its first token, and where nothing is drafted."""
@@ -73,7 +73,7 @@ class SlotRequest:
     @property
     def keys(self) -> Ids:
         """[T] what tells the prompt from others: its ids, and media by what they show."""
-        return self.request.prompt_ids if self.shown is None else self.shown.keys
+        return self.request.prompt_ids if self.prompt_with_media is None else self.prompt_with_media.keys
 
     def uniforms(self, num: int) -> list[float]:
         """Return the next uniform numbers; `unused` then begins with them, until tokens were sampled with them."""
@@ -82,7 +82,7 @@ class SlotRequest:
 
     def before(self, index: int) -> int:
         """Return `index`, or where the medium starts that a cut there would divide."""
-        return index if self.shown is None else self.shown.before(index)
+        return index if self.prompt_with_media is None else self.prompt_with_media.before(index)
 
 
 @dataclass(slots=True)

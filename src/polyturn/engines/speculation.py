@@ -46,21 +46,21 @@ class Drafts:
         """Contexts that can be looked up."""
         return len(self._young) + len(self._old)
 
-    def after(self, said: list[int]) -> Place | None:
-        """Return the place behind the last tokens of `said` in a request that has ended; None if it is unknown."""
+    def after(self, ids: list[int]) -> Place | None:
+        """Return the place behind the last tokens of `ids` in a request that has ended; None if it is unknown."""
         for length in CONTEXTS:
-            key = hash(tuple(said[-length:]))
-            if found := self._young.get(key) or self._old.get(key):
-                return found
+            key = hash(tuple(ids[-length:]))
+            if span := self._young.get(key) or self._old.get(key):
+                return span
         return None
 
-    def learn(self, said: list[int], *, start: int) -> None:
+    def learn(self, ids: list[int], *, start: int) -> None:
         """Note what followed what in the ids of a request that has ended, from index `start` on."""
         if len(self._young) >= MAX_ENTRIES:
             self._young, self._old = {}, self._young
-        for at in range(start, len(said)):
+        for at in range(start, len(ids)):
             for length in CONTEXTS:
-                self._young[hash(tuple(said[max(0, at - length) : at]))] = (said, at)
+                self._young[hash(tuple(ids[max(0, at - length) : at]))] = (ids, at)
 
     def count(self, *, right: bool) -> None:
         """Note whether a token was the one that would have been drafted."""
@@ -110,20 +110,20 @@ class Follower:
         """Return at most `most` tokens that are expected next."""
         if self._place is None or most < 1:
             return []
-        said, at = self._place
-        return said[at : at + most]
+        ids, at = self._place
+        return ids[at : at + most]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the tokens that were sampled."""
         for token in tokens:
-            place, self._place = self._place, None
+            span, self._place = self._place, None
             self._said.append(token)
-            if place is not None:
-                said, at = place
-                is_right = said[at] == token
+            if span is not None:
+                ids, at = span
+                is_right = ids[at] == token
                 self._drafts.count(right=is_right)
-                if is_right and at + 1 < len(said):
-                    self._place = (said, at + 1)
+                if is_right and at + 1 < len(ids):
+                    self._place = (ids, at + 1)
             if self._place is None:
                 self._place = self._drafts.after(self._said)
 

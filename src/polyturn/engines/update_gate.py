@@ -47,18 +47,18 @@ class UpdateGate(EngineWrapper):
         parts: list[Completion] = []
         while True:
             await self._opened()
-            asked = continued(request, parts)
+            request_left = continued(request, parts)
             self._live[request.request_id] = False
             self._is_idle.clear()
             try:
-                part = await self.engine.generate(asked)
+                part = await self.engine.generate(request_left)
             finally:
                 wants_end = self._live.pop(request.request_id)
                 if not self._live:
                     self._is_idle.set()
             parts.append(part)
             is_to_resume = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
-            if not is_to_resume or self.mode == "wait":  # `wait` aborts nobody, so that the engine itself cut it
+            if not is_to_resume or self.mode == "wait":  # `wait` aborts no request, so the engine itself cut this one
                 return joined(parts)
 
     async def abort(self, request_id: str) -> None:

@@ -61,7 +61,7 @@ class VllmEngine(RemoteEngine):
 
     async def _describe(self) -> ServerFacts:
         try:
-            found = (await self._link.get("/server_info?config_format=json", timeout_s=LOAD_TIMEOUT_S))["vllm_config"]
+            config = (await self._link.get("/server_info?config_format=json", timeout_s=LOAD_TIMEOUT_S))["vllm_config"]
             workers = (await self._link.get("/get_world_size"))["world_size"]
             version = (await self._link.get("/version"))["version"]
         except EngineError as problem:
@@ -69,13 +69,13 @@ class VllmEngine(RemoteEngine):
                 f"the server at {self.url} cannot be used for training; start it with VLLM_SERVER_DEV_MODE=1 and the flags "
                 f"in docs/guides/engines.md ({one_line(problem)})"
             ) from problem
-        model = found["model_config"]
+        model = config["model_config"]
         if model["logprobs_mode"] != "processed_logprobs":
             raise EngineError(
                 f"the vLLM server at {self.url} runs with --logprobs-mode {model['logprobs_mode']}; training needs "
                 "processed_logprobs, those after the temperature"
             )
-        self._routes.check_given(bool(found["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
+        self._routes.check_given(bool(config["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
         return ServerFacts(
             seeded=True,
             max_context=model["max_model_len"],
@@ -87,13 +87,13 @@ class VllmEngine(RemoteEngine):
         """Return the checksums of what each worker holds; None from a server without our plug-in: its own do not add up."""
         await self._met()
         try:
-            found = (await self.tell("/weight_checker", {"action": "checksum"}))["checksums"]
+            checksums = (await self.tell("/weight_checker", {"action": "checksum"}))["checksums"]
         except EngineLostError:
             raise
         except EngineError:
             return None
         workers: dict[str, dict[str, str]] = {}
-        for name, text in found.items():  # dp0:pp0:pcp0:tp1:model.norm.weight
+        for name, text in checksums.items():  # dp0:pp0:pcp0:tp1:model.norm.weight
             worker, _, tensor = name.rpartition(":")
             workers.setdefault(worker, {})[tensor] = text
         return ServerChecksums.read(list(workers.values()))
@@ -103,10 +103,10 @@ class VllmEngine(RemoteEngine):
 
     async def _read_load(self) -> ServerLoad | None:
         text = await self._link.get_text("/metrics", timeout_s=self._health_s)
-        found = [re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M) for name in _LOAD]
-        if not all(found):
+        loads = [re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M) for name in _LOAD]
+        if not all(loads):
             return None
-        queues, uses = ([float(value) for value in values] for values in found)  # one of each engine behind the front
+        queues, uses = ([float(value) for value in values] for values in loads)  # one of each engine behind the front
         return ServerLoad(sum(queues), sum(uses) / len(uses))
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
@@ -167,12 +167,12 @@ class VllmEngine(RemoteEngine):
         """
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": LOAD_TIMEOUT_S}
         try:
-            said = await self.tell("/collective_rpc", rpc)
+            answers = await self.tell("/collective_rpc", rpc)
         except EngineLostError:
             raise
         except EngineError as problem:
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN} ({one_line(problem)})") from problem
-        if "no folder" in said["results"]:
+        if "no folder" in answers["results"]:
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN}")
 
     async def load_adapter(self, folder: Path) -> None:
@@ -201,9 +201,9 @@ class VllmEngine(RemoteEngine):
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     @staticmethod
-    async def open_link(way: Way, servers: Sequence[TransferServer]) -> VllmLink:
+    async def open_link(transport: Way, servers: Sequence[TransferServer]) -> VllmLink:
         """Return the trainer's end of vLLM's own transfer."""
-        return await VllmLink.open(way, servers)
+        return await VllmLink.open(transport, servers)
 
     async def _loaded(self) -> None:
         await self._forget()

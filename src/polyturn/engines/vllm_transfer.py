@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 class VllmLink:
     """The trainer's end of one transfer; implements `TransferLink`."""
 
-    def __init__(self, way: Way, servers: Sequence[TransferServer]) -> None:
-        self._way = way
-        self._source = _Source(on_gpu=way != "gloo")
+    def __init__(self, transport: Way, servers: Sequence[TransferServer]) -> None:
+        self._way = transport
+        self._source = _Source(on_gpu=transport != "gloo")
         self._phases = _Phases(servers)
         self._thread = OneThread("polyturn-weight-transfer")
         """Does not delay the end, even if it still waits for a server that has died."""
         self._engine: Any = None
 
     @classmethod
-    async def open(cls, way: Way, servers: Sequence[TransferServer]) -> VllmLink:
+    async def open(cls, transport: Way, servers: Sequence[TransferServer]) -> VllmLink:
         """Make the group with the servers' workers.
 
         Raises:
             EngineLostError: it did not come about.
             EngineError: a server refused, for it was started with another backend.
         """
-        link = cls(way, servers)
+        link = cls(transport, servers)
         link._engine = await link._run(link._join)
         return link
 
@@ -174,15 +174,15 @@ class _Phases:
             self._failed.set_exception(problem)
 
 
-def _init_info(way: Way, host: str, size: int) -> Any:
+def _init_info(transport: Way, host: str, size: int) -> Any:
     """Return the arguments of vLLM's trainer engine of a backend."""
     shared: dict[str, Any] = {"rank": 0, "packed_buffer_size_bytes": BUCKET_BYTES}
-    if way == "ipc":
+    if transport == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(packed=True, **shared)
     where = {"master_address": host, "master_port": _free_port(host), "world_size": size}
-    if way == "gloo":
+    if transport == "gloo":
         from polyturn.engines.server_side.polyturn_vllm_gloo import GlooTrainerInitInfo, register_trainer
 
         register_trainer()

@@ -50,8 +50,8 @@ class ServerChecksums:
         from polyturn.engines.server_side.polyturn_weights import PREFIX, total
 
         tensors: dict[str, HeldTensor] = {}
-        for said in workers:
-            for name, text in said.items():
+        for answer in workers:
+            for name, text in answer.items():
                 prefix, _, rest = text.partition(" ")
                 dtype, _, fold = rest.partition(" ")
                 if prefix != PREFIX:
@@ -97,16 +97,16 @@ class Composition:
     parts: tuple[Part, ...]
 
     @classmethod
-    def find(cls, held: ServerChecksums, weights: Mapping[str, Tensor]) -> Self:
+    def find(cls, checksums: ServerChecksums, weights: Mapping[str, Tensor]) -> Self:
         """Find out from what a server holds and the weights that it was given, all of which differ."""
         names = floating_names(weights)
-        dtypes = {tensor.dtype for tensor in held.tensors.values()}
+        dtypes = {tensor.dtype for tensor in checksums.tensors.values()}
         folds = fold_all(weights, ((name, dtype) for name in names for dtype in dtypes))
         known: dict[tuple[str, int], tuple[tuple[int, str], ...]] = {}
         for dtype in dtypes:
-            for terms in _sums(names, held.num_workers):
+            for terms in _sums(names, checksums.num_workers):
                 known.setdefault((dtype, _total(terms, dtype, folds)), terms)
-        explained = ((name, tensor, known.get((tensor.dtype, tensor.fold))) for name, tensor in held.tensors.items())
+        explained = ((name, tensor, known.get((tensor.dtype, tensor.fold))) for name, tensor in checksums.tensors.items())
         return cls(tuple(Part(name, tensor.dtype, terms) for name, tensor, terms in explained if terms is not None))
 
     @property
@@ -119,12 +119,12 @@ class Composition:
         """(the trainer's name, dtype) of each checksum that a comparison needs."""
         return frozenset((name, part.dtype) for part in self.parts for _, name in part.terms)
 
-    def problem(self, held: ServerChecksums, folds: Folds) -> str | None:
+    def problem(self, checksums: ServerChecksums, folds: Folds) -> str | None:
         """Return which tensors are not what `folds` says; None if all are."""
         wrong = [
             part.described
             for part in self.parts
-            if (tensor := held.tensors.get(part.name)) is None
+            if (tensor := checksums.tensors.get(part.name)) is None
             or tensor != HeldTensor(part.dtype, _total(part.terms, part.dtype, folds))
         ]
         if not wrong:

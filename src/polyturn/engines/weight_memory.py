@@ -62,7 +62,7 @@ class WeightMemory:
         """Return name -> tensor over the memory of a slot."""
         if slot not in self._views:
             memory = torch.frombuffer(memoryview(self._map), dtype=torch.uint8, offset=slot * self.size)
-            self._views[slot] = {place.name: _view(memory, place) for place in self.places}
+            self._views[slot] = {slot_span.name: _view(memory, slot_span) for slot_span in self.places}
         return self._views[slot]
 
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
@@ -87,10 +87,10 @@ class WeightMemory:
         os.close(self.fd)
 
 
-def _view(memory: Tensor, place: TensorSlot) -> Tensor:
-    dtype: torch.dtype = getattr(torch, place.dtype)
-    size = math.prod(place.shape) * dtype.itemsize
-    return memory[place.offset : place.offset + size].view(dtype).view(place.shape)
+def _view(memory: Tensor, span: TensorSlot) -> Tensor:
+    dtype: torch.dtype = getattr(torch, span.dtype)
+    size = math.prod(span.shape) * dtype.itemsize
+    return memory[span.offset : span.offset + size].view(dtype).view(span.shape)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

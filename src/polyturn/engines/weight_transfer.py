@@ -77,9 +77,9 @@ class WeightTransfer:
 
     keeps: ClassVar[bool] = False
 
-    def __init__(self, way: Way, open_link: OpenLink, *, own_model: Path | None = None) -> None:
-        """Send by `way`; `close` removes `own_model`, the folder that servers were started from."""
-        self._way = way
+    def __init__(self, transport: Way, open_link: OpenLink, *, own_model: Path | None = None) -> None:
+        """Send by `transport`; `close` removes `own_model`, the folder that servers were started from."""
+        self._way = transport
         self._own_model = own_model
         self._open = open_link
         self._link: TransferLink | None = None
@@ -177,19 +177,19 @@ class SentWeights(ServerWeights):
         """Send to all; where some are lost on the way, to the others again."""
         while ready:
             problem: EngineError | None = None
-            told = list(ready)
+            receivers = list(ready)
             try:
                 if self._weights is None:
                     raise EngineError("the weights that it was to be sent are not kept; it gets the next ones")
-                await self._transfer.send(self._weights, told)
-            except EngineError as found:
-                problem = found
-                left = await on_all(told, lambda server: server.is_as_left())
-                lost = [server for server, is_as_left in zip(told, left, strict=True) if is_as_left is None]
-                if lost and len(lost) < len(told):
-                    logger.warning("weights go to %d servers again (%s)", len(told) - len(lost), one_line(problem))
-                    told = lost
-            for done in map(ready.pop, told):
+                await self._transfer.send(self._weights, receivers)
+            except EngineError as caught:
+                problem = caught
+                left = await on_all(receivers, lambda server: server.is_as_left())
+                lost = [server for server, is_as_left in zip(receivers, left, strict=True) if is_as_left is None]
+                if lost and len(lost) < len(receivers):
+                    logger.warning("weights go to %d servers again (%s)", len(receivers) - len(lost), one_line(problem))
+                    receivers = lost
+            for done in map(ready.pop, receivers):
                 if done.done():  # its update was cancelled
                     continue
                 if problem is None:

@@ -26,12 +26,14 @@ BUCKET_BYTES = 256 * 2**20
 """So much is sent at once; a larger tensor goes alone."""
 
 
-def choose_way(way: Way | Literal["auto"], urls: Sequence[str], *, has_gpu: bool = False, is_shared: bool = False) -> Way:
+def choose_way(
+    transport: Way | Literal["auto"], urls: Sequence[str], *, has_gpu: bool = False, is_shared: bool = False
+) -> Way:
     """Return the way to the servers at `urls`; none are servers that this process starts. `auto` is the folder where all of
     them can read it, and else nccl where this process has a GPU, or gloo.
 
     Args:
-        way: What was asked for.
+        transport: What was asked for.
         urls: The servers that run already.
         has_gpu: Whether this process has a GPU.
         is_shared: Whether the folder is one that other machines see too.
@@ -40,16 +42,16 @@ def choose_way(way: Way | Literal["auto"], urls: Sequence[str], *, has_gpu: bool
         ConfigError: a server on another machine cannot read this one's memory, or there is no GPU for nccl or ipc.
     """
     far = [] if is_shared else [url for url in urls if not is_here(url)]
-    if way == "auto":
+    if transport == "auto":
         return "folder" if not far else "nccl" if has_gpu else "gloo"
-    if way in {"folder", "adapter", "ipc"} and far:
+    if transport in {"folder", "adapter", "ipc"} and far:
         raise ConfigError(
-            f"engine.weights is {way}, and {far[0]} is another machine, which cannot read this one's memory; use nccl or "
+            f"engine.weights is {transport}, and {far[0]} is another machine, which cannot read memory here; use nccl or "
             "gloo, or an engine.weights_folder that both machines see"
         )
-    if way in {"nccl", "ipc"} and not has_gpu:
-        raise ConfigError(f"engine.weights is {way}, which needs a GPU here; use folder, or gloo")
-    return way
+    if transport in {"nccl", "ipc"} and not has_gpu:
+        raise ConfigError(f"engine.weights is {transport}, which needs a GPU here; use folder, or gloo")
+    return transport
 
 
 def is_here(url: str) -> bool:
@@ -58,11 +60,11 @@ def is_here(url: str) -> bool:
     if host in {"localhost", socket.gethostname()}:
         return True
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
     return all(
-        ipaddress.ip_address(str(address).partition("%")[0]).is_loopback or _is_own(str(address)) for address in found
+        ipaddress.ip_address(str(address).partition("%")[0]).is_loopback or _is_own(str(address)) for address in addresses
     )
 
 
@@ -135,12 +137,12 @@ class StreamedTensors(Mapping[str, "Tensor"]):
             yield self._bring(names)
 
     def __getitem__(self, name: str) -> Tensor:
-        number, (at, held) = self._at[name], self._held
+        number, (at, bucket) = self._at[name], self._held
         if at != number:
-            held, self._held = {}, (-1, {})  # frees the bucket before the next is brought: two may not fit
-            held = self._bring(self._buckets[number])
-            self._held = (number, held)
-        return held[name]
+            bucket, self._held = {}, (-1, {})  # frees the bucket before the next is brought: two may not fit
+            bucket = self._bring(self._buckets[number])
+            self._held = (number, bucket)
+        return bucket[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._at)
@@ -176,13 +178,13 @@ def buckets(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> Iter
     if isinstance(weights, StreamedTensors):
         yield from weights.buckets()
         return
-    held: dict[str, Tensor] = {}
+    bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights.items():
-        if held and size + tensor.nbytes > limit:
-            yield held
-            held, size = {}, 0
-        held[name] = tensor
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
         size += tensor.nbytes
-    if held:
-        yield held
+    if bucket:
+        yield bucket

@@ -145,8 +145,8 @@ def at_stage(*, split: str, score: str) -> Callable[[Task], Task]:
     def mark(task: Task) -> Task:
         if ENV not in task.extra:  # its scheduler knows it by other means
             return task
-        place = {**task.extra[ENV], "split": split, "score": score}
-        return dataclasses.replace(task, extra={**task.extra, ENV: place})
+        row_env = {**task.extra[ENV], "split": split, "score": score}
+        return dataclasses.replace(task, extra={**task.extra, ENV: row_env})
 
     return mark
 
@@ -205,12 +205,12 @@ def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any
         raise
     except PLUGIN_RAISES as problem:  # whatever a package raises for arguments that it does not like
         pass_interrupt(problem)
-        told = (
+        details = (
             f" with kwargs {dict(kwargs)!r:.200}: {one_line(problem)}; change env.kwargs"
             if kwargs
             else f": {one_line(problem)}"
         )
-        raise ConfigError(f"env {name!r} cannot be made{told}") from problem
+        raise ConfigError(f"env {name!r} cannot be made{details}") from problem
 
 
 _GLOBAL_RANDOM = threading.Lock()

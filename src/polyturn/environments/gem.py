@@ -61,8 +61,8 @@ class GemEnv:
         """Take what the model wrote."""
         with self._random.held():
             observation, reward, is_terminated, is_truncated, info = self._env.step(action)
-        shown = _shown(observation, {} if is_terminated or is_truncated else info)
-        return shown, float(reward), bool(is_terminated), bool(is_truncated), {}
+        observed = _shown(observation, {} if is_terminated or is_truncated else info)
+        return observed, float(reward), bool(is_terminated), bool(is_truncated), {}
 
     def close(self) -> None:
         """Close it, if it is of a kind that can be closed."""

@@ -145,8 +145,8 @@ class GymnasiumEnv:
             return f"That is no action. {self._hint}", self._invalid_reward, False, is_over, {"is_valid": False}
         self._num_invalid = 0
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
-        shown = self._show(self._env, observation)
-        return shown, float(reward), bool(terminated), bool(truncated), {"is_valid": True, "action": worded(chosen)}
+        observed = self._show(self._env, observation)
+        return observed, float(reward), bool(terminated), bool(truncated), {"is_valid": True, "action": worded(chosen)}
 
     def close(self) -> None:
         """Close it."""
@@ -230,11 +230,11 @@ def _numbers(space: Any, text: str) -> Any:
     import numpy as np
 
     tagged = between(text, "<action>", "</action>")
-    found = [float(n) for n in _NUMBER.findall(tagged[-1] if tagged else text)]
+    numbers = [float(n) for n in _NUMBER.findall(tagged[-1] if tagged else text)]
     size = int(np.prod(space.shape))
-    if len(found) < size:
+    if len(numbers) < size:
         return None
-    action = np.array(found[-size:]).astype(space.dtype).reshape(space.shape)
+    action = np.array(numbers[-size:]).astype(space.dtype).reshape(space.shape)
     return action if space.contains(action) else None
 
 

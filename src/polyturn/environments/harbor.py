@@ -107,8 +107,10 @@ class Harbor(Adapter):
 
     def _task(self, task: HarborTask, index: int, prompt: str | None) -> Task:
         text = task.steps[0].instruction if not prompt else f"{prompt}\n\n{task.steps[0].instruction}"
-        made = env_task(self.name, seed=index, prompt=[Message(role="user", content=text)], extra={HARBOR: str(task.folder)})
-        return dataclasses.replace(made, id=f"{HARBOR}-{task.name}")
+        env_row = env_task(
+            self.name, seed=index, prompt=[Message(role="user", content=text)], extra={HARBOR: str(task.folder)}
+        )
+        return dataclasses.replace(env_row, id=f"{HARBOR}-{task.name}")
 
     def _read(self, folder: str) -> list[HarborTask]:
         """Return the tasks of a folder that this run can do.
@@ -117,10 +119,10 @@ class Harbor(Adapter):
             ConfigError: one cannot be done, or none can.
         """
         try:
-            found = read_tasks(self.base / folder)
-            refused = {task.name: list(task.refusals(self.spec, host_programs=self.host_programs)) for task in found}
-            kept = [task for task in found if not refused[task.name]]
-            if len(kept) < len(found) and not (self.kwargs.get("skip_unsupported") and kept):
+            tasks = read_tasks(self.base / folder)
+            refused = {task.name: list(task.refusals(self.spec, host_programs=self.host_programs)) for task in tasks}
+            kept = [task for task in tasks if not refused[task.name]]
+            if len(kept) < len(tasks) and not (self.kwargs.get("skip_unsupported") and kept):
                 name = next(name for name, reasons in refused.items() if reasons)
                 raise ConfigError(
                     f"env {self.name!r}: the task {name!r} cannot be done: {'; '.join(refused[name])}. "
@@ -283,13 +285,13 @@ async def _rewards(box: BaseSandbox, *, where: str, exit_code: int) -> dict[str,
     if not text.strip():
         raise RewardError(f"{where} left {name} empty")
     try:
-        found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
+        rewards = json.loads(text) if name == "reward.json" else {"reward": float(text)}
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not found or not all(_is_reward(value) for value in found.values()):
+        rewards = None
+    if not isinstance(rewards, dict) or not rewards or not all(_is_reward(value) for value in rewards.values()):
         form = "an object of finite numbers" if name == "reward.json" else "a finite number"
         raise RewardError(f"{where} wrote {text!r:.200} to {name}; it must be {form}")
-    return {key: float(value) for key, value in found.items()}
+    return {key: float(value) for key, value in rewards.items()}
 
 
 def _is_reward(value: Any) -> bool:

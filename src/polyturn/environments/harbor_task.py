@@ -225,10 +225,10 @@ class HarborTask:
         """
 
         def value(match: re.Match[str]) -> str:
-            found = os.environ.get(match[1], match[2])
-            if found is None:
+            environment_value = os.environ.get(match[1], match[2])
+            if environment_value is None:
                 raise DataError(f"{self.folder}/task.toml needs the variable {match[1]!r}, which is not set")
-            return found
+            return environment_value
 
         return {name: _VARIABLE.sub(value, text) for name, text in env.items()}
 
@@ -312,10 +312,10 @@ def task_folders(folder: Path) -> list[Path]:
         raise DataError(f"{folder} is no folder; name a Harbor task, or a folder of them")
     if (folder / "task.toml").exists():
         return [folder]
-    found = [one for one in sorted(folder.iterdir()) if (one / "task.toml").exists()]
-    if not found:
+    folders = [one for one in sorted(folder.iterdir()) if (one / "task.toml").exists()]
+    if not folders:
         raise DataError(f"{folder} holds no Harbor task: a folder with task.toml, instruction.md and tests/test.sh")
-    return found
+    return folders
 
 
 def read_task(folder: Path) -> HarborTask:

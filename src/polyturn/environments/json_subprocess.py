@@ -34,8 +34,8 @@ _TAIL_BYTES = 2000
 class WorkerRefusal(SchedulerError):
     """The process answered with an error in the place of a value."""
 
-    def __init__(self, said: str, *, is_download: bool = False) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, *, is_download: bool = False) -> None:
+        super().__init__(message)
         self.is_download = is_download
 
 
@@ -170,16 +170,16 @@ class JsonSubprocess:
         with contextlib.suppress(ValueError):  # its output was closed under it
             for line in process.stdout:
                 try:
-                    said = json.loads(line)
-                    answer = self._waiting.pop(said["id"], None)
+                    reply = json.loads(line)
+                    answer = self._waiting.pop(reply["id"], None)
                 except (ValueError, KeyError, TypeError, RecursionError):  # no answer: code in it prints what it likes
                     continue
                 if answer is None or not answer.set_running_or_notify_cancel():
                     continue
-                if "error" in said:
-                    answer.set_exception(WorkerRefusal(str(said["error"]), is_download=bool(said.get("is_download"))))
+                if "error" in reply:
+                    answer.set_exception(WorkerRefusal(str(reply["error"]), is_download=bool(reply.get("is_download"))))
                 else:
-                    answer.set_result(said.get("value"))
+                    answer.set_result(reply.get("value"))
         process.wait(END_S)
         waiting, self._waiting = self._waiting, {}
         for answer in waiting.values():
@@ -188,5 +188,5 @@ class JsonSubprocess:
 
     def _tail(self, process: ManagedProcess | None = None) -> str:
         process = process or self._process
-        said = "" if process is None else process.tail(3)
-        return " / ".join(said.splitlines())[-_TAIL_BYTES:] or "it said nothing"
+        tail = "" if process is None else process.tail(3)
+        return " / ".join(tail.splitlines())[-_TAIL_BYTES:] or "it said nothing"

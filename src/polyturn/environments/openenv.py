@@ -28,7 +28,7 @@ import yaml
 from polyturn.core.aio import PerLoop
 from polyturn.core.answers import whole
 from polyturn.core.errors import ConfigError, EngineError, MissingModuleError, SchedulerError, did_you_mean, one_line
-from polyturn.core.reward import as_flag, as_score, shown
+from polyturn.core.reward import as_flag, as_score, brief
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.environments.base import Adapter
 from polyturn.environments.openenv_codec import OpenEnvCodec, loads
@@ -207,7 +207,7 @@ class OpenEnvSession:
         try:
             self._words = OpenEnvCodec(schema.get("action") or {}, field=options.action, show=options.show)
         except (AttributeError, TypeError) as problem:
-            raise self._lost(f"describes its actions with {shown(schema)}, which is no JSON schema") from problem
+            raise self._lost(f"describes its actions with {brief(schema)}, which is no JSON schema") from problem
         answer = await self.ask("reset", {"seed": seed % (1 << 31), **options.reset})
         return self._words.shown(answer.get("observation"))
 
@@ -228,8 +228,8 @@ class OpenEnvSession:
         try:
             async with asyncio.timeout(options.timeout_s):
                 async with self._http.get(f"{slot.url}/schema", allow_redirects=False) as reply:
-                    said = await whole(reply.content.iter_any(), limit=MAX_MESSAGE_BYTES)
-                schema = dict(loads(said.decode())) if reply.status == 200 else {}
+                    body = await whole(reply.content.iter_any(), limit=MAX_MESSAGE_BYTES)
+                schema = dict(loads(body.decode())) if reply.status == 200 else {}
                 self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES, autoping=False)
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, RecursionError) as problem:
             raise self._lost(f"cannot be reached ({one_line(problem) or 'no answer in time'})") from problem
@@ -240,16 +240,16 @@ class OpenEnvSession:
         """Take what comes, so that pings are answered too however long the model takes: else the server hangs up."""
         import aiohttp
 
-        said: str | None = ""
-        while said is not None:
+        text: str | None = ""
+        while text is not None:
             try:
                 while (message := await socket.receive()).type is aiohttp.WSMsgType.PING:
                     await socket.pong(message.data)
                     await asyncio.sleep(0)  # however many come, others have their turn
-                said = message.data if message.type is aiohttp.WSMsgType.TEXT else None
+                text = message.data if message.type is aiohttp.WSMsgType.TEXT else None
             except (ConnectionError, aiohttp.ClientError):
-                said = None
-            await self._answers.put(said)
+                text = None
+            await self._answers.put(text)
 
     async def step(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
         """Take what the model wrote; an action that the environment does not take is answered with what is wrong."""
@@ -271,7 +271,7 @@ class OpenEnvSession:
         reward, done = answer.get("reward"), answer.get("done")
         score, is_over = as_score(0 if reward is None else reward), as_flag(done)
         if score is None or is_over is None:
-            raise self._lost(f"answered a step with the reward {shown(reward)}, and {shown(done)} for whether it is over")
+            raise self._lost(f"answered a step with the reward {brief(reward)}, and {brief(done)} for whether it is over")
         return score, is_over
 
     async def close(self) -> None:
@@ -312,44 +312,44 @@ class OpenEnvSession:
             async with asyncio.timeout(self._adapter.options.timeout_s):
                 for message in ({"type": kind, "data": data}, _FENCE):
                     await self._socket.send_json(message)
-                said = await self._answers.get()
-                behind = None if said is None else await self._answers.get()
+                text = await self._answers.get()
+                behind = None if text is None else await self._answers.get()
         except TimeoutError as problem:
             self._reading.cancel()  # an end by agreement would take as long again
             raise self._lost(f"took longer than {self._adapter.options.timeout_s:g} s for a {kind}") from problem
         except (ConnectionError, aiohttp.ClientError) as problem:
             raise self._lost(f"hung up at a {kind}") from problem
-        if said is None:
+        if text is None:
             raise self._lost(f"hung up at a {kind}")
-        told = self._told(said, kind)
+        answer = self._told(text, kind)
         if behind is not None and _kind_of(behind) not in ("state", "error"):
-            raise self._lost(f"answered more than it was asked, at a {kind}: {said!r:.200}, and behind it {behind!r:.200}")
-        if kind == "reset" and "error" in told:
-            raise self._lost(f"refuses the reset: {told['error']}")
-        return told
+            raise self._lost(f"answered more than it was asked, at a {kind}: {text!r:.200}, and behind it {behind!r:.200}")
+        if kind == "reset" and "error" in answer:
+            raise self._lost(f"refuses the reset: {answer['error']}")
+        return answer
 
-    def _told(self, said: str, kind: str) -> dict[str, Any]:
+    def _told(self, text: str, kind: str) -> dict[str, Any]:
         try:
-            answer = loads(said)
-            found = answer["data"]
-            told = self._refusal(found, kind) if answer["type"] == "error" else dict(found)
+            answer = loads(text)
+            data = answer["data"]
+            payload = self._refusal(data, kind) if answer["type"] == "error" else dict(data)
             if answer["type"] not in ("error", "observation"):
                 raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-            raise self._lost(f"answered a {kind} with {said!r:.200}") from problem
-        return told
+            raise self._lost(f"answered a {kind} with {text!r:.200}") from problem
+        return payload
 
-    def _refusal(self, found: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        code, said = found.get("code"), found.get("message")
+    def _refusal(self, data: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        code, message = data.get("code"), data.get("message")
         if code in _OUR_FAULT:
-            wrong = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in found.get("errors") or ()]
-            return {"error": "; ".join(wrong) or said}
+            wrong = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in data.get("errors") or ()]
+            return {"error": "; ".join(wrong) or message}
         if code == "CAPACITY_REACHED":
             raise self._lost(
-                f"has no room for another episode ({said}); set env.kwargs.sessions to its max_concurrent_envs, here "
-                f"{found.get('max_sessions', '?')}"
+                f"has no room for another episode ({message}); set env.kwargs.sessions to its max_concurrent_envs, here "
+                f"{data.get('max_sessions', '?')}"
             )
-        raise self._lost(f"failed at a {kind}: {said} ({code})")
+        raise self._lost(f"failed at a {kind}: {message} ({code})")
 
     def _lost(self, what: str) -> SchedulerError:
         server = None if self._slot is None else self._slot.server
@@ -365,9 +365,9 @@ async def _refuse_redirect(*_: object) -> None:
     raise aiohttp.ClientError("it answers with a redirect, and none is followed")
 
 
-def _kind_of(said: str) -> Any:
+def _kind_of(text: str) -> Any:
     try:
-        return loads(said)["type"]
+        return loads(text)["type"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

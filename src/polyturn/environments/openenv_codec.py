@@ -24,16 +24,16 @@ MAX_VALUES = 1 << 18
 """Values of a message. More take seconds to parse, and no other thread runs meanwhile."""
 
 
-def loads(said: str) -> Any:
+def loads(text: str) -> Any:
     """Parse a server's message.
 
     Raises:
         ValueError: it is no JSON, or of too many values.
         RecursionError: it is nested too deeply.
     """
-    if sum(map(said.count, "[{,")) > MAX_VALUES:  # those in texts as well, which costs no parsing
+    if sum(map(text.count, "[{,")) > MAX_VALUES:  # those in texts as well, which costs no parsing
         raise ValueError(f"a message of more than {MAX_VALUES} values")
-    return json.loads(said)
+    return json.loads(text)
 
 
 class OpenEnvCodec:
@@ -60,7 +60,7 @@ class OpenEnvCodec:
         kind = self._kind(self._field)
         if kind in (None, "string"):
             return {self._field: text}
-        numbers = [value for found in _NUMBER.findall(text) if math.isfinite(value := float(found))]
+        numbers = [value for number in _NUMBER.findall(text) if math.isfinite(value := float(number))]
         if not numbers:
             return f"There is no number in the answer. Answer with the {kind} {self._field!r}."
         return {self._field: numbers[-1] if kind == "number" else int(numbers[-1])}
@@ -71,8 +71,8 @@ class OpenEnvCodec:
             return "" if observation is None else str(observation)
         if self._show is not None:
             return _text(observation.get(self._show))
-        told = {k: v for k, v in observation.items() if v not in (None, "", [], {})}
-        return _text(next(iter(told.values()))) if len(told) == 1 else _text(told) if told else ""
+        fields = {k: v for k, v in observation.items() if v not in (None, "", [], {})}
+        return _text(next(iter(fields.values()))) if len(fields) == 1 else _text(fields) if fields else ""
 
     def _kind(self, field: str) -> str | None:
         kind = self._fields.get(field, {}).get("type")
@@ -80,7 +80,7 @@ class OpenEnvCodec:
 
     def _object(self, text: str) -> dict[str, Any] | str:
         decoder = json.JSONDecoder()
-        found = None
+        parsed = None
         at = text.find("{")
         while at >= 0:
             try:
@@ -88,10 +88,10 @@ class OpenEnvCodec:
             except (ValueError, RecursionError):  # a thousand brackets are no object that anybody means
                 at = text.find("{", at + 1)
                 continue
-            found = value
+            parsed = value
             at = text.find("{", end)
-        if isinstance(found, dict):
-            return found
+        if isinstance(parsed, dict):
+            return parsed
         names = ", ".join(map(repr, self._fields)) or "the action's fields"
         return f"There is no JSON object in the answer. Answer with one object with {names}."
 

@@ -65,8 +65,8 @@ class Player(Protocol):
 class Recalls(Protocol):
     """A player that can be put back into a game."""
 
-    def recall(self, observation: str, said: str) -> Any:
-        """Return its move again; what it `said` in an earlier process is to be the same. Plain or async."""
+    def recall(self, observation: str, reply: str) -> Any:
+        """Return its move again; what it `reply` in an earlier process is to be the same. Plain or async."""
         ...
 
 
@@ -93,8 +93,8 @@ def moves_in(observation: str) -> list[str]:
     moves_in("Board …\\nAvailable Moves: '[0]', '[4]'")  ->  ["[0]", "[4]"]
     """
     for line in reversed(observation.splitlines()):
-        if found := _MOVE.findall(line):
-            return [f"[{move}]" for move in found]
+        if moves := _MOVE.findall(line):
+            return [f"[{move}]" for move in moves]
     return []
 
 
@@ -110,7 +110,7 @@ class RandomPlayer:
         self._offered = moves_in(observation) or self._offered
         return self._random.choice(self._offered)
 
-    def recall(self, observation: str, said: str) -> str:
+    def recall(self, observation: str, reply: str) -> str:
         """Draw it again."""
         return self.act(observation)
 
@@ -125,7 +125,7 @@ class WrittenPlayer:
         """Return the function's action."""
         return self._play(observation)
 
-    def recall(self, observation: str, said: str) -> Any:
+    def recall(self, observation: str, reply: str) -> Any:
         """Ask the function again, which may remember the game."""
         return self._play(observation)
 
@@ -142,20 +142,20 @@ class EndpointPlayer:
     async def act(self, observation: str) -> str:
         """Ask for the next move."""
         self._messages.append({"role": "user", "content": observation})
-        place = self._client.endpoint
+        endpoint = self._client.endpoint
         async with self._client.in_use():
-            answer = await self._client.ask({"model": place.model, "messages": self._messages, **self._options})
+            answer = await self._client.ask({"model": endpoint.model, "messages": self._messages, **self._options})
         try:
-            said = str(answer["choices"][0]["message"]["content"] or "")
+            reply = str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as problem:
-            raise EngineError(f"{place.url} answered nothing that can be read as a move: {answer!r:.200}") from problem
-        self._messages.append({"role": "assistant", "content": said})
-        return said
+            raise EngineError(f"{endpoint.url} answered nothing that can be read as a move: {answer!r:.200}") from problem
+        self._messages.append({"role": "assistant", "content": reply})
+        return reply
 
-    def recall(self, observation: str, said: str) -> str:
+    def recall(self, observation: str, reply: str) -> str:
         """Remember the move; the model is not asked again."""
-        self._messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": said}]
-        return said
+        self._messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": reply}]
+        return reply
 
 
 @keeps_deadlines
@@ -182,18 +182,18 @@ class PolicyPlayer:
         seat = self._seat
         self._see(observation)
         seed = derive_seed(seat.seed, "move", self._num_moves)
-        said = await self._policy.say(self._messages, seed=seed, session=seat.id, sampling=self._sampling)
-        self._messages.append(said.message)
+        reply = await self._policy.say(self._messages, seed=seed, session=seat.id, sampling=self._sampling)
+        self._messages.append(reply.message)
         self._num_moves += 1
-        self.version = said.version
-        return seat.action_of(said.text, said.message)
+        self.version = reply.version
+        return seat.action_of(reply.text, reply.message)
 
-    def recall(self, observation: str, said: str) -> str:
+    def recall(self, observation: str, reply: str) -> str:
         """Remember the move; it is not asked again."""
         self._see(observation)
-        self._messages.append(Message(role="assistant", content=said, origin=Origin.MODEL))
+        self._messages.append(Message(role="assistant", content=reply, origin=Origin.MODEL))
         self._num_moves += 1
-        return said
+        return reply
 
     def _see(self, observation: str) -> None:
         if self._messages:
@@ -233,19 +233,19 @@ def seat_players(
             f"env {name!r} is a game of {num_seats} and env.seats has {len(seats)}, {list(seats)!r:.200}; name one each"
         )
     make = functools.partial(_maker, name=name, base=base, policies=policies or {})
-    found: list[Named] = []
+    players: list[Named] = []
     for seat in seats:
         if isinstance(seat, str | Mapping):
-            found.append(make(seat))
+            players.append(make(seat))
         elif seat:
-            found.append(tuple(make(one) for one in seat))
+            players.append(tuple(make(one) for one in seat))
         else:
             raise ConfigError(f"env {name!r}: a seat is an empty list; name the players that one is to be drawn of")
-    if None not in found:
+    if None not in players:
         raise ConfigError(
             f"env {name!r}: the policy plays no seat of {list(seats)!r:.200} in every game; put 'policy' in one of them"
         )
-    return tuple(found)
+    return tuple(players)
 
 
 def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None, policies: Policies) -> MakePlayer | None:
@@ -278,16 +278,16 @@ def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None, polic
 _POLICY_KEYS = ("policy", "system", *SAMPLED_WITH)
 
 
-def _policy_maker(given: Mapping[str, Any], *, name: str, policies: Policies) -> MakePlayer:
+def _policy_maker(settings: Mapping[str, Any], *, name: str, policies: Policies) -> MakePlayer:
     who = f"env {name!r}, a seat"
-    for key in given:
+    for key in settings:
         if key not in _POLICY_KEYS:
             raise UnknownNameError(f"{who}: a further policy of the run has no {key!r}.{did_you_mean(key, _POLICY_KEYS)}")
-    policy = policy_named(given["policy"], policies, who=who)
-    system = given.get("system")
+    policy = policy_named(settings["policy"], policies, who=who)
+    system = settings.get("system")
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise ConfigError(f"{who}: system is {system!r:.100}; give a text")
-    sampling = sampled_with(policy, given, who=who)
+    sampling = sampled_with(policy, settings, who=who)
     return lambda seat: PolicyPlayer(policy, seat, sampling=sampling, system=system)
 
 
@@ -306,8 +306,8 @@ def _endpoint_maker(seat: Mapping[str, Any], *, name: str) -> MakePlayer:
         raise ConfigError(f"env {name!r}: a player behind an endpoint needs url and model; it has {sorted(seat)}")
     passed = {k: seat[k] for k in ("max_tokens", "timeout_s", "max_concurrent", "max_tries") if k in seat}
     token = token_from({"token_env": seat.get("api_key_env")}, where=f"env {name!r}: api_key_env")
-    place = Endpoint(url=str(seat["url"]), model=str(seat["model"]), key=token, **passed)
-    client = ChatClient(place)
+    endpoint = Endpoint(url=str(seat["url"]), model=str(seat["model"]), key=token, **passed)
+    client = ChatClient(endpoint)
     options = {"temperature": seat["temperature"]} if "temperature" in seat else {}
     system = seat.get("system")
-    return lambda place: EndpointPlayer(client, system=system, options=options)
+    return lambda endpoint: EndpointPlayer(client, system=system, options=options)

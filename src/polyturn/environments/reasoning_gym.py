@@ -51,8 +51,8 @@ class ReasoningGym(Adapter):
 
     def answer_in(self, text: str) -> str:
         """Return the answer in what a model wrote."""
-        found = self._extract(text)
-        return text.strip() if found is None else str(found)
+        answer = self._extract(text)
+        return text.strip() if answer is None else str(answer)
 
 
 class ReasoningGymEnv:

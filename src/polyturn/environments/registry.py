@@ -58,10 +58,10 @@ def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Pa
     wanted = prefix.replace("-", "_")
     if wanted not in adapters:
         raise UnknownNameError(f"env {name!r}: there is no prefix {prefix!r}.{did_you_mean(wanted, adapters)}")
-    made: Any = adapters.resolve(wanted, key=f"env {name!r}")
-    if not isinstance(made, type) or not issubclass(made, Adapter):
-        raise wrong_kind(adapters.group, wanted, made, where=f"env {name!r}", needs="a class that inherits Adapter")
-    return made(name, id, kwargs or {}, base=base)
+    adapter: Any = adapters.resolve(wanted, key=f"env {name!r}")
+    if not isinstance(adapter, type) or not issubclass(adapter, Adapter):
+        raise wrong_kind(adapters.group, wanted, adapter, where=f"env {name!r}", needs="a class that inherits Adapter")
+    return adapter(name, id, kwargs or {}, base=base)
 
 
 class _Own(Adapter):
@@ -78,20 +78,20 @@ class _Own(Adapter):
         self._make = make
 
     def make(self) -> Env:
-        made = self._make(**self.kwargs)
-        if not isinstance(made, Env):
-            raise ConfigError(f"env {self.name!r} makes {made!r:.100}; it must make objects with reset, step and close")
-        return made
+        env = self._make(**self.kwargs)
+        if not isinstance(env, Env):
+            raise ConfigError(f"env {self.name!r} makes {env!r:.100}; it must make objects with reset, step and close")
+        return env
 
 
-def _own(name: str, found: Any, kwargs: Mapping[str, Any], base: Path | None) -> Adapter:
-    if isinstance(found, type):
-        check_class(found, ADAPTER if issubclass(found, Adapter) else ENV, where=f"env {shown_name(name)!r}")
-    if isinstance(found, type) and issubclass(found, Adapter):
-        return found(name, name.partition(":")[2], kwargs, base=base)
-    if not callable(found):
-        kind = type(found).__name__
+def _own(name: str, cls: Any, kwargs: Mapping[str, Any], base: Path | None) -> Adapter:
+    if isinstance(cls, type):
+        check_class(cls, ADAPTER if issubclass(cls, Adapter) else ENV, where=f"env {shown_name(name)!r}")
+    if isinstance(cls, type) and issubclass(cls, Adapter):
+        return cls(name, name.partition(":")[2], kwargs, base=base)
+    if not callable(cls):
+        kind = type(cls).__name__
         raise ConfigError(
             f"env {shown_name(name)!r} is an object of {kind}; give the class, {kind}, of which each episode makes an object"
         )
-    return _Own(name, found, kwargs, base=base)
+    return _Own(name, cls, kwargs, base=base)

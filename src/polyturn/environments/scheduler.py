@@ -77,8 +77,8 @@ class Stage:
         """Return the part of a text that is the action; all of it where none is found, which the environment refuses."""
         if self.action is None:
             return text
-        found = list(self.action.finditer(text))
-        return found[-1][1 if self.action.groups else 0] if found else text
+        matches = list(self.action.finditer(text))
+        return matches[-1][1 if self.action.groups else 0] if matches else text
 
 
 @keeps_deadlines
@@ -101,20 +101,20 @@ class EnvScheduler(EnvironmentLoop):
 
     def check_task(self, task: Task) -> None:
         """Refuse a task that names no environment of this run."""
-        place = task.extra.get(ENV)
-        if not isinstance(place, Mapping) or not isinstance(place.get("seed"), int) or "name" not in place:
-            raise DataError(f"task {task.id!r} has the env {place!r:.100}; it needs {{'name': …, 'seed': …}}")
-        if place["name"] not in self._stages:
-            hint = did_you_mean(str(place["name"]), self._stages)
-            raise DataError(f"task {task.id!r}: the run's env has no {place['name']!r}.{hint}")
+        row_env = task.extra.get(ENV)
+        if not isinstance(row_env, Mapping) or not isinstance(row_env.get("seed"), int) or "name" not in row_env:
+            raise DataError(f"task {task.id!r} has the env {row_env!r:.100}; it needs {{'name': …, 'seed': …}}")
+        if row_env["name"] not in self._stages:
+            hint = did_you_mean(str(row_env["name"]), self._stages)
+            raise DataError(f"task {task.id!r}: the run's env has no {row_env['name']!r}.{hint}")
 
-    async def open(self, episode: Episode, shown: Any, *, name: str) -> None:
+    async def open(self, episode: Episode, observed: Any, *, name: str) -> None:
         """Show what the environment showed first; in a game, opponents move first who move before the policy does."""
-        if not isinstance(shown, Seated):
-            await super().open(episode, shown, name=name)
+        if not isinstance(observed, Seated):
+            await super().open(episode, observed, name=name)
             return
         self._seat_opponents(episode)
-        self._answer = EnvStep.of(shown, name=name)
+        self._answer = EnvStep.of(observed, name=name)
         await self._opponents_move(episode)
         if self._ended is None:
             episode.play_as(_agent(self._answer.seat))
@@ -210,8 +210,8 @@ class EnvScheduler(EnvironmentLoop):
                 player, seen = self._opponents.get(self._answer.seat), "\n".join(m.text for m in self._answer.observation)
                 if not isinstance(player, Recalls):
                     raise SnapshotError(f"the player of seat {self._answer.seat} cannot be put back into a game")
-                said = await episode.call(self, player.recall, seen, move, of=f"the player of seat {self._answer.seat}:")
-                if said != move:
+                reply = await episode.call(self, player.recall, seen, move, of=f"the player of seat {self._answer.seat}:")
+                if reply != move:
                     raise SnapshotError(f"the player of seat {self._answer.seat} moves otherwise when a game is replayed")
                 await self.act(move)
             else:
@@ -230,12 +230,12 @@ class EnvScheduler(EnvironmentLoop):
 
     def begin(self, episode: Episode) -> tuple[EnvSession, int]:
         """Return the environment that the task names."""
-        place = episode.task.extra[ENV]
-        stage = self._stages[place["name"]]
+        row_env = episode.task.extra[ENV]
+        stage = self._stages[row_env["name"]]
         self._stage, self._seats, self._opponents, self._earned, self._moves = stage, {}, {}, {}, []
         self._ended, self._is_recorded = None, False
         make, call = functools.partial(stage.adapter.make_for, episode.task), functools.partial(episode.call, self)
-        return EnvSession(place["name"], make, {}, call=call, replays=stage.adapter.replays), place["seed"]
+        return EnvSession(row_env["name"], make, {}, call=call, replays=stage.adapter.replays), row_env["seed"]
 
     def actions(self, episode: Episode, state: Mapping[str, Any]) -> list[str]:
         """Return the policy's actions, which are parts of its turns."""
@@ -259,11 +259,13 @@ class EnvScheduler(EnvironmentLoop):
         """Let opponents act until a seat of the policy is to act, or the game is over."""
         while self._ended is None and (player := self._opponents.get(self._answer.seat)) is not None:
             seen = "\n".join(m.text for m in self._answer.observation)
-            said = await episode.call(self, player.act, seen, of=f"the player of seat {self._answer.seat}:")
-            if not isinstance(said, str):
-                raise SchedulerError(f"the player of seat {self._answer.seat} answered {said!r:.100}; it must return a text")
-            self._moves.append(said)
-            await self.act(said)
+            reply = await episode.call(self, player.act, seen, of=f"the player of seat {self._answer.seat}:")
+            if not isinstance(reply, str):
+                raise SchedulerError(
+                    f"the player of seat {self._answer.seat} answered {reply!r:.100}; it must return a text"
+                )
+            self._moves.append(reply)
+            await self.act(reply)
             self._credit()
 
     def _stopped(self, own: Episode, reason: StopReason) -> StopReason:
@@ -311,8 +313,8 @@ def _agent(seat: int) -> str:
     return f"{SEAT} {seat}"
 
 
-def _opened(prompt: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
+def _opened(prompt: tuple[Message, ...], observed: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return a seat's first prompt: the task's, and what the environment shows this player."""
-    if len(shown) == 1 and shown[0].role == "user" and isinstance(shown[0].content, str):
-        return with_text(prompt, shown[0].content)
-    return (*(m for m in prompt if m.text.strip()), *shown)  # tasks that are seeds may have a prompt that says nothing
+    if len(observed) == 1 and observed[0].role == "user" and isinstance(observed[0].content, str):
+        return with_text(prompt, observed[0].content)
+    return (*(m for m in prompt if m.text.strip()), *observed)  # tasks that are seeds may have a prompt that says nothing

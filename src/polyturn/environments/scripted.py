@@ -69,10 +69,10 @@ async def play(
         limits: Of the episode; None lets it have as many turns as there are actions.
         options: Further arguments of `Stage`.
     """
-    said: Iterator[str] = iter(actions)
+    replies: Iterator[str] = iter(actions)
 
     def says(request: GenerateRequest) -> str | Exception:
-        action = next(said, None)
+        action = next(replies, None)
         return EngineError(f"the script has no action for turn {request.request_id}") if action is None else action
 
     players = seat_players(seats, num_seats=adapter.num_seats, name=adapter.name, base=adapter.base)

@@ -45,8 +45,8 @@ class Skyrl(Adapter):
 
     def of_rows(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Return rows as tasks that the environment scores, whatever their data_source; it is told the data_source."""
-        told = [dataclasses.replace(t, data_source=None, extra={"data_source": t.data_source, **t.extra}) for t in tasks]
-        return super().of_rows(told)
+        rows = [dataclasses.replace(t, data_source=None, extra={"data_source": t.data_source, **t.extra}) for t in tasks]
+        return super().of_rows(rows)
 
     def make_for(self, task: Task) -> Env:
         """Return a new environment for a row.

@@ -38,12 +38,12 @@ class TextArena(Adapter):
         super().__init__(name, id, kwargs, base=base)
         self._package: Any = require("textarena", install=INSTALL, needed_by=name)
         known_id(id, require("textarena.envs.registration", install=INSTALL, needed_by=name).ENV_REGISTRY, name=name)
-        asked = self.kwargs.pop("num_players", None)
-        if asked is not None and not isinstance(asked, int):
-            raise ConfigError(f"env {name!r}: num_players is {asked!r}; give a number")
+        num_players = self.kwargs.pop("num_players", None)
+        if num_players is not None and not isinstance(num_players, int):
+            raise ConfigError(f"env {name!r}: num_players is {num_players!r}; give a number")
         with contextlib.redirect_stdout(io.StringIO()):  # some games talk while they are made
             check_kwargs(self._game, name=name, kwargs=kwargs)
-            self.num_seats = self._smallest() if asked is None else self._fits(asked, or_raise=True)
+            self.num_seats = self._smallest() if num_players is None else self._fits(num_players, or_raise=True)
 
     def make(self) -> TextArenaEnv:
         """Return a new game."""
@@ -91,8 +91,8 @@ class TextArenaEnv:
         """Begin; return the first player's first observation."""
         with self._random.held(seed=seed):
             self._game.reset(num_players=self._num_players, seed=seed)
-            seat, shown = self._observation()
-        return shown if self._num_players == 1 else Seated(seat=seat, observation=shown)
+            seat, observed = self._observation()
+        return observed if self._num_players == 1 else Seated(seat=seat, observation=observed)
 
     def step(self, action: str) -> Any:
         """Let the player whose turn it is act."""
@@ -104,15 +104,15 @@ class TextArenaEnv:
             except Exception as problem:  # a move that the game's author did not think of
                 is_done, info, crashed = True, {}, {"crashed": one_line(problem)}
                 logger.warning("textarena: a game raised at the move %r: %s", action[:100], one_line(problem))
-            seat, shown = (acting, "") if crashed else self._observation()
+            seat, observed = (acting, "") if crashed else self._observation()
             rewards = self._rewards(acting, has_crashed=bool(crashed)) if is_done else {}
-            told = self._inner.state.game_info if is_done else {}
-        info = {**(info or {}), **crashed, **({"reason": told[acting].get("reason")} if acting in told else {})}
-        if is_done and not shown:
-            shown = str(info.get("reason") or crashed.get("crashed") or "")
+            game_info = self._inner.state.game_info if is_done else {}
+        info = {**(info or {}), **crashed, **({"reason": game_info[acting].get("reason")} if acting in game_info else {})}
+        if is_done and not observed:
+            observed = str(info.get("reason") or crashed.get("crashed") or "")
         if self._num_players == 1:
-            return shown, rewards.get(0, 0.0), bool(is_done), info
-        return Seated(seat=seat, observation=shown, rewards=rewards, terminated=bool(is_done), info=info)
+            return observed, rewards.get(0, 0.0), bool(is_done), info
+        return Seated(seat=seat, observation=observed, rewards=rewards, terminated=bool(is_done), info=info)
 
     def close(self) -> None:
         """Nothing is held: a game's `close` only reads its rewards."""

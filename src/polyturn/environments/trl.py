@@ -47,7 +47,7 @@ _NO_TOOLS = ("reset", "get_reward")
 class _LiveEnv:
     """An environment in its episode."""
 
-    made: Any
+    env: Any
     turn_taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -115,10 +115,10 @@ class _MethodTool(FunctionTool):
         of = self._live[instance_id]
         async with of.turn_taking:
             if inspect.iscoroutinefunction(self._called):
-                said = await self._called(of.made, **parameters)
+                reply = await self._called(of.env, **parameters)
             else:
-                said = await self.threads.run(functools.partial(self._called, of.made, **parameters))
-        return normalize(said if isinstance(said, dict | str) else str(said))
+                reply = await self.threads.run(functools.partial(self._called, of.env, **parameters))
+        return normalize(reply if isinstance(reply, dict | str) else str(reply))
 
 
 @keeps_deadlines
@@ -132,18 +132,18 @@ class TrlScheduler(MultiTurnScheduler):
     async def on_trajectory_start(self, episode: Episode) -> None:
         """Make the object, reset it with the row, and show what it shows."""
         of = f"the environment {self._adapter.name!r}:"
-        made = await episode.call(self, self._adapter.new, of=of)
-        self._adapter.live[episode.id] = _LiveEnv(made)
-        shown = await episode.call(self, made.reset, of=of, **_row(episode.task, made.reset))
-        if shown is not None:
-            episode.rewrite(_with(episode.messages[-1].to_openai(), shown, before=episode.messages[:-1], of=of))
+        env = await episode.call(self, self._adapter.new, of=of)
+        self._adapter.live[episode.id] = _LiveEnv(env)
+        observed = await episode.call(self, env.reset, of=of, **_row(episode.task, env.reset))
+        if observed is not None:
+            episode.rewrite(_with(episode.messages[-1].to_openai(), observed, before=episode.messages[:-1], of=of))
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the default loop, then ask the object what the episode is worth."""
         reason = await super().run(episode)
         if self._adapter.has_reward and episode.id in self._adapter.live:
             of = f"the environment {self._adapter.name!r}:"
-            score = await episode.call(self, self._adapter.live[episode.id].made.get_reward, of=of)
+            score = await episode.call(self, self._adapter.live[episode.id].env.get_reward, of=of)
             episode.given_reward = GivenReward(score=finite(score, what=f"{of} get_reward"))
         return reason
 
@@ -164,15 +164,15 @@ def _row(task: Task, reset: Callable[..., Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if k in inspect.signature(reset).parameters}
 
 
-def _with(last: Mapping[str, Any], shown: Any, *, before: Sequence[Any], of: str) -> list[Any]:
+def _with(last: Mapping[str, Any], observed: Any, *, before: Sequence[Any], of: str) -> list[Any]:
     """Return the prompt with what `reset` returned behind its last message."""
     content = last["content"]
-    if isinstance(shown, str) and isinstance(content, str):
-        joined: Any = f"{content}\n{shown}" if content.strip() else shown
-    elif isinstance(shown, str | list):
+    if isinstance(observed, str) and isinstance(content, str):
+        joined: Any = f"{content}\n{observed}" if content.strip() else observed
+    elif isinstance(observed, str | list):
         parts = [content if isinstance(content, list) else [{"type": "text", "text": content}]]
-        parts.append(shown if isinstance(shown, list) else [{"type": "text", "text": shown}])
+        parts.append(observed if isinstance(observed, list) else [{"type": "text", "text": observed}])
         joined = [part for some in parts for part in some]
     else:
-        raise SchedulerError(f"{of} reset returned {shown!r:.200}; return None, a text, or a list of content parts")
+        raise SchedulerError(f"{of} reset returned {observed!r:.200}; return None, a text, or a list of content parts")
     return [*before, {**last, "content": joined}]

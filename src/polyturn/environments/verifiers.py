@@ -101,23 +101,23 @@ class Verifiers(Adapter):
         row = task.extra.get(INPUT) or _row(task)
         try:
             async with asyncio.timeout(self._timeout_s):
-                said = await self._worker.call("rollout", input=row, base_url=base_url, api_key=api_key, model=model)
+                answer = await self._worker.call("rollout", input=row, base_url=base_url, api_key=api_key, model=model)
         except TimeoutError as problem:
             raise SchedulerError(
                 f"the environment {self.name!r} took longer than {self._timeout_s:g} s for a rollout (env.kwargs.timeout_s)"
             ) from problem
-        if said["error"] is not None:
-            raise SchedulerError(f"the environment {self.name!r} failed in a rollout: {said['error']}")
-        return {**said["metrics"], "reward": said["reward"], "stop_condition": said["stop_condition"]}
+        if answer["error"] is not None:
+            raise SchedulerError(f"the environment {self.name!r} failed in a rollout: {answer['error']}")
+        return {**answer["metrics"], "reward": answer["reward"], "stop_condition": answer["stop_condition"]}
 
     def close(self) -> None:
         """End its process."""
         self._worker.close()
 
     def _task(self, row: Mapping[str, Any], split: str, index: int) -> Task:
-        shown = row.get("prompt")
-        asked = [{"role": "user", "content": shown}] if isinstance(shown, str) else list(shown or ())
-        messages = [Message.from_openai({k: v for k, v in m.items() if v is not None}) for m in asked]
+        prompt = row.get("prompt")
+        prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
+        messages = [Message.from_openai({k: v for k, v in m.items() if v is not None}) for m in prompt_messages]
         extra = {INPUT: dict(row), "split": split}
         return env_task(self.name, seed=index, prompt=messages, ground_truth=row.get("answer"), extra=extra)
 
@@ -130,11 +130,11 @@ def _row(task: Task) -> dict[str, Any]:
 
 
 def _advice(problem: WorkerRefusal, python: str, path: str) -> str:
-    said = str(problem)
+    reason = str(problem)
     if problem.is_download:
-        return f"{said}; it downloads something, so run it once where there is a network, or give it data of your own"
-    if "'verifiers' is not installed" in said or "has no load_environment" in said:
-        return f"{said}; pip install {INSTALL} there, or name an interpreter that has it in env.kwargs.python"
-    if "Could not import" in said:
-        return f"{said} It is looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
-    return said
+        return f"{reason}; it downloads something, so run it once where there is a network, or give it data of your own"
+    if "'verifiers' is not installed" in reason or "has no load_environment" in reason:
+        return f"{reason}; pip install {INSTALL} there, or name an interpreter that has it in env.kwargs.python"
+    if "Could not import" in reason:
+        return f"{reason} It is looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
+    return reason

@@ -82,14 +82,14 @@ class Worker:
 
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
             served = Served(client)
-            found = await self.env.run_rollout(
+            state = await self.env.run_rollout(
                 input, served, model, dict(self.env.sampling_args), state_columns=["stop_condition"]
             )
         return {
-            "reward": float(found["reward"] or 0.0),
-            "metrics": {k: float(v) for k, v in (found.get("metrics") or {}).items()},
-            "stop_condition": found.get("stop_condition"),
-            "error": None if is_over else what_failed(found.get("error")),
+            "reward": float(state["reward"] or 0.0),
+            "metrics": {k: float(v) for k, v in (state.get("metrics") or {}).items()},
+            "stop_condition": state.get("stop_condition"),
+            "error": None if is_over else what_failed(state.get("error")),
         }
 
     async def answer(self, request):
@@ -97,20 +97,20 @@ class Worker:
         try:
             if kind not in ("load", "rows", "rollout"):
                 raise RefusedRequest(f"there is no request {kind!r}")
-            said = {"value": await getattr(self, kind)(**request)}
+            answer = {"value": await getattr(self, kind)(**request)}
         except asyncio.CancelledError:
-            said = {"error": "it was cancelled"}
+            answer = {"error": "it was cancelled"}
         except RefusedRequest as problem:
-            said = {"error": str(problem)}
+            answer = {"error": str(problem)}
         except Exception as problem:  # an environment may raise anything
             traceback.print_exc()
-            said = {
+            answer = {
                 "error": f"{type(problem).__name__}: {' '.join(str(problem).split())}",
                 "is_download": is_download(problem),
             }
         finally:
             self.running.pop(id, None)
-        ANSWERS.write(json.dumps({"id": id, **said}, default=str) + "\n")
+        ANSWERS.write(json.dumps({"id": id, **answer}, default=str) + "\n")
         ANSWERS.flush()
 
     def take(self, line):
@@ -126,8 +126,8 @@ def what_failed(error):
     """Return the message for the error that a rollout ended with; None if the model caused it."""
     if error is None:
         return None
-    said = str(error.get("error_chain_repr") or error) if isinstance(error, dict) else repr(error)
-    return None if any(name in said for name in ANSWERED_ALL_THE_SAME) else said[:600]
+    text = str(error.get("error_chain_repr") or error) if isinstance(error, dict) else repr(error)
+    return None if any(name in text for name in ANSWERED_ALL_THE_SAME) else text[:600]
 
 
 def is_download(problem):

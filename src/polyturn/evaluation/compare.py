@@ -68,11 +68,11 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as data for JSON, with a verdict for each number."""
-        found = {
+        data = {
             source: {name: {**asdict(p), "significant": p.is_significant()} for name, p in values.items()}
             for source, values in self.table.items()
         }
-        return {"only_a": self.num_only_a, "only_b": self.num_only_b, "table": found}
+        return {"only_a": self.num_only_a, "only_b": self.num_only_b, "table": data}
 
 
 def compare(
@@ -102,12 +102,12 @@ def compare(
         sources[key.data_source].append(key)
     table = {"all": _paired(of_a, of_b, common, seed=seed)}
     if len(sources) > 1:
-        found = {name: _paired(of_a, of_b, keys, seed=seed) for name, keys in sources.items()}
+        pairs = {name: _paired(of_a, of_b, keys, seed=seed) for name, keys in sources.items()}
         for number in ("success", "reward"):
-            having = [name for name in found if number in found[name]]
-            for name, p in zip(having, holm([found[n][number].p for n in having]), strict=True):
-                found[name][number] = replace(found[name][number], p=p)
-        table |= found
+            having = [name for name in pairs if number in pairs[name]]
+            for name, p in zip(having, holm([pairs[n][number].p for n in having]), strict=True):
+                pairs[name][number] = replace(pairs[name][number], p=p)
+        table |= pairs
     return Comparison(table=table, num_only_a=len(of_a) - len(common), num_only_b=len(of_b) - len(common))
 
 
@@ -149,12 +149,12 @@ class _Of(NamedTuple):
 
 
 def _by_task(groups: Iterable[TrajectoryGroup], *, success_at: float) -> dict[TaskKey, _Of]:
-    found: dict[TaskKey, _Of] = {}
+    tasks: dict[TaskKey, _Of] = {}
     for group in groups:
-        of = found.setdefault(TaskKey(group.task.data_source or "unknown", group.task.id), _Of([], []))
+        of = tasks.setdefault(TaskKey(group.task.data_source or "unknown", group.task.id), _Of([], []))
         of.wins.extend(float(is_success(t, at=success_at)) for t in group.trajectories)
         of.rewards.extend(t.reward.total for t in group.trajectories if t.reward is not None)
-    return found
+    return tasks
 
 
 def _paired(

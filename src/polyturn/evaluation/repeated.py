@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyturn.core.reward import as_score, shown
+from polyturn.core.reward import as_score, brief
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 
 MAX_VOTE = 10_000
@@ -40,7 +40,9 @@ def repeated_metrics(groups: Iterable[TrajectoryGroup], *, seed: int = 42) -> Ta
         groups: One for each task, with its N trajectories.
         seed: Of the draws.
     """
-    found: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    values_by_metric: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     for group in groups:
         scored = [t for t in group.trajectories if t.reward is not None]
         rows = [variables(t) for t in scored]
@@ -51,10 +53,10 @@ def repeated_metrics(groups: Iterable[TrajectoryGroup], *, seed: int = 42) -> Ta
                 [v for v, _ in values], num=len(group.trajectories), votes=[vote for _, vote in values], seed=seed
             )
             for metric, value in of_task.items():
-                found[group.task.data_source or "unknown"][name][metric].append(value)
+                values_by_metric[group.task.data_source or "unknown"][name][metric].append(value)
     return {
         source: {name: {m: float(np.mean(v)) for m, v in metrics.items()} for name, metrics in names.items()}
-        for source, names in found.items()
+        for source, names in values_by_metric.items()
     }
 
 
@@ -85,10 +87,10 @@ def task_metrics(
     can_vote = bool(votes) and all(vote is not None for vote in votes or ())
     for n in sizes(num):
         drawn = _draws(len(data), n, seed)
-        found = {"best": data[drawn].max(axis=1), "worst": data[drawn].min(axis=1)}
+        metrics = {"best": data[drawn].max(axis=1), "worst": data[drawn].min(axis=1)}
         if can_vote:
-            found["maj"] = _majority(data, votes or (), drawn)
-        for name, sample in found.items():
+            metrics["maj"] = _majority(data, votes or (), drawn)
+        for name, sample in metrics.items():
             out[f"{name}@{n}/mean"], out[f"{name}@{n}/std"] = float(sample.mean()), float(sample.std())
     return out
 
@@ -108,7 +110,7 @@ def flat(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, fl
 def _majority(data: NDArray[np.float64], votes: Sequence[Any], drawn: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the value of the vote that won each draw; of equal ones, the one that was drawn first."""
     numbers: dict[str, int] = {}
-    codes = np.array([numbers.setdefault(shown(vote, MAX_VOTE), len(numbers)) for vote in votes])[drawn]
+    codes = np.array([numbers.setdefault(brief(vote, MAX_VOTE), len(numbers)) for vote in votes])[drawn]
     counts = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)
     winners: NDArray[np.float64] = data[drawn[np.arange(len(drawn)), counts.argmax(axis=1)]]
     return winners

@@ -57,8 +57,8 @@ async def rescore(store: StoredRun, router: RewardRouter, *, max_concurrent: int
                 row |= {"new_reward": new.total, "info": json.dumps(to_json(new.info))}
             except RewardError as problem:
                 row["error"] = str(problem)
-        place = {"id": trajectory.id, "group": record.group, "step": record.step, "split": record.split}
-        return {**place, "reward": None if old is None else old.total, **row}
+        keys = {"id": trajectory.id, "group": record.group, "step": record.step, "split": record.split}
+        return {**keys, "reward": None if old is None else old.total, **row}
 
     rows = []
     pending: list[asyncio.Task[dict[str, Any]]] = []

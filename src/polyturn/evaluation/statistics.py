@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.evaluation.repeated import MAX_VOTE, PRED, sizes
 from polyturn.evaluation.report import is_success
@@ -94,7 +94,7 @@ def maj_at_k(preds: Sequence[Hashable], correct: Sequence[bool], k: int, *, seed
     rates: dict[Hashable, list[bool]] = defaultdict(list)
     for pred, right in zip(preds, correct, strict=True):
         rates[pred].append(right)
-    value = {pred: sum(found) / len(found) for pred, found in rates.items()}
+    value = {pred: sum(matches) / len(matches) for pred, matches in rates.items()}
     value[None] = 0.0
     results = []
     for subset in subsets:
@@ -128,12 +128,15 @@ def statistics(groups: Sequence[TrajectoryGroup], *, success_at: float = 1.0, se
     for group in groups:
         if group.trajectories:
             by_source[group.task.data_source or "unknown"].append(group)
-    everything = [g for found in by_source.values() for g in found]
+    everything = [g for groups_of_source in by_source.values() for g in groups_of_source]
     if not everything:
         return {}
     out = {"all": _of(everything, success_at=success_at, seed=seed)}
     if len(by_source) > 1:
-        out |= {name: _of(found, success_at=success_at, seed=seed) for name, found in sorted(by_source.items())}
+        out |= {
+            name: _of(groups_of_source, success_at=success_at, seed=seed)
+            for name, groups_of_source in sorted(by_source.items())
+        }
     return out
 
 
@@ -146,11 +149,11 @@ def _of(groups: Sequence[TrajectoryGroup], *, success_at: float, seed: int) -> S
     votes = least > 1 and any(p is not None for preds in preds_P_G for p in preds)
 
     def within(budget: int) -> Estimate:
-        found = [
+        measured = [
             np.mean([w and len(t.turns) <= budget for w, t in zip(won, g.trajectories, strict=True)])
             for won, g in zip(won_P_G, groups, strict=True)
         ]
-        return bootstrap([float(f) for f in found], seed=seed)
+        return bootstrap([float(f) for f in measured], seed=seed)
 
     ks = [1, *(k for k in sizes(least) if k > 1)]
     return Statistics(
@@ -169,5 +172,5 @@ def _of(groups: Sequence[TrajectoryGroup], *, success_at: float, seed: int) -> S
 
 def _pred(trajectory: Trajectory) -> str | None:
     """Return the answer that the reward function read."""
-    found = None if trajectory.reward is None else trajectory.reward.info.get(PRED)
-    return None if found is None else shown(found, MAX_VOTE)
+    pred = None if trajectory.reward is None else trajectory.reward.info.get(PRED)
+    return None if pred is None else brief(pred, MAX_VOTE)

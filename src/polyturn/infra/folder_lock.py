@@ -86,18 +86,18 @@ class FolderLock(NamedTuple):
 def look_at(folder: Path) -> FolderLock | None:
     """Return the state of the lock of a run's folder; None if there is no lock, or it cannot be asked."""
     try:
-        place = contained(folder, NAME)
-        if place is None:
+        path = contained(folder, NAME)
+        if path is None:
             return None
-        with place.open("rb") as file:
-            said = file.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
+        with path.open("rb") as file:
+            lines = file.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back where the file is closed
     except BlockingIOError:
         return FolderLock(is_held=True)
     except (OSError, DataError):
         return None
-    _, _, host = (said[0] if said else "").partition(" on ")
-    ended, _, why = (said[1] if len(said) > 1 else "").partition(": ")
+    _, _, host = (lines[0] if lines else "").partition(" on ")
+    ended, _, why = (lines[1] if len(lines) > 1 else "").partition(": ")
     return FolderLock(False, host == socket.gethostname(), why if ended == _ENDED else None)
 
 

@@ -61,17 +61,17 @@ class MessageSocket(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        held = self._data
-        held += data
+        buffer = self._data
+        buffer += data
         start = 0
-        while len(held) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(held, start)
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
             end = start + _LENGTH.size + length
-            if len(held) < end:
+            if len(buffer) < end:
                 break
-            self._on_message(pickle.loads(memoryview(held)[start + _LENGTH.size : end].toreadonly()))
+            self._on_message(pickle.loads(memoryview(buffer)[start + _LENGTH.size : end].toreadonly()))
             start = end
-        del held[:start]
+        del buffer[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -129,8 +129,8 @@ class Peer:
                 task.cancel()
         elif method is not None:
             self._answering[number] = asyncio.ensure_future(self._answer(number, method, packed))
-        elif (asked := self._asked.get(number)) is not None and not asked.done():
-            asked.set_result(packed)
+        elif (future := self._asked.get(number)) is not None and not future.done():
+            future.set_result(packed)
 
     async def _answer(self, number: int, method: str, packed: bytes) -> None:
         try:
@@ -150,6 +150,6 @@ class Peer:
         self._problem = self._on_end()
         for task in self._answering.values():
             task.cancel()
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(self._problem)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(self._problem)

@@ -207,18 +207,18 @@ class LoopMonitor:
             beat_at, now = self._beat_at, time.monotonic()
             if now - beat_at <= min(self._limit_s, self._end_s):
                 continue
-            place = _blocking(_stack(thread))
-            if not place or beat_at != self._beat_at:
+            frame = _blocking(_stack(thread))
+            if not frame or beat_at != self._beat_at:
                 continue
             if now - beat_at > self._limit_s:
                 self._blocked_at = beat_at
-                self._log(place, now - beat_at, asyncio.current_task(loop))
+                self._log(frame, now - beat_at, asyncio.current_task(loop))
             if now - beat_at > self._end_s and held_at != beat_at:
                 held_at = beat_at
-                _end_process(place, now - beat_at, owns_process=owns_process)
+                _end_process(frame, now - beat_at, owns_process=owns_process)
 
-    def _log(self, place: str, seconds: float, task: asyncio.Task[Any] | None) -> None:
-        location = place.partition(", now at ")[0]
+    def _log(self, where: str, seconds: float, task: asyncio.Task[Any] | None) -> None:
+        location = where.partition(", now at ")[0]
         if location in self._logged:
             return
         self._logged.add(location)
@@ -226,7 +226,7 @@ class LoopMonitor:
             "the event loop of this run has stood still for %.1f s in %s, episode %s: it is async and does not await, so no "
             "other episode can go on; write it as a plain function, which runs in a thread, or await what takes long",
             seconds,
-            place,
+            where,
             "unknown" if task is None else task.get_name().partition("#")[0],
         )
 
@@ -253,9 +253,11 @@ def _blocking(stack: list[FrameType]) -> str:
     return place_of(inner[next(i for i in known if not is_ours(files[i])) :])
 
 
-def _end_process(place: str, seconds: float, *, owns_process: bool) -> None:
+def _end_process(location: str, seconds: float, *, owns_process: bool) -> None:
     """End the process with the place and all stacks; only log an error if the process is not the loop's to end."""
-    sentence = f"for {seconds:.3g} s a plug-in has held the event loop: {place}; it neither returns nor awaits, so that no "
+    sentence = (
+        f"for {seconds:.3g} s a plug-in has held the event loop: {location}; it neither returns nor awaits, so that no "
+    )
     sentence += "deadline can end it."
     if not owns_process:
         logger.error("%s Interrupt twice to leave the run", sentence)

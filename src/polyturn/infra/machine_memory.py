@@ -14,10 +14,10 @@ def machine_memory(root: Path = ROOT) -> int:
     Args:
         root: The folder where the kernel shows control groups.
     """
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
         try:
-            found.append(int(path.read_text()))
+            limits.append(int(path.read_text()))
         except (OSError, ValueError):  # there is no such group, or its limit is "max"
             continue
-    return min(found)
+    return min(limits)

@@ -228,7 +228,7 @@ def signal_session(pid: int, number: signal.Signals) -> None:
 
 def _processes() -> list[tuple[int, int, str]]:
     """Return (process id, session id, state) of every process that /proc lists."""
-    found = []
+    processes = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
@@ -237,8 +237,8 @@ def _processes() -> list[tuple[int, int, str]]:
         except OSError:
             continue
         fields = stat.rpartition(")")[2].split()  # the name, in brackets, may hold blanks and brackets itself
-        found.append((int(entry.name), int(fields[3]), fields[0]))
-    return found
+        processes.append((int(entry.name), int(fields[3]), fields[0]))
+    return processes
 
 
 def _in_lasting_thread(start: Callable[[], Any]) -> Any:

@@ -70,14 +70,14 @@ class A2AInteraction(BaseInteraction):
 
 
 def _last_words(messages: list[dict[str, Any]]) -> str:
-    said = next((m for m in reversed(messages) if m["role"] == "assistant"), None)
-    return "" if said is None else Message.from_openai(said).text
+    last = next((m for m in reversed(messages) if m["role"] == "assistant"), None)
+    return "" if last is None else Message.from_openai(last).text
 
 
 def _score(metadata: Any, default: float) -> float:
-    found = metadata.get("score", metadata.get("reward"))
-    if found is None:
+    score = metadata.get("score", metadata.get("reward"))
+    if score is None:
         return default
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise ToolError(f"the agent gave the score {found!r:.60}; it must be a number")
-    return float(found)
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        raise ToolError(f"the agent gave the score {score!r:.60}; it must be a number")
+    return float(score)

@@ -43,18 +43,18 @@ class HumanReply:
     """Of the model's turn; None where the person gave none."""
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> HumanReply:
+    def read(cls, options: Mapping[str, Any]) -> HumanReply:
         """Return an answer as it was sent.
 
         Raises:
             DataError: it is none.
         """
-        text, score = given.get("text", ""), given.get("score")
+        text, score = options.get("text", ""), options.get("score")
         if not isinstance(text, str) or len(text) > MAX_ANSWER_CHARS:
             raise DataError(f"the answer is no text of at most {MAX_ANSWER_CHARS} characters")
         if score is not None and not _is_finite(score):
             raise DataError(f"the score is {str(score)[:40]!r}; it is a finite number, or null for none")
-        is_end = bool(given.get("is_end", False))
+        is_end = bool(options.get("is_end", False))
         if not text.strip() and not is_end:
             raise DataError("the answer is empty; write something, or end the conversation")
         return cls(text=text.strip(), is_end=is_end, score=None if score is None else float(score))
@@ -96,10 +96,10 @@ class HumanQueue:
             await self._threads.run(_write, path, paper, on_late=lambda _: self._forget(ticket))
             end = time.monotonic() + deadline_s
             while True:
-                place = self._answers / f"{ticket}.json"
-                if (answer := await self._threads.run(_answer_in, place)) is not None:
-                    found: HumanReply = answer
-                    return found
+                answer_path = self._answers / f"{ticket}.json"
+                if (answer := await self._threads.run(_answer_in, answer_path)) is not None:
+                    reply: HumanReply = answer
+                    return reply
                 if time.monotonic() >= end:
                     return None
                 await asyncio.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
@@ -114,7 +114,7 @@ class HumanQueue:
 
     def waiting(self) -> list[dict[str, Any]]:
         """Return the conversations that wait, the longest first; those whose askers are gone are cleared away."""
-        found = []
+        tickets = []
         for path in self._waiting.glob("*.json"):
             paper = _paper_in(path)
             if paper is None:
@@ -122,8 +122,8 @@ class HumanQueue:
             if paper["until"] + 60.0 < time.time():
                 self._forget(path.stem)
             elif paper["until"] > time.time() and not (self._answers / path.name).exists():
-                found.append(paper)
-        return sorted(found, key=lambda paper: float(paper["since"]))
+                tickets.append(paper)
+        return sorted(tickets, key=lambda paper: float(paper["since"]))
 
     def answer(self, ticket: str, answer: HumanReply) -> None:
         """Leave an answer.
@@ -169,11 +169,11 @@ def _text_in(path: Path) -> bytes | None:
 def _parsed(text: bytes) -> dict[str, Any] | None:
     """Parse a text that we wrote; None if it is damaged."""
     try:
-        found = json.loads(text.decode("utf-8"))
-        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # no half of a character
+        answer = json.loads(text.decode("utf-8"))
+        answer = json.loads(json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace"))  # no half of a character
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and not is_deep(found) else None
+    return answer if isinstance(answer, dict) and not is_deep(answer) else None
 
 
 def _paper_in(path: Path) -> dict[str, Any] | None:

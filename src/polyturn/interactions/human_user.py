@@ -109,10 +109,10 @@ class HumanUser(ViewInteraction):
         Raises:
             InteractionError: no answer came in time and `on_deadline` is "fail", or the terminal was closed.
         """
-        shown = [self._shown(m) for m in messages]
+        texts = [self._shown(m) for m in messages]
         about = {"conversation": instance_id if view is None else view.id}
         about |= {name: str(kwargs[name]) for name in ROW_KEYS if kwargs.get(name)}
-        answer = await self._ask([m for m in shown if m["content"]], about)
+        answer = await self._ask([m for m in texts if m["content"]], about)
         if answer is not None:
             score = self._score if answer.score is None else answer.score
             info = {"user_scored": answer.score is not None, **({"user_stop": "person"} if answer.is_end else {})}
@@ -129,7 +129,7 @@ class HumanUser(ViewInteraction):
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Nothing is kept of an episode."""
 
-    async def _ask(self, shown: list[dict[str, Any]], about: Mapping[str, Any]) -> HumanReply | None:
+    async def _ask(self, texts: list[dict[str, Any]], about: Mapping[str, Any]) -> HumanReply | None:
         if self._desk is not None:
             if not self._is_announced:  # once: else a run that waits for a person looks like one that hangs
                 self._is_announced = True
@@ -137,15 +137,15 @@ class HumanUser(ViewInteraction):
                     "conversations wait for a person; answer them with: polyturn answer %s",
                     shlex.quote(str(self._desk.folder)),
                 )
-            return await self._desk.ask(shown, about=about, deadline_s=self._deadline_s)
+            return await self._desk.ask(texts, about=about, deadline_s=self._deadline_s)
         terminal = self._terminal or Terminal(sys.stdin, sys.stderr)
-        ask = functools.partial(terminal.ask, shown, about=about, deadline_s=self._deadline_s)
+        ask = functools.partial(terminal.ask, texts, about=about, deadline_s=self._deadline_s)
         async with self._one_at_a_time():
             try:
-                found: HumanReply | None = await self._threads.run(ask)
+                answer: HumanReply | None = await self._threads.run(ask)
             except TerminalClosedError as problem:
                 raise InteractionError(f"{self._who}: the terminal was closed ({problem}); no answer can come") from problem
-        return found
+        return answer
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
         text = text_of(message) if message.get("role") in ("user", "assistant") else ""

@@ -81,20 +81,20 @@ def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[An
         MissingModuleError, MissingAttributeError: the path leads nowhere.
         ConfigError: it leads to something that is not a class.
     """
-    found = import_attr(cls_name, base=base)
-    if not isinstance(found, type):
-        raise ConfigError(f"class_name {cls_name!r} names a {type(found).__name__}; it must name an interaction class")
-    return found
+    cls = import_attr(cls_name, base=base)
+    if not isinstance(cls, type):
+        raise ConfigError(f"class_name {cls_name!r} names a {type(cls).__name__}; it must name an interaction class")
+    return cls
 
 
 def _class_or_object(cls_name: str, *, base: Path | None) -> Any:
     """Return the class that an item names, or the interaction itself where a program gave one."""
-    found = import_attr(cls_name, base=base) if is_label(cls_name) else None
-    return found if isinstance(found, BaseInteraction) else get_interaction_class(cls_name, base=base)
+    target = import_attr(cls_name, base=base) if is_label(cls_name) else None
+    return target if isinstance(target, BaseInteraction) else get_interaction_class(cls_name, base=base)
 
 
-def _class_of(found: Any) -> type[Any]:
-    return found if isinstance(found, type) else type(found)
+def _class_of(target: Any) -> type[Any]:
+    return target if isinstance(target, type) else type(target)
 
 
 def initialize_interactions_from_config(
@@ -121,8 +121,8 @@ def initialize_interactions_from_config(
     for entry in file.entries:
         cls = _class_or_object(entry.class_name, base=file.base)
         check_interaction(_class_of(cls), where=entry.where)
-        given = entry.fields.get("name")
-        name = default_name(_class_of(cls).__name__) if given is None else str(given)
+        own_name = entry.fields.get("name")
+        name = default_name(_class_of(cls).__name__) if own_name is None else str(own_name)
         if name in out:
             raise ConfigError(
                 f"Duplicate interaction name '{name}' found in {entry.where}; give each interaction its own `name`"

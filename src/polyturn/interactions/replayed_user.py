@@ -98,8 +98,8 @@ class ReplayedUser(ViewInteraction):
             )
         if self._at_end == "end":
             return True, "", self._score, info
-        said = live.turns[-1].content if self._at_end == "repeat" else self._at_end
-        return False, said, self._score, info
+        text = live.turns[-1].content if self._at_end == "repeat" else self._at_end
+        return False, text, self._score, info
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
         """Return the score of a turn without an answer."""
@@ -118,9 +118,9 @@ class ReplayedUser(ViewInteraction):
         self._live[instance_id].first = state
 
     def _turns(self, kwargs: Mapping[str, Any]) -> tuple[Recorded, ...]:
-        given, name = kwargs.get("turns"), kwargs.get("recording")
-        if given is not None:
-            return _read_turns(given, where=f"{self._who}: `turns` of the row")
+        turns, name = kwargs.get("turns"), kwargs.get("recording")
+        if turns is not None:
+            return _read_turns(turns, where=f"{self._who}: `turns` of the row")
         if name is None:
             raise DataError(
                 f"{self._who} has nothing to say: the row's interaction kwargs have {sorted(kwargs)}; give them `turns`, or "
@@ -143,7 +143,7 @@ def _read_file(path: Path, *, who: str) -> dict[str, tuple[Recorded, ...]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{who}: the file {str(path)!r} cannot be read: {one_line(problem)}") from problem
-    found: dict[str, tuple[Recorded, ...]] = {}
+    recordings: dict[str, tuple[Recorded, ...]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -154,13 +154,15 @@ def _read_file(path: Path, *, who: str) -> dict[str, tuple[Recorded, ...]]:
             raise ConfigError(f"{where} is no JSON: {one_line(problem)}") from problem
         if not isinstance(row, Mapping) or "id" not in row or not ({"turns", "messages"} & set(row)):
             raise ConfigError(f"{where} is {line!r:.100}; give an `id` and its `turns`, or its `messages`")
-        if str(row["id"]) in found:
+        if str(row["id"]) in recordings:
             raise ConfigError(f"{where}: the id {row['id']!r} stands there twice; an id is unique in the file")
         try:
-            found[str(row["id"])] = _read_turns(row["turns"] if "turns" in row else _replies(row["messages"]), where=where)
+            recordings[str(row["id"])] = _read_turns(
+                row["turns"] if "turns" in row else _replies(row["messages"]), where=where
+            )
         except DataError as problem:
             raise ConfigError(str(problem)) from problem
-    return found
+    return recordings
 
 
 def _replies(messages: Any) -> list[str]:
@@ -170,10 +172,10 @@ def _replies(messages: Any) -> list[str]:
     return [text_of(m) for m in messages if m.get("role") == "user"][1:]
 
 
-def _read_turns(given: Any, *, where: str) -> tuple[Recorded, ...]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise DataError(f"{where}: {given!r:.100} is no list of replies; give at least one")
-    return tuple(_read_turn(turn, where=f"{where}, reply {i}") for i, turn in enumerate(given))
+def _read_turns(turns: Any, *, where: str) -> tuple[Recorded, ...]:
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise DataError(f"{where}: {turns!r:.100} is no list of replies; give at least one")
+    return tuple(_read_turn(turn, where=f"{where}, reply {i}") for i, turn in enumerate(turns))
 
 
 def _read_turn(turn: Any, *, where: str) -> Recorded:

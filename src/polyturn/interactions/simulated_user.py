@@ -142,7 +142,7 @@ class SimulatedUser(ViewInteraction):
         instance_id = str(uuid4()) if instance_id is None else instance_id
         live = self._live[instance_id] = _SimulatedEpisode()
         if self._voice is not None:
-            await live.held.enter_async_context(self._voice.in_use())
+            await live.stack.enter_async_context(self._voice.in_use())
         return instance_id
 
     async def respond(
@@ -156,25 +156,25 @@ class SimulatedUser(ViewInteraction):
         """
         settings, live = self._settings, self._live[instance_id]
         number = live.turn_of(messages) if view is None else view.num_user_turns
-        place = instance_id if view is None else view.id
+        user_id = instance_id if view is None else view.id
         if settings.max_user_turns is not None and number >= settings.max_user_turns:
             return self._end("", why="max_user_turns", number=number)
-        if settings.max_calls is not None and live.num_calls.get(place, 0) >= settings.max_calls:
+        if settings.max_calls is not None and live.num_calls.get(user_id, 0) >= settings.max_calls:
             return self._end("", why="max_calls", number=number)
-        shown = flipped(messages, instructions=self._instructions(kwargs))
-        said = await self._say(view, shown, live=live, place=place, number=number)
-        text, why = said.text, None
+        messages_seen = flipped(messages, instructions=self._instructions(kwargs))
+        reply = await self._say(view, messages_seen, live=live, user_id=user_id, number=number)
+        text, why = reply.text, None
         if settings.stop_marker and settings.stop_marker in text:
             text, why = text.replace(settings.stop_marker, "").strip(), "marker"
         elif self._predicate is not None and await self._stops([*messages, {"role": "user", "content": text}]):
             why = "predicate"
         used: dict[str, Any] = {
-            "user_tokens": said.completion_tokens,
-            "user_prompt_tokens": said.prompt_tokens,
-            "user_cached": said.is_cached,
+            "user_tokens": reply.completion_tokens,
+            "user_prompt_tokens": reply.prompt_tokens,
+            "user_cached": reply.is_cached,
         }
         if self._policy is not None:
-            used |= {"user_policy": self._policy, "user_policy_version": said.version}
+            used |= {"user_policy": self._policy, "user_policy_version": reply.version}
         if why is not None:
             return self._end(text, why=why, number=number, **used)
         return False, text, settings.other_score, {"user_turn": number, **used}
@@ -187,9 +187,9 @@ class SimulatedUser(ViewInteraction):
         """Forget the episode; an id that was never started is a KeyError."""
         live = self._live.pop(instance_id)  # type: ignore[arg-type]
         if self._voice is not None:
-            for place in live.num_calls:
-                await self._voice.end(self._session(place))
-        await live.held.aclose()
+            for user_id in live.num_calls:
+                await self._voice.end(self._session(user_id))
+        await live.stack.aclose()
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
         """Return the state of an episode."""
@@ -204,32 +204,32 @@ class SimulatedUser(ViewInteraction):
     async def _say(
         self,
         view: ConversationView | None,
-        shown: list[dict[str, Any]],
+        messages_seen: list[dict[str, Any]],
         *,
         live: _SimulatedEpisode,
-        place: str,
+        user_id: str,
         number: int,
     ) -> ChatReply:
         """Return the simulated user's reply, which is never empty."""
         for attempt in range(MAX_EMPTY):
-            live.num_calls[place] = live.num_calls.get(place, 0) + 1
+            live.num_calls[user_id] = live.num_calls.get(user_id, 0) + 1
             if self._voice is not None:
-                start = (place, self._settings.seed) if view is None else (view.seed, self._settings.seed)
+                start = (user_id, self._settings.seed) if view is None else (view.seed, self._settings.seed)
                 seed = derive_seed(*start, "user", number, attempt)
-                said = await self._voice.say(shown, seed=seed, session=self._session(place))
+                reply = await self._voice.say(messages_seen, seed=seed, session=self._session(user_id))
             elif view is None:
                 raise InteractionError(f"{self._who} speaks with the run's own model (model: {POLICY}) and there is no run")
             else:
-                message = await view.speak(shown, self._options)
-                said = ChatReply(text=without_thoughts(message.text))
-            if said.text:
-                return said
+                message = await view.speak(messages_seen, self._options)
+                reply = ChatReply(text=without_thoughts(message.text))
+            if reply.text:
+                return reply
         raise InteractionError(
             f"{self._who}: its model answered nothing, {MAX_EMPTY} times; raise max_tokens if it thinks first"
         )
 
-    def _session(self, place: str) -> str:
-        return f"{self.name}/{place}"
+    def _session(self, user_id: str) -> str:
+        return f"{self.name}/{user_id}"
 
     def _refuse_train(self, model: str, *, who: str) -> None:
         if self._settings.train:
@@ -257,14 +257,14 @@ class SimulatedUser(ViewInteraction):
             )
         known = {**kwargs, "goal": goal, "persona": kwargs.get("persona") or settings.persona}
         try:
-            told = settings.instructions.format_map(known)
+            instructions = settings.instructions.format_map(known)
         except (KeyError, IndexError, ValueError) as problem:
             raise DataError(
                 f"{self._who}: its instructions cannot be written ({one_line(problem)}); the row gives {sorted(known)}, and "
                 "a brace that is meant as such is doubled"
             ) from problem
         rule = "" if settings.stop_marker is None else "\n\n" + STOP_RULE.format(marker=settings.stop_marker)
-        return told + rule
+        return instructions + rule
 
 
 @dataclass(slots=True)
@@ -273,34 +273,34 @@ class _SimulatedEpisode(UserTurns):
 
     num_calls: dict[str, int] = field(default_factory=dict)
     """By conversation: branches have a budget each."""
-    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
 
 def _user_settings(config: Mapping[str, Any], *, who: str) -> UserSettings:
     # A score of null means none; elsewhere null is what the default is.
     nullable = ("done_score", "other_score", "stop_marker")
-    given = {
+    options = {
         f.name: config[f.name]
         for f in fields(UserSettings)
         if f.name in config and (config[f.name] is not None or f.name in nullable)
     }
     for name in ("max_user_turns", "max_calls"):
-        if name in given:
-            check_positive(given[name], name=name, who=who, is_whole=True)
+        if name in options:
+            check_positive(options[name], name=name, who=who, is_whole=True)
     for name in ("persona", "goal", "instructions", "stop_marker", "stop_when", "agent"):
-        if given.get(name) is not None and (not isinstance(given[name], str) or not given[name].strip()):
-            raise ConfigError(f"{who}: {name} is {given[name]!r}; give a text")
+        if options.get(name) is not None and (not isinstance(options[name], str) or not options[name].strip()):
+            raise ConfigError(f"{who}: {name} is {options[name]!r}; give a text")
     for name in ("done_score", "other_score"):
-        score = given.get(name)
+        score = options.get(name)
         if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or as_score(score) is None):
             raise ConfigError(f"{who}: {name} is {score!r:.100}; give a number, or null for no score")
-    if not isinstance(given.get("seed", 0), int):
-        raise ConfigError(f"{who}: seed is {given['seed']!r:.100}; give a whole number")
-    if not isinstance(given.get("train", False), bool):
-        raise ConfigError(f"{who}: train is {given['train']!r:.100}; give true or false")
-    if given.get("agent") == "assistant":
+    if not isinstance(options.get("seed", 0), int):
+        raise ConfigError(f"{who}: seed is {options['seed']!r:.100}; give a whole number")
+    if not isinstance(options.get("train", False), bool):
+        raise ConfigError(f"{who}: train is {options['train']!r:.100}; give true or false")
+    if options.get("agent") == "assistant":
         raise ConfigError(f"{who}: agent is 'assistant', which is the model's own name; give the user another one")
-    return UserSettings(**given)
+    return UserSettings(**options)
 
 
 def _policy_options(config: Mapping[str, Any], settings: UserSettings, *, who: str) -> SpeakOptions:

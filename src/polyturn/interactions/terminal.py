@@ -65,8 +65,8 @@ class Terminal:
         self._screen.write("> ")
         self._screen.flush()
         while (left := end - time.monotonic()) > 0:
-            line, found, rest = self._typed.partition(b"\n")
-            if found:
+            line, newline, rest = self._typed.partition(b"\n")
+            if newline:
                 self._typed = rest
                 return line.decode("utf-8", "replace")
             if not select.select([self._keyboard], [], [], min(left, 1.0))[0]:

@@ -40,8 +40,8 @@ class WeatherInteraction(BaseInteraction):
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
         """Return 0.0 if no tool has answered yet, else 1.0."""
-        said = self._instance_dict[instance_id]["response"]  # type: ignore[index]
-        return 0.0 if isinstance(said, str) and NO_TOOL_CALL in said else 1.0
+        text = self._instance_dict[instance_id]["response"]  # type: ignore[index]
+        return 0.0 if isinstance(text, str) and NO_TOOL_CALL in text else 1.0
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
         """Return the state of the episode."""

@@ -53,9 +53,9 @@ class Bm25:
 
     def __init__(self, folder: Path, *, num_passages: int) -> None:
         self._scored = _bm25s().BM25.load(folder, mmap=True, verbosity=0)
-        held = self._scored.scores
-        is_whole = len(held["indptr"]) >= len(self._scored.vocab_dict) and held["indptr"][-1] == len(held["indices"])
-        if not is_whole or held["num_docs"] != num_passages:
+        scores = self._scored.scores
+        is_whole = len(scores["indptr"]) >= len(self._scored.vocab_dict) and scores["indptr"][-1] == len(scores["indices"])
+        if not is_whole or scores["num_docs"] != num_passages:
             raise ValueError("the words of the index do not fit its passages")
 
     def rank(self, query: str, *, limit: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

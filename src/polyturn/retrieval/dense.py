@@ -34,10 +34,10 @@ def read_matrix(path: Path) -> NDArray[np.float32]:
         DataError: there is no such file, or it is no matrix of numbers.
     """
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        matrix = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as problem:
         raise DataError(f"{path} cannot be read as a NumPy array: {problem}") from problem
-    return as_matrix(found, what=str(path))
+    return as_matrix(matrix, what=str(path))
 
 
 def as_matrix(values: object, *, what: str) -> NDArray[np.float32]:
@@ -47,12 +47,12 @@ def as_matrix(values: object, *, what: str) -> NDArray[np.float32]:
         DataError: they are not one row of numbers each.
     """
     try:
-        found = np.asarray(values, np.float32)
+        matrix = np.asarray(values, np.float32)
     except (TypeError, ValueError) as problem:
         raise DataError(f"{what}: these are no vectors of one length ({problem})") from problem
-    if found.ndim != 2 or not found.size:
-        raise DataError(f"{what}: vectors are a matrix, a row for each text; this has the shape {found.shape}")
-    return found
+    if matrix.ndim != 2 or not matrix.size:
+        raise DataError(f"{what}: vectors are a matrix, a row for each text; this has the shape {matrix.shape}")
+    return matrix
 
 
 def unit_rows(vectors: NDArray[np.float32], *, what: str) -> NDArray[np.float32]:

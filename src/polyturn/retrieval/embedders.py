@@ -72,10 +72,10 @@ class EndpointEmbedder:
             raise EmbeddingError(f"the embeddings of {self._service.url}: {reply.error}")
         try:
             rows = sorted(reply.data["data"], key=lambda row: row["index"])
-            found = as_matrix([row["embedding"] for row in rows], what=self._service.url)
+            vectors = as_matrix([row["embedding"] for row in rows], what=self._service.url)
         except (LookupError, TypeError, ValueError) as problem:
             raise EmbeddingError(f"the reply of {self._service.url} cannot be read: {one_line(problem):.200}") from problem
-        return _one_each(found, texts, who=self._service.url)
+        return _one_each(vectors, texts, who=self._service.url)
 
 
 class FunctionEmbedder:
@@ -99,10 +99,10 @@ class FunctionEmbedder:
             EmbeddingError: the function raised, or did not return one vector for each text.
         """
         try:
-            found = as_matrix(await self._threads.run(self._function, list(texts)), what=self.name)
+            vectors = as_matrix(await self._threads.run(self._function, list(texts)), what=self.name)
         except Exception as problem:
             raise EmbeddingError(f"{self.name} failed: {one_line(problem):.300}") from problem
-        return _one_each(found, texts, who=self.name)
+        return _one_each(vectors, texts, who=self.name)
 
 
 def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
@@ -142,7 +142,7 @@ def embed_all(texts: Sequence[str], embedder: Embedder) -> NDArray[np.float32]:
     return asyncio.run(embed())
 
 
-def _one_each(found: NDArray[np.float32], texts: Sequence[str], *, who: str) -> NDArray[np.float32]:
-    if len(found) != len(texts):
-        raise EmbeddingError(f"{who} returned {len(found)} vectors for {len(texts)} texts")
-    return found
+def _one_each(vectors: NDArray[np.float32], texts: Sequence[str], *, who: str) -> NDArray[np.float32]:
+    if len(vectors) != len(texts):
+        raise EmbeddingError(f"{who} returned {len(vectors)} vectors for {len(texts)} texts")
+    return vectors

@@ -70,21 +70,21 @@ def build_index(
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; name a new folder for the index, or remove this one")
-    made = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
-    made.mkdir(parents=True)
+    scratch = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
+    scratch.mkdir(parents=True)
     try:
-        write_bm25(made, (passage.contents for passage in _some(PassageStore.write(made, passages))))
-        num_passages = len(PassageStore(made))
+        write_bm25(scratch, (passage.contents for passage in _some(PassageStore.write(scratch, passages))))
+        num_passages = len(PassageStore(scratch))
         about: dict[str, Any] = {"kind": KIND, "version": VERSION, "words": WORDS, "num_passages": num_passages}
         if vectors is not None:
             if len(vectors) != num_passages:
                 raise DataError(f"there are {len(vectors)} vectors for {num_passages} passages; each needs one, in order")
-            write_vectors(made, vectors)
+            write_vectors(scratch, vectors)
             about["vectors"] = {"size": vectors.shape[1], "embedder": embedder}
-        (made / _ABOUT).write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.rename(made, folder)
+        (scratch / _ABOUT).write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.rename(scratch, folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
     return num_passages
 
 
@@ -121,13 +121,19 @@ class SearchIndex:
         try:
             store = PassageStore(folder)
             bm25 = Bm25(folder, num_passages=len(store))
-            held = about.get("vectors")
-            vectors = None if held is None else Vectors(folder)
+            vectors_about = about.get("vectors")
+            vectors = None if vectors_about is None else Vectors(folder)
             if len(store) != about["num_passages"] or (vectors is not None and vectors.shape[0] != len(store)):
                 raise ValueError(f"{_ABOUT} tells of {about['num_passages']} passages, and there are {len(store)}")
         except (OSError, ValueError, TypeError, KeyError, EOFError) as problem:
             raise ConfigError(f"the index {folder} is damaged ({one_line(problem)}); build it again") from problem
-        return cls(folder, store=store, bm25=bm25, vectors=vectors, embedder=held.get("embedder") if held else None)
+        return cls(
+            folder,
+            store=store,
+            bm25=bm25,
+            vectors=vectors,
+            embedder=vectors_about.get("embedder") if vectors_about else None,
+        )
 
     def __len__(self) -> int:
         return len(self._store)
@@ -152,8 +158,8 @@ class SearchIndex:
             numbers, scores = self._bm25.rank(query, limit=topk)
             return self._hits(zip(numbers.tolist(), scores.tolist(), strict=True))
         if self._vectors is None or vector is None or vector.shape != (self.vector_size,):
-            given = None if vector is None else vector.shape
-            raise DataError(f"the index {self.folder} has vectors of {self.vector_size} numbers; the query has {given}")
+            shape = None if vector is None else vector.shape
+            raise DataError(f"the index {self.folder} has vectors of {self.vector_size} numbers; the query has {shape}")
         direction = unit_rows(vector[None], what="the query")[0]
         if mode is Mode.DENSE:
             numbers, scores = self._vectors.rank(direction, limit=topk)
@@ -183,10 +189,10 @@ def _read_about(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"the index {folder} is damaged ({_ABOUT}: {one_line(problem)}); build it again") from problem
     if not isinstance(about, dict) or about.get("kind") != KIND:
         raise ConfigError(f"{path} does not describe a search index; build one with `polyturn data index`")
-    found = (about.get("version"), about.get("words"))
-    if found != (VERSION, WORDS):
+    stored = (about.get("version"), about.get("words"))
+    if stored != (VERSION, WORDS):
         raise ConfigError(
-            f"the index {folder} is of version {found[0]!r} with words {found[1]!r}; this polyturn reads version {VERSION} "
+            f"the index {folder} has version {stored[0]!r} with words {stored[1]!r}; this polyturn reads version {VERSION} "
             f"with words {WORDS!r}. Build it again with `polyturn data index`"
         )
     return about

@@ -127,27 +127,27 @@ def cut(text: str, *, name: str, max_words: int = MAX_WORDS) -> Iterator[Passage
         max_words: The size of a passage.
     """
     heading, number = "", 0
-    held: list[str] = []
+    current: list[str] = []
 
     def passage() -> Passage:
         title = f"{name}: {heading}" if heading else name
-        return Passage(id=f"{name}#{number}", contents=f"{title}\n{' '.join(held)}")
+        return Passage(id=f"{name}#{number}", contents=f"{title}\n{' '.join(current)}")
 
     for paragraph in text.replace("\r\n", "\n").split("\n\n"):
         first = paragraph.strip().partition("\n")[0]
         is_heading = first.startswith("#") and first.lstrip("#").strip()
         words = paragraph.split()
-        if held and (is_heading or len(held) + len(words) > max_words):
+        if current and (is_heading or len(current) + len(words) > max_words):
             yield passage()
-            held, number = [], number + 1
+            current, number = [], number + 1
         if is_heading:
             heading, words = first.lstrip("#").strip(), paragraph.strip()[len(first) :].split()
         while len(words) > max_words:
-            held, words = words[:max_words], words[max_words:]
+            current, words = words[:max_words], words[max_words:]
             yield passage()
-            held, number = [], number + 1
-        held += words
-    if held:
+            current, number = [], number + 1
+        current += words
+    if current:
         yield passage()
 
 

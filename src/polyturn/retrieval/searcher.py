@@ -95,8 +95,8 @@ class Searcher:
                 )
         if self.mode is Mode.BM25 and len(self.index) * len(queries) <= INLINE_PASSAGES:
             return self._search(queries, vectors, topk)
-        found: list[list[Hit]] = await self._threads.run(self._search, queries, vectors, topk)
-        return found
+        hits: list[list[Hit]] = await self._threads.run(self._search, queries, vectors, topk)
+        return hits
 
     def _search(self, queries: Sequence[str], vectors: NDArray[np.float32] | None, topk: int) -> list[list[Hit]]:
         rows = [None] * len(queries) if vectors is None else list(vectors)
@@ -108,7 +108,7 @@ class Searcher:
 
 def documents(hits: Sequence[Hit], *, with_scores: bool = True) -> list[dict[str, Any]]:
     """Return hits as retrieval servers write them: with scores {"document": {…}, "score": 0.7}, else the documents."""
-    found = [{"id": hit.passage.id, "contents": hit.passage.contents} for hit in hits]
+    documents = [{"id": hit.passage.id, "contents": hit.passage.contents} for hit in hits]
     if not with_scores:
-        return found
-    return [{"document": doc, "score": round(hit.score, 6)} for doc, hit in zip(found, hits, strict=True)]
+        return documents
+    return [{"document": doc, "score": round(hit.score, 6)} for doc, hit in zip(documents, hits, strict=True)]

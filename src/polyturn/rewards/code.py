@@ -99,19 +99,19 @@ class Sandbox(SandboxOptions):
                     return self._here().run(code, stdin=stdin)
             return self._run_there(self.url, self._request(code, stdin=stdin, language=language))
 
-    def _run_there(self, url: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _run_there(self, url: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            return self._ask(url, asked)
+            return self._ask(url, request)
         except RewardError:
             if not self._works(url):
                 raise
         try:
-            return self._ask(url, asked, num_tries=1)
+            return self._ask(url, request, num_tries=1)
         except RewardError as problem:
             logger.warning("a program is taken to have failed, because a sandbox that works gives no answer: %s", problem)
             return {"status": "Failed", "run_result": {"status": "Error", "stderr": str(problem)}}
 
-    def _ask(self, url: str, asked: Mapping[str, Any], *, num_tries: int = NUM_TRIES) -> Mapping[str, Any]:
+    def _ask(self, url: str, request: Mapping[str, Any], *, num_tries: int = NUM_TRIES) -> Mapping[str, Any]:
         """Ask until there is an answer, one that has too much to do for as long as `QUEUE_S`.
 
         Raises:
@@ -121,16 +121,16 @@ class Sandbox(SandboxOptions):
         while num_asked < num_tries:
             try:
                 with self.slots:
-                    said = self._post(url, asked)
+                    answer = self._post(url, request)
             except (ConnectionError, TimeoutError, ValueError) as error:
                 problem, is_busy = one_line(error), isinstance(error, _BusyError)
                 num_asked += not is_busy
                 if (is_busy or isinstance(error, TimeoutError)) and time.monotonic() > until:
                     break
             else:
-                if _is_answer(said):
-                    return said  # type: ignore[no-any-return]
-                problem, num_asked = f"it answered {said!r:.200}", num_asked + 1
+                if _is_answer(answer):
+                    return answer  # type: ignore[no-any-return]
+                problem, num_asked = f"it answered {answer!r:.200}", num_asked + 1
             if num_asked < num_tries:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 4.0)
@@ -140,19 +140,19 @@ class Sandbox(SandboxOptions):
     def _works(self, url: str) -> bool:
         """Return whether the sandbox runs a program that cannot fail."""
         try:
-            said = self._ask(url, self._request(PROBE, stdin="", language="python"), num_tries=1)
+            answer = self._ask(url, self._request(PROBE, stdin="", language="python"), num_tries=1)
         except RewardError:
             return False
-        return lines_of(str((said.get("run_result") or {}).get("stdout"))) == ["ready"]
+        return lines_of(str((answer.get("run_result") or {}).get("stdout"))) == ["ready"]
 
     def _request(self, code: str, *, stdin: str, language: str) -> dict[str, Any]:
         return run_request(
             code, stdin=stdin, language=language, timeout_s=self.timeout_s, memory_limit_mb=self.memory_limit_mb
         )
 
-    def _post(self, url: str, asked: Mapping[str, Any]) -> Any:
+    def _post(self, url: str, request: Mapping[str, Any]) -> Any:
         limit_s = 2 * self.timeout_s + 10 + QUEUE_S
-        reply = ask_now("POST", url, asked, headers=bearer(self.token), timeout_s=limit_s)
+        reply = ask_now("POST", url, request, headers=bearer(self.token), timeout_s=limit_s)
         if reply.status in BUSY:
             raise _BusyError(f"it answered {reply.status}: {reply.said(200)}")
         if reply.status != 200:
@@ -228,7 +228,7 @@ def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
         raise DataError(f"the ground_truth {truth!r:.100} has no test")
     if name is None:
         return name, cases
-    return name, [(given, _as_value(expected)) for given, expected in cases]
+    return name, [(stdin, _as_value(expected)) for stdin, expected in cases]
 
 
 def _as_value(expected: Any) -> Any:
@@ -255,19 +255,19 @@ def _is_text(program: str) -> bool:
     return True
 
 
-def _is_answer(said: Any) -> bool:
-    if not isinstance(said, Mapping) or said.get("status") not in ("Success", "Failed"):
+def _is_answer(answer: Any) -> bool:
+    if not isinstance(answer, Mapping) or answer.get("status") not in ("Success", "Failed"):
         return False
-    return said.get("run_result") is None or isinstance(said["run_result"], Mapping)
+    return answer.get("run_result") is None or isinstance(answer["run_result"], Mapping)
 
 
 def _passes(program: str, case: tuple[Any, Any], sandbox: Sandbox, *, is_call: bool) -> bool:
-    given, expected = case
-    stdin = given if isinstance(given, str) else "\n".join(json.dumps(argument) for argument in given)
-    said = sandbox.run(program, stdin=stdin).get("run_result") or {}
-    if said.get("status") != "Finished" or said.get("return_code", 0) != 0:
+    stdin_text, expected = case
+    stdin = stdin_text if isinstance(stdin_text, str) else "\n".join(json.dumps(argument) for argument in stdin_text)
+    result = sandbox.run(program, stdin=stdin).get("run_result") or {}
+    if result.get("status") != "Finished" or result.get("return_code", 0) != 0:
         return False
-    printed = str(said.get("stdout") or "")
+    printed = str(result.get("stdout") or "")
     return returns(printed, expected) if is_call else lines_of(printed) == lines_of(str(expected))
 
 

@@ -19,8 +19,8 @@ from polyturn.core.trajectory import Trajectory
 
 def compute_score(trajectory: Trajectory) -> float | Mapping[str, Any]:
     """Return the sum of the rewards, or the last one where the task says so; by agent where several have turns."""
-    place = trajectory.task.extra.get("env")
-    takes_last = isinstance(place, Mapping) and place.get("score") == "last"
+    row_env = trajectory.task.extra.get("env")
+    takes_last = isinstance(row_env, Mapping) and row_env.get("score") == "last"
     earned: dict[str, list[float]] = {}
     for turn in trajectory.turns:
         if "env" in turn.scores:

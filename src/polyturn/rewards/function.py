@@ -131,16 +131,16 @@ class RewardFunction:
             elif self._accepted is None:
                 returned = await self._run(trajectory)
             else:
-                told = {
+                arguments = {
                     "data_source": trajectory.task.data_source,
                     "solution_str": trajectory.text_of(self._options.text),
                     "ground_truth": trajectory.task.ground_truth,
                     "extra_info": extra_info(trajectory, tool_rewards),
                 }
                 if self._batch is not None:  # with others
-                    returned = await self._batch(told)
+                    returned = await self._batch(arguments)
                 else:
-                    returned = await self._run(**{k: v for k, v in told.items() if k in self._accepted})
+                    returned = await self._run(**{k: v for k, v in arguments.items() if k in self._accepted})
             return _score_of(returned)
         except RewardError as problem:
             raise RewardError(f"{where}: {problem}") from problem
@@ -148,26 +148,26 @@ class RewardFunction:
             pass_interrupt(problem)
             raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
 
-    async def _call_many(self, told: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    async def _call_many(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
         assert self._accepted is not None
-        lists = {many: [one[key] for one in told] for many, key in ANSWERS.items() if many in self._accepted}
+        lists = {many: [one[key] for one in rows] for many, key in ANSWERS.items() if many in self._accepted}
         returned: Sequence[Any] = await self._run(**lists)
         return returned
 
-    async def _run(self, *args: Any, **told: Any) -> Any:
+    async def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its own arguments beside these, at the rate and with the deadline of the run."""
         async with self.limit:
-            call = functools.partial(self._called, *args, **told, **self._kwargs)
+            call = functools.partial(self._called, *args, **kwargs, **self._kwargs)
             return await self._bounded.run(call, stretch=Stretch())
 
 
 def _score_of(returned: Any) -> Score:
     if not isinstance(returned, Mapping):
         return Score(finite(returned, what="outcome"), {})
-    found = {str(key): value for key, value in returned.items()}
-    if "score" not in found:
-        raise RewardError(f"it returned a mapping with {sorted(found)}; it needs a 'score'")
-    return Score(finite(found.pop("score"), what="outcome"), found)
+    scores = {str(key): value for key, value in returned.items()}
+    if "score" not in scores:
+        raise RewardError(f"it returned a mapping with {sorted(scores)}; it needs a 'score'")
+    return Score(finite(scores.pop("score"), what="outcome"), scores)
 
 
 def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, EngineError, RewardError, one_line
 from polyturn.core.messages import Message, to_openai
-from polyturn.core.reward import as_score, shown
+from polyturn.core.reward import as_score, brief
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
@@ -143,9 +143,9 @@ class ConversationJudge:
             RewardError: the endpoint did not answer, no answer could be read, or the budget is spent.
         """
         settings, problem = self.settings, ""
-        shown = [self._told(m) for m in to_openai(messages)]
-        conversation = {"conversation": [m for m in shown if m is not None], **self._about(task)}
-        asked = [
+        messages_seen = [self._told(m) for m in to_openai(messages)]
+        conversation = {"conversation": [m for m in messages_seen if m is not None], **self._about(task)}
+        prompt = [
             {"role": "system", "content": TASK.format(rubric=settings.rubric, low=settings.low, high=settings.high)},
             {"role": "user", "content": json.dumps(conversation, ensure_ascii=False, default=str)},
         ]
@@ -153,11 +153,11 @@ class ConversationJudge:
             if settings.max_calls is not None and self.num_asked >= settings.max_calls:
                 raise RewardError(f"{self._who} has given its {settings.max_calls} answers of this run; raise its max_calls")
             try:
-                said = await self._voice.say(asked, seed=derive_seed(settings.seed, "judge", attempt))
+                reply = await self._voice.say(prompt, seed=derive_seed(settings.seed, "judge", attempt))
             except (EngineError, ConfigError) as failed:
                 raise RewardError(f"{self._who} did not answer: {one_line(failed)}") from failed
             try:
-                score, reason = read_verdict(said.text, low=settings.low, high=settings.high)
+                score, reason = read_verdict(reply.text, low=settings.low, high=settings.high)
             except ValueError as failed:
                 problem = str(failed)
                 continue
@@ -165,8 +165,8 @@ class ConversationJudge:
             return Verdict(
                 score=(score - settings.low) / span if settings.normalize else score,
                 reason=reason,
-                is_cached=said.is_cached,
-                tokens=said.prompt_tokens + said.completion_tokens,
+                is_cached=reply.is_cached,
+                tokens=reply.prompt_tokens + reply.completion_tokens,
             )
         raise RewardError(f"{self._who} gave no score in {settings.max_asks} answers; the last one {problem}")
 
@@ -207,14 +207,14 @@ def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
             raise ValueError(f"has no 'score': {text!r:.200}")
         read, reason = read["score"], _reason(read.get("reason", ""))
     if isinstance(read, bool) or not isinstance(read, int | float) or as_score(read) is None:
-        raise ValueError(f"has the score {shown(read)}, which is no finite number")
+        raise ValueError(f"has the score {brief(read)}, which is no finite number")
     if not low <= read <= high:
         raise ValueError(f"has the score {read:g}, which is not from {low:g} to {high:g}")
     return float(read), reason
 
 
-def _reason(given: Any) -> str:
-    return given[:MAX_REASON] if isinstance(given, str) else shown(given, MAX_REASON)
+def _reason(value: Any) -> str:
+    return value[:MAX_REASON] if isinstance(value, str) else brief(value, MAX_REASON)
 
 
 class Judges:
@@ -253,22 +253,22 @@ async def score_conversation(trajectory: Trajectory, *, judges: Judges, **config
 
 
 def _settings(config: Mapping[str, Any], *, who: str) -> JudgeSettings:
-    given = {f.name: config[f.name] for f in fields(JudgeSettings) if config.get(f.name) is not None}
+    options = {f.name: config[f.name] for f in fields(JudgeSettings) if config.get(f.name) is not None}
     for name in ("low", "high"):
-        value = given.get(name, 0)
+        value = options.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{who}: {name} is {value!r}; give a number")
     for name in ("max_asks", "max_calls"):
-        if name in given:
-            check_positive(given[name], name=name, who=who, is_whole=True)
+        if name in options:
+            check_positive(options[name], name=name, who=who, is_whole=True)
     for name in ("normalize", "shows_tools", "shows_truth"):
-        if not isinstance(given.get(name, False), bool):
-            raise ConfigError(f"{who}: {name} is {given[name]!r:.100}; give true or false")
-    if not isinstance(given.get("seed", 0), int):
-        raise ConfigError(f"{who}: seed is {given['seed']!r:.100}; give a whole number")
-    if not isinstance(given.get("rubric", ""), str):
-        raise ConfigError(f"{who}: rubric is {given['rubric']!r:.100}; give a text")
-    settings = JudgeSettings(**given)
+        if not isinstance(options.get(name, False), bool):
+            raise ConfigError(f"{who}: {name} is {options[name]!r:.100}; give true or false")
+    if not isinstance(options.get("seed", 0), int):
+        raise ConfigError(f"{who}: seed is {options['seed']!r:.100}; give a whole number")
+    if not isinstance(options.get("rubric", ""), str):
+        raise ConfigError(f"{who}: rubric is {options['rubric']!r:.100}; give a text")
+    settings = JudgeSettings(**options)
     if settings.low >= settings.high:
         raise ConfigError(f"{who}: scores from {settings.low:g} to {settings.high:g} are no range; give low below high")
     return settings

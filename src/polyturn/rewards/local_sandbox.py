@@ -41,8 +41,8 @@ class LocalSandbox:
         """
         try:
             isolation.interpreter_folders(self._python)
-            found, why = isolation.find_isolation()
-            if found is isolation.Isolation.NONE:
+            program, why = isolation.find_isolation()
+            if program is isolation.Isolation.NONE:
                 raise ConfigError(why)
         except ConfigError as problem:
             raise ConfigError(

@@ -74,12 +74,12 @@ def is_near(answer: str, truth: str) -> bool:
 
 def _numbers(text: str) -> list[float]:
     r"""Return the values of a number such as 1,000, 50\%, 1e3, 3 1/2 or 2\pi, which some write 6.28; none of other text."""
-    if found := _MIXED.fullmatch(text.strip()):
-        return [float(found[1] or 0) + float(found[2]) / float(found[3])]
-    if found := _OF_PI.fullmatch(text.strip()):
-        return [float(found[1] or 1) * value for value in (pi, 3.14)]
-    found = _NUMBER.fullmatch(text.strip())
-    return [float(found[1].replace(",", ""))] if found else []
+    if match := _MIXED.fullmatch(text.strip()):
+        return [float(match[1] or 0) + float(match[2]) / float(match[3])]
+    if match := _OF_PI.fullmatch(text.strip()):
+        return [float(match[1] or 1) * value for value in (pi, 3.14)]
+    match = _NUMBER.fullmatch(text.strip())
+    return [float(match[1].replace(",", ""))] if match else []
 
 
 def stated_answer(text: str) -> str:
@@ -108,16 +108,16 @@ def _behind(text: str, mark: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}` (or `\fbox{…}`) of a text, with matched braces; None if there is none."""
-    found: tuple[int, str] | None = None
+    last: tuple[int, str] | None = None
     open_at: list[tuple[bool, int]] = []  # of each open brace: whether it is a box's, and where its content begins
     for mark in _MARKS.finditer(text):
         if mark[0] != "}":
             open_at.append((mark[0] != "{", mark.end()))
         elif open_at:
             is_box, start = open_at.pop()
-            if is_box and (found is None or start > found[0]):
-                found = start, text[start : mark.start()].strip()
-    return None if found is None else found[1]
+            if is_box and (last is None or start > last[0]):
+                last = start, text[start : mark.start()].strip()
+    return None if last is None else last[1]
 
 
 def is_equal(answer: str, truth: str) -> bool:

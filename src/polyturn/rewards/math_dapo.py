@@ -47,8 +47,8 @@ def compute_score(
         answer = last_boxed(text) or INVALID
         is_right = answer == str(ground_truth).strip()
     else:
-        found = re.findall(ANSWER, text)
-        answer = normalize_final_answer(found[-1]) if found else INVALID
+        matches = re.findall(ANSWER, text)
+        answer = normalize_final_answer(matches[-1]) if matches else INVALID
         is_right = answer == normalize_final_answer(str(ground_truth))
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
 

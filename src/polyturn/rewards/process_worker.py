@@ -20,16 +20,16 @@ def main() -> None:
     sys.path[:] = path
     for root in stand_ins:
         install_namespace(root)
-    found = import_attr(name, base=base)
-    function = found() if isinstance(found, type) else found
+    reward = import_attr(name, base=base)
+    function = reward() if isinstance(reward, type) else reward
     connection.send("ready")
     while True:
         try:
-            told = connection.recv()
+            arguments = connection.recv()
         except EOFError:
             return
         try:
-            answer = True, function(**told)
+            answer = True, function(**arguments)
         except Exception as problem:
             answer = False, one_line(problem)
         try:

@@ -66,7 +66,7 @@ class Processes:
         self._idle: list[_Process] = []
         atexit.register(self.close)
 
-    def __call__(self, **told: Any) -> Any:
+    def __call__(self, **arguments: Any) -> Any:
         """Call the function in one of the processes and return its result.
 
         Raises:
@@ -77,7 +77,7 @@ class Processes:
         with Stretch.paused(), self._free:
             process = self._idle.pop() if self._idle else _Process(self._function, self._base, self._log)
             try:
-                is_returned, value = process.call(told, timeout_s=self.timeout_s)
+                is_returned, value = process.call(arguments, timeout_s=self.timeout_s)
             except BaseException:
                 process.close()  # its answer may still come, and would be taken for that of the next call
                 raise
@@ -111,9 +111,9 @@ class _Process:
                 raise RewardError(str(problem)) from problem  # of no call
             raise
 
-    def call(self, told: dict[str, Any], *, timeout_s: float) -> tuple[bool, Any]:
+    def call(self, arguments: dict[str, Any], *, timeout_s: float) -> tuple[bool, Any]:
         """Return whether the function returned, and what; or else what it raised, as text."""
-        answer: tuple[bool, Any] = self._exchange(told, timeout_s=timeout_s)
+        answer: tuple[bool, Any] = self._exchange(arguments, timeout_s=timeout_s)
         return answer
 
     def _exchange(self, message: Any, *, timeout_s: float, what: str = "") -> Any:

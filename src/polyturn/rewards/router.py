@@ -27,7 +27,7 @@ from typing import Any, Literal
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError, did_you_mean
 from polyturn.core.live import shown_name
 from polyturn.core.protocols import Scheduler
-from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, shown
+from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, brief
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.engines.frozen_policy import Policies
@@ -142,8 +142,10 @@ class RewardRouter:
         Raises:
             UnknownNameError: nothing does.
         """
-        if (found := _match(self._routes, data_source) or self._function or _match(self._built_in, data_source)) is not None:
-            return found
+        if (
+            function := _match(self._routes, data_source) or self._function or _match(self._built_in, data_source)
+        ) is not None:
+            return function
         raise UnknownNameError(
             f"no reward for the data_source {data_source!r}; add a route for it under reward.routes (to a function, "
             f"'interaction', 'tools' or 'turns').{did_you_mean(data_source, [*self._routes, *self._built_in])}"
@@ -204,14 +206,16 @@ class RewardRouter:
         turns = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
         scores = [pair for t in trajectory.turns for pair in t.scores.items() if pair[0] != "interaction"]
         steps = [s for name, s in scores if name.startswith("tool/")]
-        given = [s for name, s in scores if not name.startswith("tool/")]
-        said = _AGGREGATES[self._weighing.interaction](turns) if turns else None
-        value, info = outcome or await self._outcome(trajectory, said, math.fsum(given), of_tools, tool_rewards or {})
+        scores_given = [s for name, s in scores if not name.startswith("tool/")]
+        interaction_score = _AGGREGATES[self._weighing.interaction](turns) if turns else None
+        value, info = outcome or await self._outcome(
+            trajectory, interaction_score, math.fsum(scores_given), of_tools, tool_rewards or {}
+        )
         components = {"outcome": value, "tool_step": math.fsum(steps), **of_tools}
-        if said is not None:
-            components["interaction"] = said
-        if given:
-            components["turns"] = math.fsum(given)
+        if interaction_score is not None:
+            components["interaction"] = interaction_score
+        if scores_given:
+            components["turns"] = math.fsum(scores_given)
         weights, overlong = self._weighing.weights, self._weighing.overlong
         total = math.fsum(weight * components.get(name, 0.0) for name, weight in weights.items())
         if overlong is not None:
@@ -230,8 +234,8 @@ class RewardRouter:
     async def _outcome(
         self,
         trajectory: Trajectory,
-        said: float | None,
-        given: float,
+        score: float | None,
+        reward: float,
         of_tools: Mapping[str, float],
         tool_rewards: Mapping[str, float | None],
     ) -> tuple[float, Mapping[str, Any]]:
@@ -255,9 +259,9 @@ class RewardRouter:
             return await target(trajectory, tool_rewards=tool_rewards)
         if target == "interaction":
             # No turn was scored: a limit ended the episode before the interaction was heard, so nothing was earned.
-            return (0.0 if said is None else said), {}
+            return (0.0 if score is None else score), {}
         if target == "turns":
-            return given, {}
+            return reward, {}
         return math.fsum(of_tools.values()), {}
 
     def _target(self, task: Task) -> RewardFunction | str:
@@ -276,7 +280,7 @@ def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict
         isinstance(s, int | float) and as_score(s) is not None for s in scores.values()
     ):
         raise RewardError(
-            f"a reward function returned the agents {shown(scores)}; give a finite number of at most {MAX_REWARD:g} by name "
+            f"a reward function returned the agents {brief(scores)}; give a finite number of at most {MAX_REWARD:g} by name "
             "of agent"
         )
     return {str(agent): shared + weights.get("outcome", 0.0) * score for agent, score in scores.items()}
@@ -314,7 +318,7 @@ class _Resolver:
         else:
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
         supplies = {"sandbox": self._sandbox, "judges": self._judges, "policies": self._policies}
-        made = RewardFunction(
+        reward_function = RewardFunction(
             function,
             name=name,
             kwargs=kwargs,
@@ -324,8 +328,8 @@ class _Resolver:
             source=target if isinstance(target, str) and ":" in target and target not in rewards else None,
             base=self._base,
         )
-        made.limit = self._limit
-        return made
+        reward_function.limit = self._limit
+        return reward_function
 
 
 def _match(routes: Mapping[str, RewardFunction | str], data_source: str) -> RewardFunction | str | None:

@@ -49,14 +49,14 @@ def compute_score_subem(
 
 def extract_solution(solution_str: Any) -> str | None:
     """Return the content of the last `<answer>…</answer>` of a text; None if there is none."""
-    found, end = None, 0
+    answer, end = None, 0
     while isinstance(solution_str, str):
         start = solution_str.find("<answer>", end)
         end = solution_str.find("</answer>", start)
         if min(start, end) < 0:
             break
-        found, end = solution_str[start + len("<answer>") : end].strip(), end + len("</answer>")
-    return found
+        answer, end = solution_str[start + len("<answer>") : end].strip(), end + len("</answer>")
+    return answer
 
 
 def count_answer_tags(text: str) -> tuple[int, int]:

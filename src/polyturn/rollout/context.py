@@ -77,7 +77,7 @@ class RolloutContext:
     media: MediaProcessor | None = None
     """The model's processor, for messages that show images, videos or sounds; None for text."""
 
-    told: Counter[str] = field(default_factory=Counter)
+    reported: Counter[str] = field(default_factory=Counter)
     """Number of occasions for each message that is not repeated: why trajectories failed, and `warn_of`."""
 
     running: Counter[EpisodeState] = field(default_factory=Counter)
@@ -186,8 +186,8 @@ class RolloutContext:
         Mode `strict` warns of every kind, the others of those that nothing explains.
         """
         is_due = self.sanity_mode == "strict" or difference.kind == sanity.UNEXPLAINED
-        if is_due and difference.kind not in self.told:
-            self.told[difference.kind] += 1
+        if is_due and difference.kind not in self.reported:
+            self.reported[difference.kind] += 1
             logger.warning(
                 "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept",
                 self.sanity_mode,

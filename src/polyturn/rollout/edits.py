@@ -157,16 +157,16 @@ def _with_reasoning(message: Message, text: str, opened: str) -> Message:
     return dataclasses.replace(message, content=parts, reasoning=None)
 
 
-def with_known_origin(messages: Sequence[Message], held: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages for a history that has `held`, each with who wrote it.
+def with_known_origin(messages: Sequence[Message], earlier: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages for a history that has `earlier`, each with who wrote it.
 
-    Without a stated origin, a message with the text of one of `held` is that one, each of them once, and any other is the
+    Without a stated origin, a message with the text of one of `earlier` is that one, each of them once, and any other is the
     environment's. Of those that say the same, none is trusted more than the others.
     """
     if all(m.origin is not None for m in messages):
         return tuple(messages)
     known: dict[str, list[Message]] = {}
-    for one in held:
+    for one in earlier:
         known.setdefault(repr(one.to_openai()), []).append(one)
 
     def taken(message: Message) -> Message:

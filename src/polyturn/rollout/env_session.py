@@ -79,9 +79,9 @@ class EnvSession:
             SchedulerError: it raised or was late.
         """
         env = await self._ask(self.make)
-        shown = first_shown(await self._ask(env.reset, seed=seed))
-        self._answers.update(repr(shown).encode("utf-8", "replace"))
-        return shown
+        answer = first_shown(await self._ask(env.reset, seed=seed))
+        self._answers.update(repr(answer).encode("utf-8", "replace"))
+        return answer
 
     async def snapshot(self) -> Mapping[str, Any]:
         """Return the environment's own snapshot, or else the trace of one that is replayed.
@@ -141,8 +141,8 @@ class EnvSession:
         """
         assert self._open is not None
         answer = EnvStep.of(await self._ask(self._open.step, action), name=self.name)
-        said = answer._replace(info={}, rewards=dict(sorted(answer.rewards.items())))
-        self._answers.update(repr(said).encode("utf-8", "replace"))
+        outcome = answer._replace(info={}, rewards=dict(sorted(answer.rewards.items())))
+        self._answers.update(repr(outcome).encode("utf-8", "replace"))
         return answer
 
     async def close(self) -> None:

@@ -170,8 +170,8 @@ class Episode:
         shared, history = self.resources, self.history
         is_first = not shared.is_started
         if is_first:
-            if said := await shared.start():
-                history.set_prompt([*history.messages, *said])
+            if message := await shared.start():
+                history.set_prompt([*history.messages, *message])
         elif shared.on_turn is not None:
             await shared.on_turn()
         await self.process_media(history.to_encode)
@@ -262,7 +262,7 @@ class Episode:
                 f"episode {self.id!r}: another turn was asked for at {number} turns and {at.context_tokens} tokens, where a "
                 "limit ends the episode; await `prepare` before each `generate` and end where it returns a reason"
             )
-        asked = dataclasses.replace(
+        generate_request = dataclasses.replace(
             sampling,
             max_tokens=budget.tokens,
             seed=derive_seed(self.seed, number) if sampling.seed is None else sampling.seed,
@@ -273,7 +273,7 @@ class Episode:
             request_id=f"{self.id}/{number}",
             session_id=self.id,
             prompt_ids=history.context,
-            sampling=asked,
+            sampling=generate_request,
             media=history.builder.media,
             routed_from=history.builder.num_routed,
         )
@@ -346,9 +346,9 @@ class Episode:
         turn.timings["interaction"] = time.monotonic() - began
         if answer.score is not None:
             turn.scores["interaction"] = answer.score
-        said = Message(role="user", content=answer.content, origin=Origin.ENVIRONMENT)
+        message = Message(role="user", content=answer.content, origin=Origin.ENVIRONMENT)
         logger.debug("%s turn %d: interaction (score %s): %.80r", self.id, turn.index, answer.score, answer.content)
-        return Reply(messages=(said,), is_done=answer.is_done, info=dict(answer.metadata))
+        return Reply(messages=(message,), is_done=answer.is_done, info=dict(answer.metadata))
 
     async def _speak(self, messages: Sequence[Mapping[str, Any]], options: SpeakOptions) -> Message:
         """Let the run's own model go on with `messages`, under another agent's name; `ConversationView.speak`."""

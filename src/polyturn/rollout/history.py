@@ -40,7 +40,7 @@ BOTH = "a step that lets the assistant message go on cannot answer it with messa
 class Mark(NamedTuple):
     """A place right behind a turn, to go on from when the history has gone on."""
 
-    place: BuilderState
+    builder: BuilderState
     history: History
     """A copy of the history as it stood there."""
 
@@ -157,15 +157,15 @@ class History:
         if not self.builder.is_open:
             return Prompt(ids, True, 0, len(ids), media)
         # From here on: what is new is counted as if it were appended, so that limits mean the same however it is rendered.
-        held = self.context
+        context = self.context
         if self.builder.continues(ids, media=media):
-            return Prompt(ids, True, len(ids) - len(held), len(ids), media)
+            return Prompt(ids, True, len(ids) - len(context), len(ids), media)
         try:
             added = extend() if waiting else NO_IDS
         except TemplateError:  # this template cannot be added to
-            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids), media)
+            return Prompt(ids, True, max(0, len(ids) - len(context)), len(ids), media)
         # The same text in other tokens than were sampled: the sampled ones stay, and the segment with them.
-        if edit is None and self._spells(kept := np.concatenate([held, added]), ids):
+        if edit is None and self._spells(kept := np.concatenate([context, added]), ids):
             ids = kept
         return Prompt(ids, True, len(added), len(ids), media)
 
@@ -213,8 +213,8 @@ class History:
             index: The turn's number among all turns of the episode.
             cut_by: The limit that gave the completion its budget.
         """
-        completion, said = ended.completion, self.said
-        if said is not None:  # the message that went on is replaced by the whole of it
+        completion, text_before = ended.completion, self.said
+        if text_before is not None:  # the message that went on is replaced by the whole of it
             self._messages.pop()
             self._openai.pop()
         self._messages.append(message)
@@ -228,7 +228,7 @@ class History:
             completion=completion,
             cut_by=cut_by,
             text=text,
-            said_before=said or "",
+            said_before=text_before or "",
             num_tokens=len(completion.token_ids),
             spans=list(self.builder.sample(completion, turn=index)),
             stopped_by=ended.stop,
@@ -347,17 +347,17 @@ class History:
         at: Mark | None = None,
     ) -> History:
         """Return a second history that goes on from here, or from `at`; with `agent`, one that begins with `messages`."""
-        given = None if messages is None else self.typed(messages)
+        messages_typed = None if messages is None else self.typed(messages)
         if agent is not None:
-            other = History(self.encoder, self._parser, given or (), renders_history=self._renders_history)
+            other = History(self.encoder, self._parser, messages_typed or (), renders_history=self._renders_history)
             other.prompt, other.prompt_tokens = self.prompt, self.prompt_tokens
         else:
             other = self._copy() if at is None else at.history._copy()
             if at is not None:  # a place further back, where another branch may have appended
                 other.encoder, other.next, other._has_user_reply, other._rejoins = self.encoder, Append(), False, True
-            if given is not None:
-                other.edit(given, (), None, NO_IDS)
-        other.builder = self.builder.fork(agent=agent, at=None if at is None else at.place)
+            if messages_typed is not None:
+                other.edit(messages_typed, (), None, NO_IDS)
+        other.builder = self.builder.fork(agent=agent, at=None if at is None else at.builder)
         return other
 
     def _copy(self) -> History:
@@ -386,15 +386,15 @@ class History:
         self.num_user_turns += is_user
         self._happened(Answered(messages=tuple(messages), is_user=is_user))
 
-    def edit(self, messages: Sequence[Message], waiting: Sequence[Message], said: str | None, addition: Ids) -> None:
-        """Replace the history; `waiting` is shown behind it, or its last message goes on from `said` behind `addition`."""
+    def edit(self, messages: Sequence[Message], waiting: Sequence[Message], text: str | None, addition: Ids) -> None:
+        """Replace the history; `waiting` is shown behind it, or its last message goes on from `text` behind `addition`."""
         pairs = enumerate(zip(self._messages, messages, strict=False))
         kept = next((i for i, (a, b) in pairs if a is not b), min(len(self._messages), len(messages)))
         self._messages, self._openai = list(messages), to_openai(messages)
-        self.next = Render(tuple(waiting), None if said is None else Continue(said, addition))
+        self.next = Render(tuple(waiting), None if text is None else Continue(text, addition))
         self.is_canonical = False
         behind = tuple(messages[kept:])
-        self._happened(Edited(num_kept=kept, messages=behind, waiting=tuple(waiting), said=said, addition=addition))
+        self._happened(Edited(num_kept=kept, messages=behind, waiting=tuple(waiting), said=text, addition=addition))
 
     def continue_turn(self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message) -> int:
         """Keep `num_kept` tokens of the last turn, which then reads as `own`, and with `text` behind it as `whole`."""

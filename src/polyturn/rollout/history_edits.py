@@ -77,8 +77,8 @@ def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | 
         added = np.asarray(addition, np.int32)
         ids = ids_array(np.concatenate([history.encoder.continuation(rest, last_id=last_id), added]))
         text = kept.rest + codec.decode(added)
-    said = turn.said_before + kept.text
-    own, whole = history.read(said, turn=turn.index), history.read(said + text, turn=turn.index)
+    text_so_far = turn.said_before + kept.text
+    own, whole = history.read(text_so_far, turn=turn.index), history.read(text_so_far + text, turn=turn.index)
     if not own.tool_calls:  # a scheduler may have read them, in a form that the parser does not know
         calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text)
         own = dataclasses.replace(own, tool_calls=calls)
@@ -102,8 +102,8 @@ def shorten_to_fit(history: History, limits: Limits) -> bool:
     if shorter is None:
         return False
     # Counted before the edit: what the environment added is as many tokens, however little of it is shown again.
-    num_new, said = history.next_prompt().num_new, history.said
-    history.edit(shorter, (), said, NO_IDS if said is None else _continuation(history, shorter[-1]))
+    num_new, text = history.next_prompt().num_new, history.said
+    history.edit(shorter, (), text, NO_IDS if text is None else _continuation(history, shorter[-1]))
     history.show(history.next_prompt()._replace(num_new=num_new))
     return True
 

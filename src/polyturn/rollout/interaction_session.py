@@ -16,7 +16,7 @@ from typing import Any
 from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line, told_in_a_sentence
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
-from polyturn.core.reward import MAX_REWARD, as_flag, as_score, shown
+from polyturn.core.reward import MAX_REWARD, as_flag, as_score, brief
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
@@ -133,13 +133,13 @@ class InteractionSession:
     def _read(self, answer: Any) -> InteractionReply:
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise InteractionError(
-                f"interaction {self.name!r}: generate_response returned {shown(answer, 200)}; it must return "
+                f"interaction {self.name!r}: generate_response returned {brief(answer, 200)}; it must return "
                 "(should_terminate, content, score, metadata)"
             )
         done, content, score, metadata = answer
         if (is_done := as_flag(done)) is None:
             raise InteractionError(
-                f"interaction {self.name!r}: generate_response gave {shown(done)} for should_terminate; it is true or false"
+                f"interaction {self.name!r}: generate_response gave {brief(done)} for should_terminate; it is true or false"
             )
         return InteractionReply(
             is_done=is_done,
@@ -181,9 +181,9 @@ class InteractionSession:
         Also finalize a failed start, which may have taken resources; an error of that is ignored.
         """
         if self._half_started is not None:
-            given, self._half_started = self._half_started, None
+            given_scores, self._half_started = self._half_started, None
             with contextlib.suppress(InteractionError):
-                await self._call(self._interaction.finalize_interaction, given)
+                await self._call(self._interaction.finalize_interaction, given_scores)
         if self._id is None:
             return None
         instance_id, self._id = self._id, None
@@ -236,7 +236,7 @@ class InteractionSession:
         number = as_score(value)
         if number is None:
             raise InteractionError(
-                f"interaction {self.name!r}: {what} gave the score {shown(value)}; it must be a finite number of at most "
+                f"interaction {self.name!r}: {what} gave the score {brief(value)}; it must be a finite number of at most "
                 f"{MAX_REWARD:g}, or None"
             )
         return number

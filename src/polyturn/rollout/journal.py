@@ -128,8 +128,8 @@ class EpisodeJournal:
         self._is_broken = False
         """A line could not be made, so none may follow."""
         schemas = context.tools.schemas_of(task)
-        asked = (FORMAT, task.id, task.data_source, task.prompt, task.interaction, task.tools_kwargs, schemas, sampling)
-        self._digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest()
+        facts = (FORMAT, task.id, task.data_source, task.prompt, task.interaction, task.tools_kwargs, schemas, sampling)
+        self._digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
         self._held = journal.recall(id)
 
     def attach(self, episode: Episode, scheduler: Scheduler) -> None:
@@ -142,21 +142,21 @@ class EpisodeJournal:
 
     def trajectory(self) -> Trajectory | None:
         """Return the episode's record where it was over and scored; None where there is something left to do."""
-        held = self._usable()
-        if held is None or "trajectory" not in held.lines[-1]:
+        entries = self._usable()
+        if entries is None or "trajectory" not in entries.lines[-1]:
             return None
         self._held = None
         self._journal.count("resumed")
-        *_, last = map(self._texts.unpack, held.lines)
+        *_, last = map(self._texts.unpack, entries.lines)
         return _read_trajectory(last["trajectory"], self._id, self._task)
 
     def can_resume(self) -> bool:
         """Return whether a complete turn is held; counted, where something is held that cannot be used."""
-        held = self._held = self._usable()
-        if held is not None and held.why_not is not None:
-            self._journal.count("restarted", reason=held.why_not)
+        entries = self._held = self._usable()
+        if entries is not None and entries.why_not is not None:
+            self._journal.count("restarted", reason=entries.why_not)
             return False
-        return held is not None
+        return entries is not None
 
     async def restore(self, episode: Episode, scheduler: Scheduler) -> None:
         """Let a new episode stand behind its last complete turn.
@@ -164,10 +164,10 @@ class EpisodeJournal:
         Raises:
             PolyturnError: a plug-in raised or was late.
         """
-        held, self._held = self._held, None
-        assert held is not None
+        entries, self._held = self._held, None
+        assert entries is not None
         history, resources, changed = episode.history, episode.resources, dict[str, Any]()
-        lines = [self._texts.unpack(line) for line in held.lines]
+        lines = [self._texts.unpack(line) for line in entries.lines]
         for line in lines:
             replay(history, read_events(line["events"]))
             changed.update(line["turns"])
@@ -186,7 +186,7 @@ class EpisodeJournal:
         self._offered_by(scheduler)
         if self._hooks.restore is not None:
             await episode.call(scheduler, self._hooks.restore, episode, kept["scheduler"])
-        self._num_kept, self._num_lines, self._is_begun = len(history.turns), len(held.lines), True
+        self._num_kept, self._num_lines, self._is_begun = len(history.turns), len(entries.lines), True
         self.stop = None if state["stop"] is None else StopReason(state["stop"])
         self._journal.count("resumed")
 
@@ -198,16 +198,16 @@ class EpisodeJournal:
 
     def _usable(self) -> JournaledEpisode | None:
         """Return the recorded episode; None, counted, if no part of it can be used."""
-        held = self._held
-        if held is None:
+        entries = self._held
+        if entries is None:
             return None
         why = None
-        if held.digest != self._digest:
+        if entries.digest != self._digest:
             why = "its task, its tools, its sampling or the library's way to keep it are others now"
-        elif not held.lines:
-            why = held.why_not or "no turn of it was complete"
+        elif not entries.lines:
+            why = entries.why_not or "no turn of it was complete"
         if why is None:
-            return held
+            return entries
         self._held = None
         self._journal.count("restarted", reason=why)
         return None

@@ -84,13 +84,13 @@ def _text_of(message: Message) -> str:
 
 def _text_of_part(part: Mapping[str, Any]) -> str:
     """Return the texts of a part of a content; a medium's source is none."""
-    kind, found = kind_of(part), list[str]()
+    kind, texts = kind_of(part), list[str]()
 
     def note(text: str) -> str:
-        found.append(text)
+        texts.append(text)
         return text
 
     for key, value in part.items():
         if key not in ("type", kind):
             map_all_strings(value, note)
-    return "".join(found)
+    return "".join(texts)

@@ -94,10 +94,10 @@ class Resources:
         self.is_started = True
         if not self._has_partners:
             return ()
-        said = await self.tools.start(self.task)
+        message = await self.tools.start(self.task)
         if self.interaction is not None:
             await self.interaction.start(self.id)
-        return as_messages(said)
+        return as_messages(message)
 
     @property
     def why_not(self) -> str | None:

@@ -32,7 +32,7 @@ from polyturn.core.errors import (
 from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import EpisodeState, StopReason
 from polyturn.core.protocols import Scheduler
-from polyturn.core.reward import MAX_REWARD, as_score, shown
+from polyturn.core.reward import MAX_REWARD, as_score, brief
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, Turn
 from polyturn.rollout.calls import AsSchedulerError
@@ -159,11 +159,11 @@ async def close_episode(episode: Episode, scheduler: Scheduler) -> list[str]:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await episode.call(scheduler, scheduler.on_trajectory_end, episode)
-            said = []
+            lines = []
         except (PolyturnError, TimeoutError) as problem:
-            said = [one_line(problem)]
-            logger.warning("%s: on_trajectory_end failed: %s", episode.id, said[0])
-        return said + await episode.resources.close()
+            lines = [one_line(problem)]
+            logger.warning("%s: on_trajectory_end failed: %s", episode.id, lines[0])
+        return lines + await episode.resources.close()
 
     problems, cancelled = await finish(asyncio.create_task(close()), grace_s=CANCELLED_S)
     if cancelled is not None:
@@ -242,8 +242,8 @@ async def _score(
     """Return the trajectory with its reward; one whose reward fails has failed."""
     if not trajectory.stop_reason.is_failure:
         try:
-            given = episode.given_reward
-            outcome = None if given is None else (given.score, given.info)
+            given_reward = episode.given_reward
+            outcome = None if given_reward is None else (given_reward.score, given_reward.info)
             reward = await context.rewarder.score(trajectory, tool_rewards, outcome=outcome)
             trajectory = dataclasses.replace(trajectory, reward=reward)
         except BROKEN:
@@ -273,8 +273,8 @@ def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> s
     where = raised_at(problem)
     error = one_line(problem).removesuffix(where) + where
     reason = where or error.replace(episode_id, "…")
-    context.told[reason] += 1
-    count = context.told[reason]
+    context.reported[reason] += 1
+    count = context.reported[reason]
     level = logging.WARNING if count == 10 ** (len(str(count)) - 1) else logging.DEBUG
     again = f" ({count} trajectories so far)" if count > 1 else ""
     trace = raised_by_author(problem) if count == 1 else None
@@ -314,7 +314,7 @@ def _check_scores(turns: Sequence[OpenTurn]) -> None:
         for name, score in turn.scores.items():
             if not isinstance(score, bool | int | float | np.number) or as_score(score) is None:
                 raise SchedulerError(
-                    f"turn {turn.index} has the score {name}={shown(score)}; it must be a finite number of at most "
+                    f"turn {turn.index} has the score {name}={brief(score)}; it must be a finite number of at most "
                     f"{MAX_REWARD:g}"
                 )
             turn.scores[name] = float(score)
@@ -334,12 +334,14 @@ def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]
         return {}
     metrics = {"sanity_checked": 1.0}
     for history in checked:
-        held, codec = history.context, context.codec
+        context_ids, codec = history.context, context.codec
         try:
-            found = sanity.differences(held, history.full_render(), codec, mode=context.sanity_mode, parser=context.parser)
+            differences = sanity.differences(
+                context_ids, history.full_render(), codec, mode=context.sanity_mode, parser=context.parser
+            )
         except TemplateError as problem:
-            found = (sanity.refused(problem, held, codec),)
-        for one in found:
+            differences = (sanity.refused(problem, context_ids, codec),)
+        for one in differences:
             context.warn_of(one, where=episode.id)
             metrics[f"sanity_{one.kind}"] = metrics.get(f"sanity_{one.kind}", 0.0) + 1.0
     return metrics

@@ -40,14 +40,16 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
     """
     parts: list[Completion] = []
     while True:
-        asked = continued(request, parts)  # under the request's own id, by which an abort reaches whichever piece is sampled
-        sampling = dataclasses.replace(asked.sampling, max_tokens=min(PIECE, asked.sampling.max_tokens))
-        piece = await engine.generate(dataclasses.replace(asked, sampling=sampling))
+        request_left = continued(
+            request, parts
+        )  # under the request's own id, by which an abort reaches whichever piece is sampled
+        sampling = dataclasses.replace(request_left.sampling, max_tokens=min(PIECE, request_left.sampling.max_tokens))
+        piece = await engine.generate(dataclasses.replace(request_left, sampling=sampling))
         parts.append(piece)
         whole = joined(parts)
-        found = find_stop(whole.token_ids.tolist(), stops, codec)
-        if found is not None:
-            kept, stop = found
+        stop_match = find_stop(whole.token_ids.tolist(), stops, codec)
+        if stop_match is not None:
+            kept, stop = stop_match
             return Stopped(whole.head(kept, FinishReason.STOP), stop, len(whole.token_ids) - kept)
         if (
             piece.finish_reason is not FinishReason.LENGTH

@@ -110,13 +110,13 @@ class BubblewrapSandbox(BaseSandbox):
         finally:
             os.close(writer)
         with os.fdopen(reader, "rb") as info:
-            told = info.read()
+            text = info.read()
         assert self._process.stdout is not None
         is_ready = self._process.stdout.readline() == b"ready\n"
         if not is_ready:
             self._process.wait(5.0)
             raise SandboxSetupError(f"bubblewrap started no sandbox: {self._process.tail(3) or 'it said nothing'}")
-        self._pid = json.loads(told)["child-pid"]
+        self._pid = json.loads(text)["child-pid"]
 
     def _bwrap(self, info_fd: int) -> list[str]:
         spec = self.spec
@@ -159,8 +159,8 @@ class BubblewrapSandbox(BaseSandbox):
     def _command(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], user: str | None) -> list[str]:
         names = ("" if self._is_root else "user,") + "ipc,uts,net,pid,mnt"
         variables = [f"{name}={value}" for name, value in {**_ENVIRONMENT, **env}.items()]
-        place = [str(self._pid), cwd, user or "root", names, ":".join(self._doors), str(len(variables))]
-        return [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py")), *place, *variables, *argv]
+        arguments = [str(self._pid), cwd, user or "root", names, ":".join(self._doors), str(len(variables))]
+        return [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py")), *arguments, *variables, *argv]
 
     async def _end(self) -> None:
         await asyncio.to_thread(self._remove)

@@ -102,16 +102,16 @@ class RolloutClient:
         chunks = [named[i : i + share] for i in range(0, len(named), max(share, 1))]
         with first_error():
             async with asyncio.TaskGroup() as group:
-                asked = [
+                bodies = [
                     group.create_task(self._infer(url, chunk, config)) for url, chunk in zip(self.urls, chunks, strict=False)
                 ]
-        found: dict[str, list[Mapping[str, Any]]] = {}
-        for task in asked:
+        by_request: dict[str, list[Mapping[str, Any]]] = {}
+        for task in bodies:
             for output in task.result():
-                found.setdefault(output["response"]["id"], []).append(output)
+                by_request.setdefault(output["response"]["id"], []).append(output)
         replies = []
         for request in named:
-            outputs = tuple(found.get(request["uuid"], ()))
+            outputs = tuple(by_request.get(request["uuid"], ()))
             lost = None if outputs else "the server's reply leaves this request out"
             replies.append(InferReply(outputs=outputs, error=lost or outputs[0].get("error")))
         return replies

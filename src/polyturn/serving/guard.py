@@ -72,12 +72,12 @@ class Guard:
     def _entry(self, scope: Scope) -> Refusal | None:
         """Return the redirect of a browser that opens a page with the token in its address: a cookie takes its place."""
         rules = self._gate.rules
-        given = query_token(scope.get("query_string", b"").decode("latin-1")) if rules.cookie else None
-        if given is None or scope["method"] != "GET" or not self._gate.is_token(given):
+        token = query_token(scope.get("query_string", b"").decode("latin-1")) if rules.cookie else None
+        if token is None or scope["method"] != "GET" or not self._gate.is_token(token):
             return None
-        held = f"{rules.cookie}={given}; Path=/; HttpOnly; SameSite=Strict"
+        cookie = f"{rules.cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
         where = "/" + quote(scope["path"].lstrip("/\\"))
-        return Refusal(303, "", {"Location": where, "Set-Cookie": held, "Cache-Control": "no-store"})
+        return Refusal(303, "", {"Location": where, "Set-Cookie": cookie, "Cache-Control": "no-store"})
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, *, limit: int) -> None:
         bounded = _Bounded(receive, send, limit=limit, body_s=self._gate.rules.body_s)

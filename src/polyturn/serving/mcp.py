@@ -109,8 +109,8 @@ class ToolServer:
             connection.state[_KEY] = begun, asyncio.ensure_future(begun.start(Task(id="mcp", prompt=())))
         session, starting = connection.state[_KEY]
         await asyncio.shield(starting)
-        found: ToolSession = session
-        return found
+        tool_session: ToolSession = session
+        return tool_session
 
     async def _end(self, session: ToolSession) -> None:
         try:
@@ -143,10 +143,10 @@ class _Shares:
             await self._app(scope, receive, self._ending(session, send) if scope["method"] == "DELETE" else send)
             return
         now = self._clock()
-        self._held = {name: held for name, held in self._held.items() if now - held[1] <= self._idle_s}
+        self._held = {name: entry for name, entry in self._held.items() if now - entry[1] <= self._idle_s}
         if sum(who == client for who, _ in self._held.values()) + self._beginning[client] >= self._max_of_one:
-            said = f"one client has {self._max_of_one} sessions at most, and all of yours are open; end one first"
-            await PlainTextResponse(said, 429, {"Retry-After": "5"})(scope, receive, send)
+            refusal = f"one client has {self._max_of_one} sessions at most, and all of yours are open; end one first"
+            await PlainTextResponse(refusal, 429, {"Retry-After": "5"})(scope, receive, send)
             return
 
         async def begun(message: Message) -> None:

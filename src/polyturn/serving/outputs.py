@@ -56,11 +56,11 @@ def rollout_outputs(trajectory: Trajectory) -> list[RolloutOutput]:
     for part in _parts(trajectory):
         tokens = _tokens(trajectory, part.turns)
         last = part.turns[-1]
-        said = part.messages[-1]["content"] if part.messages else last.message.text
+        text = part.messages[-1]["content"] if part.messages else last.message.text
         num = sum(map(len, tokens.ids))
         choice = ChatCompletionResponseChoice(
             index=0,
-            message=ChatMessage(role="assistant", content=said),
+            message=ChatMessage(role="assistant", content=text),
             finish_reason="length" if last.finish_reason is FinishReason.LENGTH else "stop",
             token_ids=_sampled(trajectory, last),
             messages=part.messages,
@@ -152,26 +152,26 @@ def _conversation(trajectory: Trajectory, until: int) -> list[dict[str, Any]]:
 
 
 def _tokens(trajectory: Trajectory, turns: Sequence[Turn]) -> _Tokens:
-    found = _Tokens(ids=[], masks=[], logprobs=[])
+    tokens = _Tokens(ids=[], masks=[], logprobs=[])
     goes_on = False
     for turn in turns:
         if not goes_on:
-            for lists in (found.ids, found.masks, found.logprobs):
+            for lists in (tokens.ids, tokens.masks, tokens.logprobs):
                 lists.append([])  # type: ignore[attr-defined]
         for span in map(trajectory.span, turn.spans):
             if span.source is not SpanSource.SAMPLED and not turn.is_continued:
                 continue
-            _append(found, span)
+            _append(tokens, span)
         goes_on = turn.is_continued
-    return found
+    return tokens
 
 
-def _append(found: _Tokens, span: Span) -> None:
+def _append(tokens: _Tokens, span: Span) -> None:
     is_trained = span.loss_weights > 0
-    found.ids[-1].extend(span.ids.tolist())
-    found.masks[-1].extend(is_trained.astype(np.int64).tolist())
+    tokens.ids[-1].extend(span.ids.tolist())
+    tokens.masks[-1].extend(is_trained.astype(np.int64).tolist())
     if span.logprobs is not None:
-        found.logprobs[-1].extend(span.logprobs[is_trained].tolist())
+        tokens.logprobs[-1].extend(span.logprobs[is_trained].tolist())
 
 
 def _sampled(trajectory: Trajectory, turn: Turn) -> list[int]:

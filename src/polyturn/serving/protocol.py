@@ -221,8 +221,8 @@ class RolloutOutput(BaseModel):
         if isinstance(value, list) and value and not isinstance(value[0], list | tuple):
             value = [value]
         return [
-            [own if isinstance(own, SampledId) else read for own, read in zip(given, found, strict=True)]
-            for given, found in zip(value, check(value), strict=True)
+            [own if isinstance(own, SampledId) else read for own, read in zip(raw, checked, strict=True)]
+            for raw, checked in zip(value, check(value), strict=True)
         ]
 
     @model_validator(mode="after")

@@ -77,11 +77,11 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
             for source in sources:
                 _check_whole(medium.kind, source)
     for kwargs in task.tools_kwargs.values():
-        for told in (kwargs.create_kwargs, kwargs.execute_kwargs, kwargs.calc_reward_kwargs, kwargs.release_kwargs):
-            _check_media_of(told)
+        for row in (kwargs.create_kwargs, kwargs.execute_kwargs, kwargs.calc_reward_kwargs, kwargs.release_kwargs):
+            _check_media_of(row)
     for key in _ENVIRONMENTS:
-        given = task.extra.get(key)
-        _check_registered(key, given.get("name") if isinstance(given, Mapping) else given)
+        value = task.extra.get(key)
+        _check_registered(key, value.get("name") if isinstance(value, Mapping) else value)
     return dataclasses.replace(task, id=id)
 
 

@@ -53,14 +53,14 @@ class ClientRateLimit:
         Raises:
             ConfigError: the text is none of these.
         """
-        found = _RATE.fullmatch(text.strip())
-        count = 0.0 if found is None else float(found["count"])
-        if found is None or count <= 0 or found["burst"] == "0":
+        match = _RATE.fullmatch(text.strip())
+        count = 0.0 if match is None else float(match["count"])
+        if match is None or count <= 0 or match["burst"] == "0":
             raise ConfigError(
                 f"the rate limit is {text!r:.80}; write requests and a unit: 20/s, 600/min, 600/min:50, 1000/h"
             )
-        per_s = count / _UNITS[found["unit"]]
-        return cls(per_s=per_s, burst=float(found["burst"] or max(1.0, 2 * per_s)))
+        per_s = count / _UNITS[match["unit"]]
+        return cls(per_s=per_s, burst=float(match["burst"] or max(1.0, 2 * per_s)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +134,11 @@ class RequestPolicy:
 
     def knows(self, headers: Mapping[str, str]) -> bool:
         """Return whether a request holds the token: in a header, or in the cookie of a server with pages."""
-        return any(self.is_token(given) for given in given_tokens(headers, cookie=self.rules.cookie))
+        return any(self.is_token(token) for token in given_tokens(headers, cookie=self.rules.cookie))
 
-    def is_token(self, given: str) -> bool:
+    def is_token(self, token: str) -> bool:
         """Return whether this is the token, in a time that tells nothing about it."""
-        return self._digest is not None and hmac.compare_digest(_digest(given), self._digest)
+        return self._digest is not None and hmac.compare_digest(_digest(token), self._digest)
 
     def how_to_ask(self) -> str:
         """Return the sentence for a request without the token."""
@@ -152,13 +152,13 @@ class RequestPolicy:
         if rate is None:
             return 0.0
         client, now = client_of(client), self._clock()
-        held, since = self._buckets.pop(client, (rate.burst, now))
-        held = min(rate.burst, held + (now - since) * rate.per_s)
-        is_free = held >= 1.0
-        self._buckets[client] = (held - is_free, now)
+        tokens, since = self._buckets.pop(client, (rate.burst, now))
+        tokens = min(rate.burst, tokens + (now - since) * rate.per_s)
+        is_free = tokens >= 1.0
+        self._buckets[client] = (tokens - is_free, now)
         if len(self._buckets) > MAX_CLIENTS:
             self._buckets.popitem(last=False)
-        return 0.0 if is_free else (1.0 - held) / rate.per_s
+        return 0.0 if is_free else (1.0 - tokens) / rate.per_s
 
     @contextmanager
     def place(self) -> Iterator[Refusal | None]:
@@ -280,10 +280,10 @@ def client_of(name: str) -> str:
     """Return who a rate belongs to; of an IPv6 address its first half, which one customer has."""
     head, _, address = name.rpartition(" ")
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return name
-    half = str(ipaddress.ip_network((int(found) >> 64 << 64, 64))) if found.version == 6 else address
+    half = str(ipaddress.ip_network((int(ip) >> 64 << 64, 64))) if ip.version == 6 else address
     return f"{head} {half}"
 
 

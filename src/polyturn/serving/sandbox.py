@@ -57,14 +57,14 @@ class SandboxService:
         self._pool.close()
         self._pool.let_go()
 
-    async def run(self, asked: dict[str, Any]) -> RunResult | None:
+    async def run(self, request: dict[str, Any]) -> RunResult | None:
         """Run one program; None when too many wait already. Cancelling the call ends the program."""
         if self._num_pending >= self._max_pending:
             return None
         self._num_pending += 1
         program = _Program()
         try:
-            result: RunResult = await self._threads.run(self._run, asked, program)
+            result: RunResult = await self._threads.run(self._run, request, program)
             return result
         except asyncio.CancelledError:
             program.stop()
@@ -72,7 +72,7 @@ class SandboxService:
         finally:
             self._num_pending -= 1
 
-    def _run(self, asked: dict[str, Any], program: _Program) -> RunResult:
+    def _run(self, request: dict[str, Any], program: _Program) -> RunResult:
         try:
             sandbox = self._pool.take()
         except SandboxStartError as problem:
@@ -80,12 +80,12 @@ class SandboxService:
         program.start(sandbox)
         try:
             return sandbox.run_program(
-                asked["code"],
-                stdin=asked.get("stdin") or "",
-                files=asked.get("files") or {},
-                fetch=asked.get("fetch_files") or [],
-                timeout_s=asked.get("run_timeout"),
-                memory_mb=_memory(asked),
+                request["code"],
+                stdin=request.get("stdin") or "",
+                files=request.get("files") or {},
+                fetch=request.get("fetch_files") or [],
+                timeout_s=request.get("run_timeout"),
+                memory_mb=_memory(request),
             )
         finally:
             sandbox.close()
@@ -153,8 +153,8 @@ def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> 
 
     @app.post("/run_code")
     async def run_code(request: Request) -> dict[str, Any]:
-        asked = _check(await json_object(request))
-        result = await _while_connected(request, service.run(asked))
+        payload = _check(await json_object(request))
+        result = await _while_connected(request, service.run(payload))
         if result is None:
             raise HTTPException(503, "too many programs wait already; ask again later")
         return reply_of(result)
@@ -162,31 +162,31 @@ def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> 
     return app
 
 
-def _memory(asked: dict[str, Any]) -> float | None:
+def _memory(request: dict[str, Any]) -> float | None:
     """Return the limit that was asked for; the protocol writes -1 for none."""
-    limit = asked.get("memory_limit_MB")
+    limit = request.get("memory_limit_MB")
     return limit if limit is not None and limit > 0 else None
 
 
-def _check(asked: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(asked.get("code"), str):
+def _check(request: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(request.get("code"), str):
         raise HTTPException(422, "the body is an object with `code`, a text")
-    language = asked.get("language", "python")
+    language = request.get("language", "python")
     if language not in LANGUAGES:
         raise HTTPException(422, f"language is {language!r:.50}; this server runs {', '.join(LANGUAGES)}")
-    if not isinstance(asked.get("stdin") or "", str):
+    if not isinstance(request.get("stdin") or "", str):
         raise HTTPException(422, "stdin is a text, or null")
-    memory = asked.get("memory_limit_MB")
+    memory = request.get("memory_limit_MB")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
         raise HTTPException(422, f"memory_limit_MB is {memory!r:.50}; it is a number, or null")
-    limit = asked.get("run_timeout")
+    limit = request.get("run_timeout")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
         raise HTTPException(422, f"run_timeout is {limit!r:.50}; it is a positive number of seconds, or null")
-    files, fetched = asked.get("files") or {}, asked.get("fetch_files") or []
+    files, fetched = request.get("files") or {}, request.get("fetch_files") or []
     if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
         raise HTTPException(422, "files is an object of contents in base64")
     if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
         raise HTTPException(422, "fetch_files is a list of names")
     if len(fetched) > MAX_FETCHED:
         raise HTTPException(422, f"fetch_files has {len(fetched)} names; ask for {MAX_FETCHED} at most")
-    return asked
+    return request

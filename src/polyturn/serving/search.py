@@ -52,30 +52,30 @@ def create_app(searcher: Searcher, *, topk: int = 3, deadline_s: float = 30.0, r
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> dict[str, Any]:
-        asked = await json_object(request)
-        queries = read_queries(asked)
-        limit, with_scores = _read_topk(asked, topk), asked.get("return_scores") or False
+        payload = await json_object(request)
+        queries = read_queries(payload)
+        limit, with_scores = _read_topk(payload, topk), payload.get("return_scores") or False
         if not isinstance(with_scores, bool):
             raise HTTPException(422, f"return_scores is {with_scores!r:.50}; it is true or false")
         try:
             async with asyncio.timeout(deadline_s):
-                found = await searcher.search(queries, topk=limit)
+                results = await searcher.search(queries, topk=limit)
         except TimeoutError:
             raise HTTPException(503, f"the search took longer than {deadline_s:g} s; ask fewer queries at once") from None
         except EmbeddingError as problem:
             raise HTTPException(502, str(problem)) from problem
-        return {"result": [documents(hits, with_scores=with_scores) for hits in found]}
+        return {"result": [documents(hits, with_scores=with_scores) for hits in results]}
 
     return app
 
 
-def read_queries(asked: dict[str, Any]) -> list[str]:
+def read_queries(request: dict[str, Any]) -> list[str]:
     """Return the queries of a request.
 
     Raises:
         HTTPException: they are no texts, too many or too long.
     """
-    queries = asked.get("queries")
+    queries = request.get("queries")
     if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
         raise HTTPException(422, "queries is a list of texts, one at least")
     if len(queries) > MAX_QUERIES:
@@ -86,8 +86,8 @@ def read_queries(asked: dict[str, Any]) -> list[str]:
     return queries
 
 
-def _read_topk(asked: dict[str, Any], default: int) -> int:
-    topk = asked.get("topk")
+def _read_topk(request: dict[str, Any], default: int) -> int:
+    topk = request.get("topk")
     if topk is None:
         return default
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:

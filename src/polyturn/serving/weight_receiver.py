@@ -189,11 +189,11 @@ def flatten(weights: Mapping[str, Tensor]) -> tuple[Tensor, list[dict[str, Any]]
     """Return tensors as one run of bytes, and what `/update_flattened_params/` is told about them."""
     import torch
 
-    parts, told, start = [], [], 0
+    parts, spans, start = [], [], 0
     for name, tensor in weights.items():
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         end = start + data.numel()
-        told.append(
+        spans.append(
             {
                 "name": name,
                 "shape": list(tensor.shape),
@@ -205,7 +205,7 @@ def flatten(weights: Mapping[str, Tensor]) -> tuple[Tensor, list[dict[str, Any]]
         )
         parts.append(data)
         start = end
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), told
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), spans
 
 
 def _dtype(name: str) -> torch.dtype:

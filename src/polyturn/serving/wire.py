@@ -37,14 +37,14 @@ def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
         BodyError: it is no JSON, nested too deeply, or of too many parts.
     """
     try:
-        found = _strict(body) if orjson is None else orjson.loads(body)
+        value = _strict(body) if orjson is None else orjson.loads(body)
     except RecursionError as problem:
         raise BodyError(f"the body is not JSON that is read here: it is nested deeper than {MAX_DEPTH}") from problem
     except ValueError as problem:
         raise BodyError(f"the body is not JSON: {one_line(problem):.300}") from problem
-    if why := excess(found, max_count=max_values):
+    if why := excess(value, max_count=max_values):
         raise BodyError(f"the body is not JSON that is read here: {why}")
-    return found
+    return value
 
 
 def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
@@ -53,10 +53,10 @@ def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]
     Raises:
         BodyError: it is another value, or no JSON.
     """
-    found = loads(body, max_values=max_values)
-    if not isinstance(found, dict):
-        raise BodyError(f"the body is {type(found).__name__}, not a JSON object")
-    return found
+    value = loads(body, max_values=max_values)
+    if not isinstance(value, dict):
+        raise BodyError(f"the body is {type(value).__name__}, not a JSON object")
+    return value
 
 
 async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
@@ -77,13 +77,13 @@ def dumps(value: Any) -> bytes:
 
 def _strict(body: bytes) -> Any:
     text = body.decode("utf-8")
-    found = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)
+    value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)
     if "\\ud" in text.lower():  # half of a pair, written as an escape
         try:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as problem:
             raise ValueError("a text holds half of a surrogate pair") from problem
-    return found
+    return value
 
 
 def _no_constant(name: str) -> Any:

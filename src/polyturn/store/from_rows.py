@@ -44,19 +44,19 @@ def read_rows(
         return _first_version(file, rows)
     if version > VERSION:
         raise DataError(f"it is of version {version} and this polyturn reads up to {VERSION}; use a newer one")
-    found = []
+    records = []
     for row, values in _second_version(file, rows):
         try:
-            found.append(from_row(values))
+            records.append(from_row(values))
         except UNREADABLE as problem:  # it costs no other row
             damaged(row, problem)
-    return found
+    return records
 
 
 def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
     """Return the values of rows, arrays over tokens as NumPy arrays, each behind its number."""
     starts = np.cumsum([0, *file.rows_of_groups])
-    found: dict[int, dict[str, Any]] = {}
+    row_by_index: dict[int, dict[str, Any]] = {}
     for number in range(len(file.rows_of_groups)):
         inside = [row for row in rows if starts[number] <= row < starts[number + 1]]
         if not inside:
@@ -65,11 +65,11 @@ def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, d
         table = file.plain(whole.take(pa.array([row - int(starts[number]) for row in inside])))
         arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS if name in table.column_names}
         plain = table.drop_columns(list(arrays)).to_pylist()
-        for place, (row, values) in enumerate(zip(inside, plain, strict=True)):
+        for index, (row, values) in enumerate(zip(inside, plain, strict=True)):
             for name, column in arrays.items():
-                values[name] = column[place].values.to_numpy() if column[place].is_valid else None
-            found[row] = values
-    return [(row, found[row]) for row in rows]
+                values[name] = column[index].values.to_numpy() if column[index].is_valid else None
+            row_by_index[row] = values
+    return [(row, row_by_index[row]) for row in rows]
 
 
 def _first_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
@@ -123,7 +123,7 @@ def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
         "error": restore(row["error"]),
         "metrics": read_json(row["metrics"]),
     }
-    made = from_json(Trajectory, trajectory)
+    trajectory_read = from_json(Trajectory, trajectory)
     trained = Trained(
         advantages=_floats(row["advantages"]),
         policy_logprobs=_floats(row["policy_logprobs"]),
@@ -133,9 +133,9 @@ def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
     )
     for name in ("advantages", "policy_logprobs", "entropies", "trained_weights"):
         if row.get(name) is not None:
-            _check_length(name, len(row[name]), made.num_sampled_tokens, "tokens were sampled")
+            _check_length(name, len(row[name]), trajectory_read.num_sampled_tokens, "tokens were sampled")
     return StoredTrajectory(
-        trajectory=made,
+        trajectory=trajectory_read,
         group=row["group"],
         step=row["step"],
         split=row["split"],
@@ -201,11 +201,11 @@ def _messages(row: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
     calls: dict[int, list[dict[str, Any]]] = {}
     for call in row["tool_calls"]:
         calls.setdefault(call["message"], []).append(_plain(call, but=("message", "turn")))
-    found: dict[int, list[dict[str, Any]]] = {}
+    messages: dict[int, list[dict[str, Any]]] = {}
     for number, message in enumerate(row["messages"]):
-        made = _with_content(_plain(message, but=("turn",)))
-        found.setdefault(message["turn"], []).append({**made, "tool_calls": calls.get(number, [])})
-    return found
+        message_read = _with_content(_plain(message, but=("turn",)))
+        messages.setdefault(message["turn"], []).append({**message_read, "tool_calls": calls.get(number, [])})
+    return messages
 
 
 def _plain(struct: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -217,10 +217,10 @@ def _plain(struct: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> dict[str,
     }
 
 
-def _with_content(made: dict[str, Any]) -> dict[str, Any]:
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     """Put the text, or the parts, of a message or a tool's result in the place of its two columns."""
-    text, parts = made.pop("text"), made.pop("parts")
-    return {**made, "content": text if parts is None else read_json(parts)}
+    text, parts = message.pop("text"), message.pop("parts")
+    return {**message, "content": text if parts is None else read_json(parts)}
 
 
 def _floats(values: Any) -> Floats | None:

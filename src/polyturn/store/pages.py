@@ -68,12 +68,12 @@ def sum_pages(file: BinaryIO, column: Any) -> PageSums:
 
 def _read_struct(stream: io.BytesIO, *, depth: int) -> dict[int, Any]:
     """Return the numbers and structs of a struct by the ids of their fields."""
-    found: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     field = 0
     while byte := stream.read(1)[0]:
         field = field + (byte >> 4) if byte >> 4 else _number(stream)
-        found[field] = _read_value(stream, byte & 15, depth=depth)
-    return found
+        values[field] = _read_value(stream, byte & 15, depth=depth)
+    return values
 
 
 def _read_value(stream: io.BytesIO, kind: int, *, depth: int) -> Any:

@@ -175,8 +175,8 @@ def write_rows(path: Path, rows: Iterable[StoredTrajectory]) -> None:
 
 def list_parts(folder: Path) -> list[Path]:
     """Return the parts of a store in the order they were written."""
-    found = [p for p in folder.glob("part-*.parquet") if p.stem.removeprefix("part-").isdecimal()]
-    return sorted(found, key=part_number)
+    parts = [p for p in folder.glob("part-*.parquet") if p.stem.removeprefix("part-").isdecimal()]
+    return sorted(parts, key=part_number)
 
 
 def part_number(path: Path) -> int:

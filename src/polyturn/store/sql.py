@@ -52,9 +52,9 @@ def run_query(
     if importlib.util.find_spec("duckdb") is None:
         raise ConfigError("conditions need DuckDB; pip install 'polyturn[view]', or filter table() yourself")
     head = json.dumps({"query": query, "max_bytes": max_bytes}).encode() + b"\n"
-    given = io.BytesIO(head)
-    given.seek(0, os.SEEK_END)
-    with pa.ipc.new_stream(given, table.schema) as writer:
+    sent = io.BytesIO(head)
+    sent.seek(0, os.SEEK_END)
+    with pa.ipc.new_stream(sent, table.schema) as writer:
         writer.write_table(table)
     environment = {
         "PATH": os.environ.get("PATH", ""),
@@ -74,7 +74,7 @@ def run_query(
         if stop is not None:
             threading.Thread(target=_kill_when, args=(stop, child), name="polyturn-query", daemon=True).start()
         try:
-            out, errors = child.communicate(given.getvalue(), timeout=timeout_s)
+            out, errors = child.communicate(sent.getvalue(), timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise DataError(f"the condition or query took longer than {timeout_s:g} s; ask for less") from None
         finally:
@@ -82,9 +82,9 @@ def run_query(
     if stop is not None and stop.is_set():
         raise DataError("the query was stopped: its caller is gone")
     if child.returncode:
-        said = errors.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
         own = [name for name in table.column_names if not name.startswith("__")]
-        raise DataError(f"the condition or query is not valid: {said[-1]}. Columns: {', '.join(own)}")
+        raise DataError(f"the condition or query is not valid: {lines[-1]}. Columns: {', '.join(own)}")
     with pa.ipc.open_stream(out) as stream:
         return stream.read_all()
 

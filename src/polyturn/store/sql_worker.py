@@ -23,25 +23,25 @@ WRONG = 3
 
 def main() -> int:
     """Run the query; return the exit code."""
-    asked = json.loads(sys.stdin.buffer.readline())
+    query = json.loads(sys.stdin.buffer.readline())
     with pa.ipc.open_stream(sys.stdin.buffer) as stream:
         table = stream.read_all()
     with open("/proc/self/statm", encoding="ascii") as file:
-        held = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + asked["max_bytes"], held + asked["max_bytes"]))
+        resident = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (resident + query["max_bytes"], resident + query["max_bytes"]))
     settings = {"enable_external_access": "false", "threads": "2", "temp_directory": "", "lock_configuration": "true"}
     try:
-        with duckdb.connect(config={**settings, "memory_limit": f"{asked['max_bytes'] // 2}B"}) as connection:
+        with duckdb.connect(config={**settings, "memory_limit": f"{query['max_bytes'] // 2}B"}) as connection:
             connection.register("trajectories", table)
-            result = connection.sql(asked["query"])
-            found = (pa.table({}) if result is None else result.to_arrow_table()).combine_chunks()
+            result = connection.sql(query["query"])
+            result_table = (pa.table({}) if result is None else result.to_arrow_table()).combine_chunks()
     except (duckdb.Error, MemoryError) as problem:
         # Whatever part of DuckDB finds no memory says so in its own way.
         if isinstance(problem, MemoryError) or re.search("out of memory|bad.?alloc", str(problem), re.IGNORECASE):
-            return _wrong(f"it takes more than {asked['max_bytes'] >> 20} MiB of memory ({_line(problem)})")
+            return _wrong(f"it takes more than {query['max_bytes'] >> 20} MiB of memory ({_line(problem)})")
         return _wrong(_line(problem))
-    with pa.ipc.new_stream(sys.stdout.buffer, found.schema) as writer:
-        writer.write_table(found)
+    with pa.ipc.new_stream(sys.stdout.buffer, result_table.schema) as writer:
+        writer.write_table(result_table)
     return 0
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from polyturn.core.contained import contained
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
 from polyturn.core.metrics_file import read_metrics
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.store.bounded import BoundedFile
 from polyturn.store.from_rows import UNREADABLE, read_rows
@@ -86,7 +86,7 @@ class Trajectories:
         if isinstance(key, slice):
             return [self[number] for number in range(len(self))[key]]
         if not isinstance(key, int) or not -len(self) <= key < len(self):
-            raise DataError(f"there is no trajectory {shown(key)}; give an id, as 'g5/2', or a number below {len(self)}")
+            raise DataError(f"there is no trajectory {brief(key)}; give an id, as 'g5/2', or a number below {len(self)}")
         row = self._run.table(["id", "step", "split"]).slice(key % len(self), 1).to_pylist()[0]
         return self._run.trajectory(**row)
 
@@ -164,12 +164,12 @@ class StoredRun:
             ConfigError: DuckDB is not installed.
         """
         if not isinstance(condition, str):
-            raise DataError(f"condition is {shown(condition)}; write one over columns of table(): run.filter('reward < 1')")
+            raise DataError(f"condition is {brief(condition)}; write one over columns of table(): run.filter('reward < 1')")
         numbered = self.table().append_column(_AT, pa.array(np.arange(len(self))))
-        found = run_query(numbered, f"select {_AT} from trajectories where ({condition})", stop=stop)
-        if found.column_names != [_AT] or not pa.types.is_integer(found[_AT].type):
+        rows = run_query(numbered, f"select {_AT} from trajectories where ({condition})", stop=stop)
+        if rows.column_names != [_AT] or not pa.types.is_integer(rows[_AT].type):
             raise DataError(f"{condition!r:.200} is no condition over the columns of a trajectory")
-        chosen = np.isin(np.arange(len(self)), found[_AT].drop_null().to_numpy())
+        chosen = np.isin(np.arange(len(self)), rows[_AT].drop_null().to_numpy())
         return self._narrowed(self._table.filter(pa.array(chosen)))
 
     def search(self, text: str, *, is_expression: bool = False, stop: threading.Event | None = None) -> StoredRun:
@@ -187,7 +187,7 @@ class StoredRun:
         query.check()
         names = self._table[_PART].combine_chunks().dictionary_encode()
         which, rows = names.indices.to_numpy(), self._table[_ROW].to_numpy()
-        found = np.ones(len(self), np.bool_)
+        holds_all = np.ones(len(self), np.bool_)
         for pattern in query.patterns:
             holds = np.zeros(len(self), np.bool_)
             for column in ("id", "task_id"):
@@ -195,26 +195,26 @@ class StoredRun:
             for number, part in enumerate(names.dictionary.to_pylist()):
                 mine = which == number
                 holds[mine] |= np.isin(rows[mine], self._search.rows(part, pattern, query))
-            found &= holds
-        return self._narrowed(self._table.filter(pa.array(found)))
+            holds_all &= holds
+        return self._narrowed(self._table.filter(pa.array(holds_all)))
 
     def scan(
-        self, read: Callable[[BoundedFile], T], held: dict[tuple[str, _Stamp], T]
+        self, read: Callable[[BoundedFile], T], cache: dict[tuple[str, _Stamp], T]
     ) -> Iterator[tuple[pa.Table, Rows, T]]:
         """Yield for each part its rows of `table()`, their numbers [N] in the part, and what `read` gives of its file.
 
         Args:
             read: Reads columns that are in no table, such as arrays over tokens.
-            held: Keeps what `read` gave, so that the next time only new parts are read.
+            cache: Keeps what `read` gave, so that the next time only new parts are read.
         """
-        for old in [key for key in held if self._stamps.get(key[0]) != key[1]]:
-            del held[old]
+        for old in [key for key in cache if self._stamps.get(key[0]) != key[1]]:
+            del cache[old]
         for key in self._stamps.items():
-            if key not in held and (value := self._try(key[0], lambda path: read(BoundedFile(path)))) is not None:
-                held[key] = value
-            if key in held:
+            if key not in cache and (value := self._try(key[0], lambda path: read(BoundedFile(path)))) is not None:
+                cache[key] = value
+            if key in cache:
                 table = self._table.filter(pc.equal(self._table[_PART], key[0]))
-                yield table, table[_ROW].to_numpy(), held[key]
+                yield table, table[_ROW].to_numpy(), cache[key]
 
     def sql(self, query: str, *, stop: threading.Event | None = None) -> pa.Table:
         """Run an SQL query over the table `trajectories` (the columns of `table()`) and return its result.
@@ -250,19 +250,19 @@ class StoredRun:
         rows = self._table.filter(self._mask(id=id, step=step, split=split))
         if not rows.num_rows:
             of = "".join(
-                f", {name} {shown(value)}" for name, value in (("step", step), ("split", split)) if value is not None
+                f", {name} {brief(value)}" for name, value in (("step", step), ("split", split)) if value is not None
             )
             known = pc.unique(self._table["id"]).to_pylist()
-            raise DataError(f"no trajectory {shown(id)}{of} is recorded in {self.folder}.{did_you_mean(id, known)}")
+            raise DataError(f"no trajectory {brief(id)}{of} is recorded in {self.folder}.{did_you_mean(id, known)}")
         last = rows.slice(rows.num_rows - 1)
         part = last[_PART][0].as_py()
-        found = self._read_rows(part, [last[_ROW][0].as_py()])
-        if not found:
+        records = self._read_rows(part, [last[_ROW][0].as_py()])
+        if not records:
             row = f"{part}, row {last[_ROW][0].as_py()}"
-            place = row if row in self.problems else part
-            where = self.folder / FOLDER / place
-            raise DataError(f"the trajectory {id!r} is in {where}, which cannot be read: {self.problems.get(place)}")
-        return found[0]
+            source = row if row in self.problems else part
+            where = self.folder / FOLDER / source
+            raise DataError(f"the trajectory {id!r} is in {where}, which cannot be read: {self.problems.get(source)}")
+        return records[0]
 
     def records(self) -> Iterator[StoredTrajectory]:
         """Yield every trajectory with its place in the run, part by part."""
@@ -279,7 +279,7 @@ class StoredRun:
     def metrics(self) -> RowTable:
         """One row a step, evaluations included; empty where the run wrote none."""
         path = self.folder / "metrics.jsonl"
-        return RowTable(read_metrics(path) if path.exists() else (), shown=SHOWN_METRICS)
+        return RowTable(read_metrics(path) if path.exists() else (), columns=SHOWN_METRICS)
 
     def _repr_html_(self) -> str:
         rows = [{name: row[name] for name in SHOWN_COLUMNS} for row in self._table.slice(max(0, len(self) - 8)).to_pylist()]
@@ -358,13 +358,13 @@ class StoredRun:
         key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
         now = StoredRun(self.folder)
         places = {tuple(row[name] for name in KEY): row for row in now._table.to_pylist()}
-        here = [place for row in rows if (place := places.get(key_of[row])) is not None and place[_PART] != part]
-        return [record for place in here for record in now._read_rows(place[_PART], [place[_ROW]])]
+        here = [location for row in rows if (location := places.get(key_of[row])) is not None and location[_PART] != part]
+        return [record for location in here for record in now._read_rows(location[_PART], [location[_ROW]])]
 
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
         try:
-            place = contained(self.folder, f"{FOLDER}/{name}")
-            return None if place is None else read(place)  # None: joined with others since it was listed
+            path = contained(self.folder, f"{FOLDER}/{name}")
+            return None if path is None else read(path)  # None: joined with others since it was listed
         except FileNotFoundError:
             return None
         except UNREADABLE as problem:

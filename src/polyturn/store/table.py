@@ -20,10 +20,10 @@ MAX_ROWS = 20
 class RowTable(list[dict[str, Any]]):
     """Rows as dicts, and which of their columns are shown."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, shown: Sequence[str] = ()) -> None:
-        """Take rows; of the columns `shown` are shown where any row has them, or all where none is named."""
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, columns: Sequence[str] = ()) -> None:
+        """Take rows; of the columns `columns` are shown where any row has them, or all where none is named."""
         super().__init__(dict(row) for row in rows)
-        self._shown = tuple(shown)
+        self._shown = tuple(columns)
 
     @property
     def columns(self) -> list[str]:
@@ -41,7 +41,7 @@ class RowTable(list[dict[str, Any]]):
                 raise DataError(f"there is no column {key!r}.{did_you_mean(key, self.columns)}")
             return [row.get(key) for row in self]
         if isinstance(key, slice):
-            return RowTable(super().__getitem__(key), shown=self._shown)
+            return RowTable(super().__getitem__(key), columns=self._shown)
         return super().__getitem__(key)
 
     def to_pandas(self) -> Any:

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from polyturn.core.errors import DataError, one_line
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.store.bounded import BoundedFile
 
 MAX_PATTERN = 500
@@ -59,7 +59,7 @@ class TextQuery:
             DataError: it is too long, or no expression.
         """
         if not isinstance(self.text, str):
-            raise DataError(f"what is searched for is {shown(self.text)}; write words: run.search('lamp chair')")
+            raise DataError(f"what is searched for is {brief(self.text)}; write words: run.search('lamp chair')")
         if len(self.text) > MAX_PATTERN:
             raise DataError(f"what is searched for has {len(self.text)} characters, and at most {MAX_PATTERN} are taken")
         for pattern in self.patterns:
@@ -74,15 +74,15 @@ class TextQuery:
         Raises:
             DataError: it took too long, or its caller is gone.
         """
-        found = []
+        matching = []
         for start in range(0, len(texts), _PIECE):
             if self.stop is not None and self.stop.is_set():
                 raise DataError("the search was stopped: its caller is gone")
             if time.monotonic() > self.until:
                 raise DataError(f"the search took longer than {TIMEOUT_S:g} s; look for less, or narrow the table first")
             piece = pc.match_substring_regex(texts.slice(start, _PIECE), pattern, ignore_case=True)
-            found.append(pc.fill_null(piece, False).to_numpy(zero_copy_only=False))
-        return np.concatenate([*found, np.empty(0, np.bool_)])
+            matching.append(pc.fill_null(piece, False).to_numpy(zero_copy_only=False))
+        return np.concatenate([*matching, np.empty(0, np.bool_)])
 
 
 class _Texts(NamedTuple):
@@ -109,7 +109,7 @@ class TextSearch:
         """Forget all parts but these."""
         known = set(parts)
         with self._lock:
-            self._held = {name: held for name, held in self._held.items() if name in known}
+            self._held = {name: cached for name, cached in self._held.items() if name in known}
 
     def rows(self, part: str, pattern: str, query: TextQuery) -> NDArray[np.int64]:
         """Return the rows of a part that have a text that matches; none where it cannot be read.
@@ -117,12 +117,12 @@ class TextSearch:
         Raises:
             DataError: the search took too long.
         """
-        found = [np.empty(0, np.int64)]
+        rows_of_parts = [np.empty(0, np.int64)]
         for texts in self._texts(part):
             hits = query.matches(texts.distinct, pattern)
             if hits.any():
-                found.append(texts.row[hits[texts.which]])
-        return np.unique(np.concatenate(found))
+                rows_of_parts.append(texts.row[hits[texts.which]])
+        return np.unique(np.concatenate(rows_of_parts))
 
     def _texts(self, part: str) -> list[_Texts]:
         with self._lock:

@@ -88,8 +88,8 @@ def _add_nested(nested: Mapping[str, _Nested], trajectory: Trajectory) -> None:
         )
         for medium in segment.media:
             nested["media"].add(segment=number, kind=medium.kind, source=as_json(medium.source))
-        for place, span in enumerate(segment.spans):
-            at[number, place] = len(at)
+        for index, span in enumerate(segment.spans):
+            at[number, index] = len(at)
             has = {"has_logprobs": span.logprobs is not None, "has_weights": span.weights is not None}
             nested["spans"].add(span, segment=number, length=len(span), **has)
     count = 0

@@ -74,11 +74,11 @@ def scripted_context(
 
     def answer(request: GenerateRequest) -> Any:
         if callable(says):
-            said = says(request)
+            texts = says(request)
         else:
             index = spoken[request.session_id] = spoken.get(request.session_id, -1) + 1
-            said = says[min(index, len(says) - 1)]
-        return said if isinstance(said, Exception) else turn_ids(said)
+            texts = says[min(index, len(says) - 1)]
+        return texts if isinstance(texts, Exception) else turn_ids(texts)
 
     return RolloutContext(
         engine=ScriptedEngine(answer, latency_s=latency_s),

@@ -105,8 +105,8 @@ def tiny(name: str = "", folder: Path | str | None = None, *, turn_tokens: int =
         from huggingface_hub import cached_assets_path
 
         facts = json.dumps([fields, _SMALL, turn_tokens, seed, _read("merges.txt"), _read(_template(fields))])
-        made = f"{name.rpartition('/')[2]}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
-        folder = cached_assets_path(library_name="polyturn", namespace="tiny", subfolder=made) / "model"
+        folder_name = f"{name.rpartition('/')[2]}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+        folder = cached_assets_path(library_name="polyturn", namespace="tiny", subfolder=folder_name) / "model"
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         tokenizer = published_tokenizer(name)

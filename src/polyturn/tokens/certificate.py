@@ -131,13 +131,13 @@ def _try_all(
     seed: int,
 ) -> None:
     """Grow a dialogue of every kind that the template can render, and count in `tally` what came of each."""
-    shown = (tuple(tools) or (PROBE_TOOL,)) if properties.renders_results else ()
-    kinds = [k for k in KINDS if shown or k not in TOOL_KINDS]
+    offered = (tuple(tools) or (PROBE_TOOL,)) if properties.renders_results else ()
+    kinds = [k for k in KINDS if offered or k not in TOOL_KINDS]
     if codec.read_words:
         kinds.append(READ_WORDS)
-    function = shown[0].get("function", shown[0]) if shown else {}
+    function = offered[0].get("function", offered[0]) if offered else {}
     encoders = {
-        True: DeltaEncoder(codec, tools=shown if properties.renders_tools else ()),
+        True: DeltaEncoder(codec, tools=offered if properties.renders_tools else ()),
         False: DeltaEncoder(codec, tools=tools if properties.renders_tools else ()),
     }
     for trial in trials(
@@ -196,19 +196,19 @@ def _as_text(answer: Sequence[Message], written: str, before: Sequence[Message],
     """
     codec, hidden = encoder.codec, list[str]()
 
-    def word(found: str) -> str:
-        hidden.append(found)
+    def word(hidden_word: str) -> str:
+        hidden.append(hidden_word)
         return f"Zq{len(hidden)}hiddenZ"
 
     def hide(text: str) -> str:
         return codec.replace_control(text, word, barred=codec.control_tokens)
 
-    shown = [replace(m, content=hide(m.text), name=None if m.name is None else hide(m.name)) for m in answer]
+    messages_hidden = [replace(m, content=hide(m.text), name=None if m.name is None else hide(m.name)) for m in answer]
     if not hidden:
         return codec.decode(codec.encode_pieces([(written, False)], last_id=encoder.inside_text))
-    text = codec.decode(encoder.extend(shown, last_id=None, history=before))
-    for number, found in enumerate(hidden, start=1):
-        text = text.replace(f"Zq{number}hiddenZ", found)
+    text = codec.decode(encoder.extend(messages_hidden, last_id=None, history=before))
+    for number, hidden_word in enumerate(hidden, start=1):
+        text = text.replace(f"Zq{number}hiddenZ", hidden_word)
     return text
 
 

@@ -36,13 +36,13 @@ def find_delimiters(codec: _ControlRenderer) -> frozenset[int]:
     """Return the tokens that the template writes around messages and media, without the tags inside a turn."""
     known = set(codec.control_tokens.values())
     user, system = Message(role="user", content="Hi"), Message(role="system", content="Be brief.")
-    found = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
+    delimiters = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
     for messages in ([user], [system, user], *_with_turns(user)):
-        found |= {s.id for s in _spans(codec, messages) if not _is_tag(codec.control_tokens[s.id], known)}
+        delimiters |= {s.id for s in _spans(codec, messages) if not _is_tag(codec.control_tokens[s.id], known)}
     for part in _MEDIA:
         showing = Message(role="user", content=({"type": "text", "text": "Hi"}, part))
-        found |= {s.id for s in _spans(codec, [showing], opened=(False,))}
-    return frozenset(found)
+        delimiters |= {s.id for s in _spans(codec, [showing], opened=(False,))}
+    return frozenset(delimiters)
 
 
 def find_call_tags(codec: _ControlRenderer) -> frozenset[int]:

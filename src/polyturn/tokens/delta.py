@@ -283,14 +283,14 @@ class DeltaEncoder:
                     f"the chat template leaves out what a {message.role} message says, so the model would never read it; "
                     f"use a template that renders {message.role} messages"
                 )
-        found, frame = outline(new, text), None
+        text_outline, frame = outline(new, text), None
         # A template may write the schemas behind an assistant's turn, such as before the last user's.
-        tools = self._changed_tools(lambda said, origin: said + "x")
+        tools = self._changed_tools(lambda original, origin: original + "x")
         repeats_tools = tools != self.tools and self._render_delta(new, past, tools=tools) != self._render_delta(new, past)
-        if found is not None and not repeats_tools:
-            control = tuple(self.codec.control_in(self.codec.encode("".join(found.literals))).tolist())
+        if text_outline is not None and not repeats_tools:
+            control = tuple(self.codec.control_in(self.codec.encode("".join(text_outline.literals))).tolist())
             tried = [(trial, self._render_delta(trial, past)) for trial in trials(new)]
-            frame = find_frame(found, tried, control=control)
+            frame = find_frame(text_outline, tried, control=control)
         self._frames[key] = frame
         return frame
 
@@ -298,8 +298,8 @@ class DeltaEncoder:
         """Return whether one of `new` has a name, or a word in its content, that the template may look for."""
         if any(m.name in self.codec.literals for m in new):
             return True
-        said = [m.text.casefold() for m in new]  # a template may look for it in small letters
-        return any(word.casefold() in text for word in self.codec.read_words for text in said)
+        lowered = [m.text.casefold() for m in new]  # a template may look for it in small letters
+        return any(word.casefold() in text for word in self.codec.read_words for text in lowered)
 
     @functools.cached_property
     def inside_text(self) -> int:
@@ -382,5 +382,5 @@ class DeltaEncoder:
         ]
         prefixes = [[*start, *round_], start] if past.results else [start]
         for prefix in (*prefixes, [_USER]):
-            for made in (tuple(calls), tuple(calls[:1])):
-                yield [*prefix, Message(role="assistant", content=anchor, tool_calls=made)]
+            for calls_tried in (tuple(calls), tuple(calls[:1])):
+                yield [*prefix, Message(role="assistant", content=anchor, tool_calls=calls_tried)]

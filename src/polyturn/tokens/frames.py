@@ -79,16 +79,18 @@ def outline(new: Sequence[Message], text: str) -> Outline | None:
     return Outline(tuple(pieces[0::3]), slots)
 
 
-def find_frame(found: Outline, tried: Sequence[tuple[Sequence[Message], str]], *, control: tuple[int, ...]) -> Frame | None:
+def find_frame(
+    text_outline: Outline, tried: Sequence[tuple[Sequence[Message], str]], *, control: tuple[int, ...]
+) -> Frame | None:
     """Return the frame of an outline; None if the template treats contents in a way of its own.
 
     Args:
-        found: The outline.
+        text_outline: The outline.
         tried: Messages of its shape (`trials`), and what the template writes for them.
         control: The control tokens of the template text.
     """
     for spelling in _spellings({m.role for m in tried[0][0]}):
-        frame = Frame(*found, control, spelling)
+        frame = Frame(*text_outline, control, spelling)
         if all(frame.fill(new) == text for new, text in tried):
             return frame
     return None

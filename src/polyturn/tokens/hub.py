@@ -36,12 +36,12 @@ def only_cached(name: str, *, revision: str | None = None) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = [try_to_load_from_cache(name, file, revision=revision) for file in _FILES]
+        paths = [try_to_load_from_cache(name, file, revision=revision) for file in _FILES]
     except HFValidationError as problem:
         raise ConfigError(
             f"{name!r} is no folder here, and no name on the hub either; give a folder, or owner/name"
         ) from problem
-    is_cached = any(isinstance(path, str) for path in found)
+    is_cached = any(isinstance(path, str) for path in paths)
     if constants.HF_HUB_OFFLINE:
         if is_cached:
             return True

@@ -35,22 +35,22 @@ def template_markers(template: str) -> tuple[str, ...]:
     Raises:
         TemplateError: the template is not valid Jinja.
     """
-    found: dict[str, None] = {}
+    markers: dict[str, None] = {}
     spoken: set[str] = set()
     for literal in _literals(template):
-        found.update(dict.fromkeys(_PIPED.findall(literal)))
+        markers.update(dict.fromkeys(_PIPED.findall(literal)))
         tags = _BARE.findall(literal)
         spoken.update(tags)
         if len(_BARE.sub(" ", _PIPED.sub(" ", literal)).split()) <= _MAX_FRAME_WORDS:
-            found.update(dict.fromkeys(tags))
+            markers.update(dict.fromkeys(tags))
     for text in _renders(template):
-        found.update(dict.fromkeys(_PIPED.findall(text)))
-        found.update(dict.fromkeys(_BARE.findall(text)))
-    for tag in list(found):  # a tag that frames something has a partner, which some templates only test for
+        markers.update(dict.fromkeys(_PIPED.findall(text)))
+        markers.update(dict.fromkeys(_BARE.findall(text)))
+    for tag in list(markers):  # a tag that frames something has a partner, which some templates only test for
         partner = tag.replace("</", "<", 1) if tag.startswith("</") else tag.replace("<", "</", 1)
         if partner in spoken:
-            found[partner] = None
-    return tuple(found)
+            markers[partner] = None
+    return tuple(markers)
 
 
 def add_template_markers(
@@ -101,12 +101,12 @@ def names_read(template: str) -> frozenset[str]:
     Raises:
         TemplateError: the template is not valid Jinja.
     """
-    found, before = set[str](), ""
+    names, before = set[str](), ""
     for kind, value in _lexed(template):
         if kind == "name" and before == ".":
-            found.add(value)
+            names.add(value)
         before = value
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _literals(template: str) -> Iterator[str]:

@@ -148,19 +148,19 @@ class MediaProcessor:
             DataError: the processor has no part for it, cannot read it, or fails on it.
         """
         with self._lock:
-            found = self._cache.get(medium)
-            if found is not None:
+            cached = self._cache.get(medium)
+            if cached is not None:
                 self._cache.move_to_end(medium)
-                return found
+                return cached
         self.check([medium], where="a message")
-        made = self._process(medium)  # without the lock, for it may take seconds; what two make at once is the same
+        expansion = self._process(medium)  # without the lock, for it may take seconds; what two make at once is the same
         with self._lock:
-            if medium not in self._cache and made.num_bytes <= self._max_cached_bytes:
-                self._cache[medium] = made
-                self._cached_bytes += made.num_bytes
+            if medium not in self._cache and expansion.num_bytes <= self._max_cached_bytes:
+                self._cache[medium] = expansion
+                self._cached_bytes += expansion.num_bytes
                 while self._cached_bytes > self._max_cached_bytes:
                     self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
-        return made
+        return expansion
 
     async def prepare(self, messages: Sequence[Message]) -> None:
         """Process the media of messages in a thread, so that the event loop need not do it when they are encoded.

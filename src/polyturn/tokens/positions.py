@@ -66,9 +66,9 @@ class MediaRows:
             DataError: a medium cannot be processed.
         """
         types = self.media.types(ids)
-        shown = media[: self.media.shown(ids, media)]
-        inputs = self.media.inputs(shown)
-        if self._rope_index is None or not shown:
+        media_in_row = media[: self.media.shown(ids, media)]
+        inputs = self.media.inputs(media_in_row)
+        if self._rope_index is None or not media_in_row:
             return RowInputs(positions=None, offset=0, inputs=inputs, types=types)
         positions, offset = self._mrope(ids, types, inputs)
         return RowInputs(positions=positions, offset=offset, inputs=inputs, types=types)
@@ -84,20 +84,20 @@ class MediaRows:
         """
         import torch
 
-        made = [self.row(ids, media) for ids, media in rows]
+        rows_made = [self.row(ids, media) for ids, media in rows]
         out: dict[str, Any] = {"position_ids": torch.arange(width)[None]}
-        if any(row.positions is not None for row in made):
-            positions_3BT = np.tile(np.arange(width), (3, len(made), 1))
-            for b, row in enumerate(made):
+        if any(row.positions is not None for row in rows_made):
+            positions_3BT = np.tile(np.arange(width), (3, len(rows_made), 1))
+            for b, row in enumerate(rows_made):
                 if row.positions is not None:
                     positions_3BT[:, b, : row.positions.shape[1]] = row.positions
             out["position_ids"] = torch.from_numpy(positions_3BT)
-        types_BT = np.zeros((len(made), width), np.int64)
-        for b, row in enumerate(made):
+        types_BT = np.zeros((len(rows_made), width), np.int64)
+        for b, row in enumerate(rows_made):
             types_BT[b, : len(row.types)] = row.types
         out |= {name: torch.from_numpy(types_BT) for name in _TYPE_ARGUMENTS if name in self.takes}
-        for name in dict.fromkeys(name for row in made for name in row.inputs):
-            out[name] = torch.cat([row.inputs[name] for row in made if name in row.inputs])
+        for name in dict.fromkeys(name for row in rows_made for name in row.inputs):
+            out[name] = torch.cat([row.inputs[name] for row in rows_made if name in row.inputs])
         return {name: value.to(device) for name, value in out.items()}
 
     def _mrope(self, ids: Ids, types: NDArray[np.int8], inputs: dict[str, Any]) -> tuple[NDArray[np.int64], int]:
@@ -110,6 +110,6 @@ class MediaRows:
             "attention_mask": torch.ones_like(ids_1T),
             **inputs,
         }
-        given = {name: value for name, value in offered.items() if name in self._rope_takes}
-        positions_31T, offsets = self._rope_index(input_ids=ids_1T, **given)
+        rope_arguments = {name: value for name, value in offered.items() if name in self._rope_takes}
+        positions_31T, offsets = self._rope_index(input_ids=ids_1T, **rope_arguments)
         return positions_31T[:, 0].numpy().astype(np.int64), int(offsets.flatten()[0])

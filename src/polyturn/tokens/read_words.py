@@ -32,10 +32,10 @@ def find_read_words(codec: _TemplateRenderer) -> tuple[str, ...]:
         # No template sees control text in a content (`trust`).
         if literal and len(literal) <= _MAX_CHARS and not codec.has_control(literal):
             words.append(literal)
-    found = set[str]()
+    words_read = set[str]()
     for role in ("user", "tool", "system"):
-        found |= set(_read_by(codec, role, words))
-    return tuple(word for word in words if word in found)
+        words_read |= set(_read_by(codec, role, words))
+    return tuple(word for word in words if word in words_read)
 
 
 def _read_by(codec: _TemplateRenderer, role: str, words: Sequence[str]) -> Iterator[str]:
@@ -54,12 +54,12 @@ def _sayings(word: str) -> tuple[str, ...]:
 def _changes(codec: _TemplateRenderer, role: str, contents: Sequence[str]) -> bool:
     """Return whether the template changes contents beyond the words themselves, compared with neutral words."""
     plain = [f"Zq{number}plainZ" for number in range(len(contents))]
-    shown = codec.template.try_render(_conversation(role, plain), add_generation_prompt=True)
-    if shown is None or any(word not in shown for word in plain):
+    rendered = codec.template.try_render(_conversation(role, plain), add_generation_prompt=True)
+    if rendered is None or any(word not in rendered for word in plain):
         return False
     written = codec.template.try_render(_conversation(role, contents), add_generation_prompt=True)
     for spelling in (SPELLINGS["as it is"], SPELLINGS["as JSON"]):
-        expected = shown
+        expected = rendered
         for word, content in zip(plain, contents, strict=True):
             expected = expected.replace(word, spelling(content))
         if written == expected:

@@ -5,7 +5,7 @@ the class of each difference. It is a metric: it never raises for what it finds 
 does in general is the certificate's business.)
 
     differences(held_ids, encoder.full(messages), codec)  ->  (Difference(kind="reasoning_stripped", block=1,
-                                                                  held="<think>\\n2 and 2…", full="The answer…", …), …)
+                                                                  kept="<think>\\n2 and 2…", full="The answer…", …), …)
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Difference:
     """The same place in the full render."""
     block: int
     """The number of end-of-turn tokens before it."""
-    held: str
+    kept: str
     """The held text there, with a few tokens before and after."""
     full: str
     """The full render's text there."""
 
     def __str__(self) -> str:
-        if self.held == self.full:
+        if self.kept == self.full:
             return (
-                f"{self.kind} at token {self.index}: the text {self.held!r} is the same, in other tokens: the model sampled "
+                f"{self.kind} at token {self.index}: the text {self.kept!r} is the same, in other tokens: the model sampled "
                 "it in pieces that the tokenizer would not choose"
             )
-        return f"{self.kind} at token {self.index}: the episode has {self.held!r}, its template would write {self.full!r}"
+        return f"{self.kind} at token {self.index}: the episode has {self.kept!r}, its template would write {self.full!r}"
 
 
 def check_mode(mode: str) -> str:
@@ -80,8 +80,8 @@ def check(
     incremental_ids: Sequence[int] | Ids, full_ids: Sequence[int] | Ids, codec: Codec, mode: str = "strict"
 ) -> Difference | None:
     """Return the first of `differences` that is more than another end token, else the first, or None."""
-    found = differences(incremental_ids, full_ids, codec, mode)
-    return next((d for d in found if d.kind != "end_token"), found[0] if found else None)
+    differences_found = differences(incremental_ids, full_ids, codec, mode)
+    return next((d for d in differences_found if d.kind != "end_token"), differences_found[0] if differences_found else None)
 
 
 def differences(
@@ -114,50 +114,50 @@ def differences(
     if mode == "disable":
         return ()
     ends = np.array(sorted({*codec.stop_token_ids, *codec.turn_ends.closing}), np.int32)
-    held = _without_ending(ids_array(incremental_ids), ends, codec)
+    kept_ids = _without_ending(ids_array(incremental_ids), ends, codec)
     full = _without_ending(ids_array(full_ids), ends, codec)
-    if np.array_equal(held, full):
+    if np.array_equal(kept_ids, full):
         return ()
-    found = []
-    for a, b, block in _unequal_turns(held, full, ends):
-        kind = _kind_of(held[a], full[b], ends, codec, parser)
-        if mode == "ignore_strippable" and (kind in _STRIPPABLE or _is_space(held[a], full[b], codec)):
+    differences_found = []
+    for a, b, block in _unequal_turns(kept_ids, full, ends):
+        kind = _kind_of(kept_ids[a], full[b], ends, codec, parser)
+        if mode == "ignore_strippable" and (kind in _STRIPPABLE or _is_space(kept_ids[a], full[b], codec)):
             continue
-        offset = _first_difference(held[a], full[b])
+        offset = _first_difference(kept_ids[a], full[b])
         i, j = a.start + offset, b.start + offset
-        found.append(
+        differences_found.append(
             Difference(
                 kind=kind,
                 index=i,
                 full_index=j,
                 block=block,
-                held=codec.decode(held[max(i - _CONTEXT, 0) : i + _CONTEXT]),
+                kept=codec.decode(kept_ids[max(i - _CONTEXT, 0) : i + _CONTEXT]),
                 full=codec.decode(full[max(j - _CONTEXT, 0) : j + _CONTEXT]),
             )
         )
-    return tuple(found)
+    return tuple(differences_found)
 
 
-def refused(problem: TemplateError, held: Sequence[int] | Ids, codec: Codec) -> Difference:
+def refused(problem: TemplateError, ids: Sequence[int] | Ids, codec: Codec) -> Difference:
     """Return the difference to report where the template refuses to render the whole conversation."""
-    text = codec.decode(ids_array(held)[-2 * _CONTEXT :])
-    return Difference(kind="other", index=0, full_index=0, block=0, held=text, full=one_line(problem))
+    text = codec.decode(ids_array(ids)[-2 * _CONTEXT :])
+    return Difference(kind="other", index=0, full_index=0, block=0, kept=text, full=one_line(problem))
 
 
-def classify(held: str, full: str, codec: Codec, parser: ToolCallParser | None = None) -> str:
+def classify(text: str, full: str, codec: Codec, parser: ToolCallParser | None = None) -> str:
     """Say how the text of a turn differs from the template's text of it: one of `KINDS`."""
-    if held == full:
+    if text == full:
         return "merge"
-    if _squeeze(held) == _squeeze(full):
+    if _squeeze(text) == _squeeze(full):
         return "whitespace"
     prompt = codec.generation_prompt
-    if prompt and not codec.opens_as_prompted and (prompt in held) != (prompt in full):
+    if prompt and not codec.opens_as_prompted and (prompt in text) != (prompt in full):
         return "generation_prompt"
     # A generation prompt may open the reasoning that a history leaves out, so both are compared without theirs first.
-    answers = _without_reasoning(held), _without_reasoning(full)
+    answers = _without_reasoning(text), _without_reasoning(full)
     if _squeeze(answers[0]) == _squeeze(answers[1]):
         return "reasoning_stripped"
-    for ours, theirs, opened in ((held, full, prompt), (*answers, _without_reasoning(prompt))):
+    for ours, theirs, opened in ((text, full, prompt), (*answers, _without_reasoning(prompt))):
         if opened:
             ours, theirs = ours.rpartition(opened)[2], theirs.rpartition(opened)[2]
         if _squeeze(_without_reasoning(ours)) == _squeeze(_without_reasoning(theirs)):
@@ -174,9 +174,9 @@ def _detected(codec: Codec) -> ToolCallParser:
     return build_parser(codec)
 
 
-def _read_alike(held: str, full: str, parser: ToolCallParser) -> str | None:
+def _read_alike(text: str, full: str, parser: ToolCallParser) -> str | None:
     """Return the difference of two texts that a parser reads as the same calls and content; None if it reads them apart."""
-    a, b = parser.parse(held), parser.parse(full)
+    a, b = parser.parse(text), parser.parse(full)
     same_calls = [(c.name, c.arguments) for c in a.tool_calls] == [(c.name, c.arguments) for c in b.tool_calls]
     if not same_calls or _squeeze(a.content) != _squeeze(b.content):
         return None
@@ -185,16 +185,16 @@ def _read_alike(held: str, full: str, parser: ToolCallParser) -> str | None:
     return "tool_call_json" if a.tool_calls else None
 
 
-def _kind_of(held: Ids, full: Ids, ends: Ids, codec: Codec, parser: ToolCallParser | None) -> str:
+def _kind_of(ids: Ids, full: Ids, ends: Ids, codec: Codec, parser: ToolCallParser | None) -> str:
     """Say how the ids of a turn differ."""
-    a, b = held[: _body(held, ends)], full[: _body(full, ends)]
+    a, b = ids[: _body(ids, ends)], full[: _body(full, ends)]
     if np.array_equal(a, b):
         return "end_token"
     return classify(codec.decode(a), codec.decode(b), codec, parser)
 
 
-def _is_space(held: Ids, full: Ids, codec: Codec) -> bool:
-    return _squeeze(codec.decode(held)) == _squeeze(codec.decode(full))
+def _is_space(ids: Ids, full: Ids, codec: Codec) -> bool:
+    return _squeeze(codec.decode(ids)) == _squeeze(codec.decode(full))
 
 
 def _without_reasoning(text: str) -> str:
@@ -205,11 +205,11 @@ def _squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def _unequal_turns(held: Ids, full: Ids, ends: Ids) -> Iterator[tuple[slice, slice, int]]:
+def _unequal_turns(ids: Ids, full: Ids, ends: Ids) -> Iterator[tuple[slice, slice, int]]:
     """Yield the turns of both that differ, and their number; turns that one side lacks come with their neighbours."""
-    ours, theirs = _blocks(held, ends), _blocks(full, ends)
+    ours, theirs = _blocks(ids, ends), _blocks(full, ends)
     matcher = difflib.SequenceMatcher(
-        None, [held[s].tobytes() for s in ours], [full[s].tobytes() for s in theirs], autojunk=False
+        None, [ids[s].tobytes() for s in ours], [full[s].tobytes() for s in theirs], autojunk=False
     )
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
         if tag == "equal":
@@ -217,7 +217,7 @@ def _unequal_turns(held: Ids, full: Ids, ends: Ids) -> Iterator[tuple[slice, sli
         if a_end - a == b_end - b:
             yield from zip(ours[a:a_end], theirs[b:b_end], range(a, a_end), strict=True)
         else:
-            yield _joined(ours, a, a_end, len(held)), _joined(theirs, b, b_end, len(full)), a
+            yield _joined(ours, a, a_end, len(ids)), _joined(theirs, b, b_end, len(full)), a
 
 
 def _joined(blocks: Sequence[slice], first: int, end: int, length: int) -> slice:

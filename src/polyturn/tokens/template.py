@@ -113,8 +113,8 @@ class ChatTemplate:
     def _takes_only_parts(self) -> bool:
         """Whether the template shows a text that is a part, and none that is a content."""
 
-        said = [Message(role="user", content="Zq0textZ")]
-        plain, parts = (self.try_render(said, form=_Form(only_parts=only)) or "" for only in (False, True))
+        messages = [Message(role="user", content="Zq0textZ")]
+        plain, parts = (self.try_render(messages, form=_Form(only_parts=only)) or "" for only in (False, True))
         return "Zq0textZ" not in plain and "Zq0textZ" in parts
 
     @functools.cached_property
@@ -139,16 +139,16 @@ class ChatTemplate:
             turn = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=(call,))
             return self.try_render([_USER, turn, *after], form=form._replace(only_parts=self._takes_only_parts))
 
-        found = _Form()
+        form_found = _Form()
         # Behind a result first, as calls stand in a history; a template that renders none is asked without.
         for after, form in itertools.product(((result,), ()), _FORMS):
             written = text(form, "", None, *after)
             if written is not None and "'key'" not in written:  # that is how Python writes a dict, not how a model does
-                found = form
+                form_found = form
                 break
         both = ("Zq0textZ", "Zq0thoughtZ", result)
-        joined = found._replace(joined_reasoning=True)
-        return joined if text(found, *both) is None and text(joined, *both) is not None else found
+        joined = form_found._replace(joined_reasoning=True)
+        return joined if text(form_found, *both) is None and text(joined, *both) is not None else form_found
 
     def _form_of(self, messages: Sequence[Message]) -> _Form:
         """Return the form that this template wants these messages in."""
@@ -189,8 +189,8 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
         out["content"] = "".join(str(p.get("text", "")) for p in parts) if is_text else parts
     broken = [c for c in message.tool_calls if c.error is not None and c.raw]
     if broken:
-        said = out["content"] if isinstance(out["content"], str) else message.text
-        out["content"] = "\n".join([t for t in (said, *(c.raw for c in broken)) if t])
+        text = out["content"] if isinstance(out["content"], str) else message.text
+        out["content"] = "\n".join([t for t in (text, *(c.raw for c in broken)) if t])
         out["tool_calls"] = [
             call for call, c in zip(out["tool_calls"], message.tool_calls, strict=True) if c.error is None or not c.raw
         ]

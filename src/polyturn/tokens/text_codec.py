@@ -127,7 +127,7 @@ def write_turn(message: dict[str, Any], *, is_complete: bool) -> Ids:
 def _assistant(text: str, *, answered: int, number: int) -> dict[str, Any]:
     text = _THOUGHT.sub("", text)
     calls: list[dict[str, Any]] = []
-    said, bodies = _without_calls(text)
+    without_calls, bodies = _without_calls(text)
     for body in bodies:
         try:
             call = json.loads(body)
@@ -137,14 +137,14 @@ def _assistant(text: str, *, answered: int, number: int) -> dict[str, Any]:
         calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})
     if not calls or len(calls) != len(bodies) or len(calls) != answered:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": said or None, "tool_calls": calls}
+    return {"role": "assistant", "content": without_calls or None, "tool_calls": calls}
 
 
 def _without_calls(text: str) -> tuple[str, list[str]]:
     """Return a text without its calls, and the calls; one that is not closed is text, and each text is read once."""
-    said, bodies, at = [], [], 0
+    pieces, bodies, at = [], [], 0
     while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin + len(_OPEN))) >= 0:
-        said.append(text[at:begin].removesuffix("\n"))
+        pieces.append(text[at:begin].removesuffix("\n"))
         bodies.append(text[begin + len(_OPEN) : end])
         at = end + len(_CLOSE)
-    return "".join(said) + text[at:], bodies
+    return "".join(pieces) + text[at:], bodies

@@ -50,8 +50,8 @@ class Trial:
 
     def before(self, turn: int) -> tuple[Message, ...]:
         """Return the messages up to the answer to turn `turn`."""
-        said = (m for t in self.turns[:turn] for m in (t.message, *t.answer))
-        return (*self.prompt, *said, self.turns[turn].message)
+        messages = (m for t in self.turns[:turn] for m in (t.message, *t.answer))
+        return (*self.prompt, *messages, self.turns[turn].message)
 
     def changed(self, change: Callable[[str], str]) -> Trial:
         """Return the trial with `change` applied to all that the environment and the prompt say."""
@@ -61,8 +61,8 @@ class Trial:
                 replace(c, name=change(c.name), arguments={k: change(str(v)) for k, v in c.arguments.items()})
                 for c in m.tool_calls
             )
-            said = m.content if m.role == "assistant" or not isinstance(m.content, str) else change(m.content)
-            return replace(m, content=said, tool_calls=calls, name=None if m.name is None else change(m.name))
+            content = m.content if m.role == "assistant" or not isinstance(m.content, str) else change(m.content)
+            return replace(m, content=content, tool_calls=calls, name=None if m.name is None else change(m.name))
 
         turns = tuple(TrialTurn(message(t.message), tuple(map(message, t.answer))) for t in self.turns)
         return Trial(self.kind, tuple(map(message, self.prompt)), turns)
@@ -140,9 +140,9 @@ def _trial(
             calls = tuple(
                 ToolCall(id=f"call{index:03d}{i:02d}", name=tool_name, arguments={"key": words()}) for i in range(number)
             )
-        said = "" if (calls and draw.random() < 0.5) or (kind == "empty" and draw.random() < 0.5) else words().strip()
+        text = "" if (calls and draw.random() < 0.5) or (kind == "empty" and draw.random() < 0.5) else words().strip()
         reasoning = words().strip() if kind.startswith("reasoning") else None
-        message = Message(role="assistant", content=said, tool_calls=calls, reasoning=reasoning)
+        message = Message(role="assistant", content=text, tool_calls=calls, reasoning=reasoning)
         answer = tuple(Message(role="tool", content=heard(), tool_call_id=c.id, name=c.name) for c in calls)
         turns.append(TrialTurn(message, answer or (Message(role="user", content=heard()),)))
     return Trial(kind, prompt, tuple(turns))

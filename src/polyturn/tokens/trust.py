@@ -114,31 +114,31 @@ class TrustRule:
     def written(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **foreign: Any) -> list[Written]:
         """Return all texts of messages and tools."""
         # Collected by the walk that changes them, so that no text is changed that was not looked at, or the other way round.
-        found: list[Written] = []
+        written_values: list[Written] = []
 
         def note(text: str, origin: Origin) -> str:
-            found.append(Written(text, origin))
+            written_values.append(Written(text, origin))
             return text
 
         for message in messages:
             self.changed(message, note)
         self.changed_tools(tools, note, **foreign)
-        return found
+        return written_values
 
     def changed(self, message: Message, change: Change) -> Message:
         """Return a message with every text in it changed; the message itself where that changes nothing."""
         origin = origin_of(message)
         of_calls = Origin.MODEL if origin is Origin.OWNER else origin  # no owner means the end of a call inside one
 
-        def text(said: str) -> str:
-            return change(said, origin)
+        def text(text_part: str) -> str:
+            return change(text_part, origin)
 
         def call(one: ToolCall) -> ToolCall:
             return replace(
                 one,
                 id=change(one.id, of_calls),
-                name=self._changed_word(one.name, lambda said: change(said, of_calls), known=self._compared),
-                arguments=map_all_strings(one.arguments, lambda said: change(said, of_calls)),
+                name=self._changed_word(one.name, lambda text_part: change(text_part, of_calls), known=self._compared),
+                arguments=map_all_strings(one.arguments, lambda text_part: change(text_part, of_calls)),
                 raw=self._changed_raw(one.raw, change, of_calls),
             )
 
@@ -196,10 +196,10 @@ class TrustRule:
         """Return a part of a content with its texts changed; a medium's source is no text."""
         kind = kind_of(part)
 
-        def value(key: str, given: Any) -> Any:
-            if key == "type" and isinstance(given, str):
-                return self._changed_word(given, text, known=self._compared | _PART_WORDS)
-            return given if kind is not None and key == kind else map_all_strings(given, text)
+        def value(key: str, raw: Any) -> Any:
+            if key == "type" and isinstance(raw, str):
+                return self._changed_word(raw, text, known=self._compared | _PART_WORDS)
+            return raw if kind is not None and key == kind else map_all_strings(raw, text)
 
         return {self._changed_word(str(k), text, known=self._looked_up | _PART_WORDS): value(k, v) for k, v in part.items()}
 
@@ -238,7 +238,7 @@ class Hiding:
     def whole(self, text: str, origin: Origin) -> str:
         """Hide all of a text that may become part of a control token it must not become; a `Change`."""
         if self._rule.hides_whole(text, origin):
-            return _UNESCAPED.sub(lambda found: self._stand_in(found[0]), text)
+            return _UNESCAPED.sub(lambda match: self._stand_in(match[0]), text)
         return self.control(text, origin)
 
     def encode(self, rendered: str, *, last_id: int | None) -> Ids:

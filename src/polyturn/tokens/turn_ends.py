@@ -138,8 +138,8 @@ def behind_anchor(text: str | None, anchor: str) -> str | None:
     """Return the text behind the last `anchor` in `text`; None if there is no anchor."""
     if text is None:
         return None
-    _, found, behind = text.rpartition(anchor)
-    return behind if found else None
+    _, before, behind = text.rpartition(anchor)
+    return behind if before else None
 
 
 def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer) -> int | None:
@@ -166,9 +166,9 @@ def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer
 
 def _closing_of_user(codec: Renderer) -> int | None:
     """Return the token that closes a user's message, whatever follows; None if none does."""
-    said = Message(role="user", content=ANCHOR)
-    alone = behind_anchor(codec.template.try_render([said]), ANCHOR)
-    opened = behind_anchor(codec.template.try_render([said], add_generation_prompt=True), ANCHOR)
+    messages = Message(role="user", content=ANCHOR)
+    alone = behind_anchor(codec.template.try_render([messages]), ANCHOR)
+    opened = behind_anchor(codec.template.try_render([messages], add_generation_prompt=True), ANCHOR)
     if alone is None or opened is None:
         return None
     common = common_length(alone, opened)

@@ -64,9 +64,9 @@ class A2ATool(BaseTool):
             ToolError: the agent refused or failed.
             ToolTimeoutError, ToolConnectionError: it was late, or cannot be reached.
         """
-        said: dict[str, Any] = {"text": parameters["message"]} if self._takes_text else {"data": parameters}
+        part: dict[str, Any] = {"text": parameters["message"]} if self._takes_text else {"data": parameters}
         conversation = self._conversations[instance_id]
-        answer = await self.agent.ask(conversation, **said, skill=self.skill, timeout_s=self.timeout)
+        answer = await self.agent.ask(conversation, **part, skill=self.skill, timeout_s=self.timeout)
         if answer.state in ("rejected", "canceled"):
             raise ToolError(f"the agent {answer.state} the task: {answer.text or 'it gave no reason'}")
         needs_more = answer.state == "input_required"
@@ -103,23 +103,23 @@ def choose_skill(card: Any, name: str, *, url: str) -> Any:
     if not name and len(known) == 1:
         return next(iter(known.values()))
     if name not in known:
-        asked = f"has no skill {name!r}" if name else "has several skills, or none; choose with `skill`"
-        raise ConfigError(f"the A2A agent at {url} {asked}.{did_you_mean(name, known)}")
+        reason = f"has no skill {name!r}" if name else "has several skills, or none; choose with `skill`"
+        raise ConfigError(f"the A2A agent at {url} {reason}.{did_you_mean(name, known)}")
     return known[name]
 
 
-def build_a2a_tools(found: type[A2ATool], config: dict[str, Any], tool_schema: Any) -> list[A2ATool]:
+def build_a2a_tools(cls: type[A2ATool], config: dict[str, Any], tool_schema: Any) -> list[A2ATool]:
     """Return the tool of the config's skill, or one for each skill of the agent's card; they share the agent.
 
     Raises:
         ConfigError: the card cannot be had, or has no skill.
     """
     if config.get("skill") or tool_schema is not None:
-        return [found(config, tool_schema)]
+        return [cls(config, tool_schema)]
     agent = agent_of(config)
     skills = list(agent.read_card().skills)
     if not skills:
         raise ConfigError(f"the A2A agent at {agent.url} lists no skill; give the item a tool_schema")
     return [
-        found({**config, "skill": skill.id}, OpenAIFunctionToolSchema.from_a2a_skill(skill), agent=agent) for skill in skills
+        cls({**config, "skill": skill.id}, OpenAIFunctionToolSchema.from_a2a_skill(skill), agent=agent) for skill in skills
     ]

@@ -127,7 +127,7 @@ class A2AAgent:
         _sdk()
         from a2a.utils.errors import A2AError
 
-        asked = conversation.task_id
+        task_id = conversation.task_id
         try:
             async with asyncio.timeout(timeout_s):
                 client = await self._connect()
@@ -141,7 +141,7 @@ class A2AAgent:
         except A2AError as problem:
             if _is_unreachable(problem):
                 raise ToolConnectionError(f"the agent at {self.url} cannot be reached: {self._reason(problem)}") from problem
-            if conversation.task_id == asked:
+            if conversation.task_id == task_id:
                 conversation.task_id = ""  # the next message does not meet what refused this one
             raise ToolError(f"the agent refused: {self._reason(problem)}") from problem
         except (*_UNREADABLE, _parse_error()) as problem:  # whatever the SDK makes of an answer that is none
@@ -230,12 +230,12 @@ class A2AAgent:
         return self._judge(conversation, task)
 
     def _judge(self, conversation: A2AConversation, task: Any) -> A2AAnswer:
-        state, said = state_of(task), task.status.message
+        state, text = state_of(task), task.status.message
         conversation.context_id = task.context_id
         conversation.task_id = task.id if state in _OPEN else ""
         parts = [part for artifact in task.artifacts for part in artifact.parts]
-        parts = [*parts, *said.parts] if state != "completed" or not parts else parts
-        metadata = {**plain(task.metadata), **plain(said.metadata)}
+        parts = [*parts, *text.parts] if state != "completed" or not parts else parts
+        metadata = {**plain(task.metadata), **plain(text.metadata)}
         answer = answer_of(parts, state=state, metadata=metadata)
         if state == "failed":
             raise ToolError(f"the agent failed: {answer.text or 'it gave no reason'}")

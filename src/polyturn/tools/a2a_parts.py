@@ -93,8 +93,8 @@ def answer_of(parts: Any, *, state: str, metadata: Any) -> A2AAnswer:
             images.append(f"data:{part.media_type};base64,{base64.b64encode(part.raw).decode()}")
         else:
             texts.append(_text(part))
-    said = metadata if isinstance(metadata, dict) else plain(metadata)
-    return A2AAnswer(text="\n".join(t for t in texts if t), images=tuple(images), state=state, metadata=said)
+    data = metadata if isinstance(metadata, dict) else plain(metadata)
+    return A2AAnswer(text="\n".join(t for t in texts if t), images=tuple(images), state=state, metadata=data)
 
 
 def _text(part: Any) -> str:

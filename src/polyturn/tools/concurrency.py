@@ -98,14 +98,14 @@ class ConcurrencyLimits:
     @asynccontextmanager
     async def turn(self, tool: str, *, owner: str) -> AsyncIterator[float]:
         """Hold a slot of the tool and of its host; gives the seconds that were waited."""
-        held: list[FairLimit] = []
+        limits: list[FairLimit] = []
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             for limit in self._limits[tool]:  # the host's always last, so that no cycle of waiting can form
                 await limit.acquire(owner)
-                held.append(limit)
+                limits.append(limit)
             yield clock() - began
         finally:
-            for limit in held:
+            for limit in limits:
                 limit.release()

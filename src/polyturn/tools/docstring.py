@@ -29,8 +29,8 @@ def read_docstring(text: str) -> Docstring:
     parameters: dict[str, list[str]] = {}
     section, indent, current = "", 0, ""
     for line in text.splitlines():
-        if found := _SECTION.match(line):
-            section, indent, current = found[1], 0, ""
+        if match := _SECTION.match(line):
+            section, indent, current = match[1], 0, ""
         elif not section:
             head.append(line)
         elif section in ("Args", "Arguments", "Parameters") and line.strip():
@@ -42,4 +42,6 @@ def read_docstring(text: str) -> Docstring:
             elif current:
                 parameters[current].append(line.strip())
     described = {name: " ".join(filter(None, lines)) for name, lines in parameters.items()}
-    return Docstring("\n".join(head).strip(), {name: said for name, said in described.items() if said})
+    return Docstring(
+        "\n".join(head).strip(), {name: text_of_name for name, text_of_name in described.items() if text_of_name}
+    )

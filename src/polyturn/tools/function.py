@@ -97,8 +97,8 @@ class FunctionTool(BaseTool):
         """Call the function with the model's arguments and the row's."""
         if instance_id not in self._given:
             raise LifecycleError(f"tool {self.name!r}: execute for the id {instance_id!r}, which create never returned")
-        said = {k: v for k, v in parameters.items() if k not in self._hidden}
-        arguments = {**said, **self._given[instance_id]}
+        visible = {k: v for k, v in parameters.items() if k not in self._hidden}
+        arguments = {**visible, **self._given[instance_id]}
         if self._is_async:
             return normalize(await self.function(**arguments))
         return normalize(await self.threads.run(functools.partial(self.function, **arguments)))

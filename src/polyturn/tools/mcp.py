@@ -132,8 +132,8 @@ class MCPSearchTool(MCPBaseTool):
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         text, metadata = super()._parse_tool_result(content)
-        found = _count_results(text)
-        return text, {**metadata, "status": "success" if found else "no_results", "total_results": found}
+        counts = _count_results(text)
+        return text, {**metadata, "status": "success" if counts else "no_results", "total_results": counts}
 
 
 def _count_results(text: str) -> int:

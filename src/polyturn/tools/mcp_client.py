@@ -90,8 +90,8 @@ def token_of(settings: Mapping[str, Any]) -> str | None:
     Raises:
         ConfigError: the variable is not set, or both are given.
     """
-    given = {"token": settings.get("auth_token"), "token_env": settings.get("token_env")}
-    return token_from(given, where="the MCP server")
+    secrets = {"token": settings.get("auth_token"), "token_env": settings.get("token_env")}
+    return token_from(secrets, where="the MCP server")
 
 
 def secrets_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.
             return await retried(fetch, again=again, tries=tries, wait_s=START_PAUSE_S)
 
     try:
-        found: list[dict[str, Any]] = in_own_loop(fetch_in_time)
+        tools: list[dict[str, Any]] = in_own_loop(fetch_in_time)
     except ConfigError:
         raise
     except BaseException as problem:
@@ -234,7 +234,7 @@ def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.
             f"Failed to initialize MCP tools after maximum retries: server {name!r}: {reason(problem)}{words.note}; check "
             "its command or url, and that it runs"
         ) from problem
-    return found
+    return tools
 
 
 async def _all_tools(client: Any) -> list[Any]:

@@ -284,14 +284,14 @@ class McpConnection:
                 scope = asyncio.timeout(self._limits.connect_timeout_s)
                 try:
                     async with self._turn(), scope:
-                        made = make_client(
+                        http_client = make_client(
                             self._settings,
                             words=words,
                             max_answer_bytes=self._limits.max_answer_bytes,
                             is_stateful=self._is_own,
                             on_message=self._hear,
                         )
-                        client = await stack.enter_async_context(made)
+                        client = await stack.enter_async_context(http_client)
                 except TimeoutError as problem:
                     late = f"it did not answer the handshake within {self._limits.connect_timeout_s:g} s"
                     raise ConnectionError(late if scope.expired() else reason(problem)) from problem

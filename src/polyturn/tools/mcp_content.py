@@ -22,19 +22,19 @@ def text_of(content: Sequence[Any], structured: Any = None) -> str:
     """
     if not content and structured is not None:
         return json.dumps(structured, ensure_ascii=False)
-    said = [text for block in content if (text := _text(block)) is not None]
-    return (" " if all(block.type == "text" for block in content) else "\n").join(said)
+    texts = [text for block in content if (text := _text(block)) is not None]
+    return (" " if all(block.type == "text" for block in content) else "\n").join(texts)
 
 
 def images_of(content: Sequence[Any]) -> list[str]:
     """Return the images among content blocks, as data URLs."""
-    found = []
+    images = []
     for block in content:
         if block.type == "image":
-            found.append(f"data:{block.mime_type};base64,{block.data}")
+            images.append(f"data:{block.mime_type};base64,{block.data}")
         elif block.type == "resource" and _is_image(block.resource):
-            found.append(f"data:{block.resource.mime_type};base64,{block.resource.blob}")
-    return found
+            images.append(f"data:{block.resource.mime_type};base64,{block.resource.blob}")
+    return images
 
 
 def blocks_of(text: str, images: Sequence[str]) -> list[Any]:

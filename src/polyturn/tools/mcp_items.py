@@ -61,19 +61,19 @@ def read_item(settings: Any, *, where: str) -> McpItem:
     return McpItem(path=path, servers=servers or {}, selected=tuple(selected), prefix=known.get("prefix", False))
 
 
-def build_mcp_tools(entry: PluginEntry, found: Any, *, base: Path | None) -> list[MCPBaseTool]:
+def build_mcp_tools(entry: PluginEntry, cls: Any, *, base: Path | None) -> list[MCPBaseTool]:
     """Make a tool for every selected tool of the item's MCP servers; the tools of a server share it.
 
     Args:
         entry: The item.
-        found: What its `class_name` names.
+        cls: What its `class_name` names.
         base: The folder that paths start from.
 
     Raises:
         ConfigError: the item cannot work, a server cannot be reached, or two tools have one name.
     """
     item = read_item(entry.fields.get("mcp"), where=entry.where)
-    if not isinstance(found, type) or not issubclass(found, MCPBaseTool):
+    if not isinstance(cls, type) or not issubclass(cls, MCPBaseTool):
         raise ConfigError(
             f"{entry.where}: {entry.class_name} must inherit polyturn.tools.mcp.MCPBaseTool to be of type 'mcp'"
         )
@@ -88,7 +88,7 @@ def build_mcp_tools(entry: PluginEntry, found: Any, *, base: Path | None) -> lis
                 continue
             ours = f"{name}_{remote}" if item.prefix else remote
             _check_clash(ours, name, owner, where=entry.where)
-            tool = _construct(found, entry, {**schema, "function": {**schema["function"], "name": ours}})
+            tool = _construct(cls, entry, {**schema, "function": {**schema["function"], "name": ours}})
             tool.connect(server, remote_name=remote)
             tools.append(tool)
     for name in item.selected:
@@ -134,8 +134,8 @@ def _check_clash(ours: str, server: str, owner: dict[str, str], *, where: str) -
     owner[ours] = server
 
 
-def _construct(found: type[MCPBaseTool], entry: PluginEntry, schema: Any) -> MCPBaseTool:
+def _construct(cls: type[MCPBaseTool], entry: PluginEntry, schema: Any) -> MCPBaseTool:
     try:
-        return found(entry.config, read_schema(schema))
+        return cls(entry.config, read_schema(schema))
     except Exception as problem:
         raise ConfigError(f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}") from problem

@@ -69,8 +69,8 @@ class StderrTail:
             hint = "; give auth_token, or a better one" if self.http_status in (401, 403) else ""
             return f" (HTTP {self.http_status}{hint})"
         lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines() if line.strip()]
-        said = hide(" | ".join(lines[-4:]), *self._secrets)[-600:]
-        return f"; its standard error ends: {said}" if said else ""
+        tail = hide(" | ".join(lines[-4:]), *self._secrets)[-600:]
+        return f"; its standard error ends: {tail}" if tail else ""
 
 
 @asynccontextmanager
@@ -163,23 +163,23 @@ async def _skip(stdout: asyncio.StreamReader, num_bytes: int) -> Any:
             chunk = await stdout.readexactly(problem.consumed)
         except asyncio.IncompleteReadError:
             return b""
-    found = _ID_FIRST.match(head) or _ID_LAST.search(tail + rest)
-    if found is None:
+    match = _ID_FIRST.match(head) or _ID_LAST.search(tail + rest)
+    if match is None:
         return b""  # no request to answer, so the connection ends
-    return _error(int(found[1]), f"the answer of {total + len(rest)} bytes is too large; ask for less at once")
+    return _error(int(match[1]), f"the answer of {total + len(rest)} bytes is too large; ask for less at once")
 
 
 def _misshapen(line: bytes, problem: ValueError) -> Any:
     """Return the error that a request is answered with whose answer has a wrong shape; None for a line that answers none."""
     try:
-        told = json.loads(line) if len(line) <= _MAX_READ else None
+        message = json.loads(line) if len(line) <= _MAX_READ else None
     except (ValueError, RecursionError):
         return None
-    if isinstance(told, dict):
-        number = None if "method" in told else told.get("id")
+    if isinstance(message, dict):
+        number = None if "method" in message else message.get("id")
     else:
-        found = _ID_FIRST.match(line[:256]) or _ID_LAST.search(line[-256:])
-        number = None if found is None else int(found[1])
+        match = _ID_FIRST.match(line[:256]) or _ID_LAST.search(line[-256:])
+        number = None if match is None else int(match[1])
     if not isinstance(number, int | str):
         return None
     return _error(number, f"the answer is not what the protocol has for one: {one_line(problem)}")

@@ -63,10 +63,10 @@ def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | No
 
 
 def _checked_class(entry: PluginEntry, *, base: Path | None) -> Any:
-    found = get_tool_class(entry.class_name, base=base)
-    if isinstance(found, type):
-        check_class(found, TOOL, where=entry.where)
-    return found
+    cls = get_tool_class(entry.class_name, base=base)
+    if isinstance(cls, type):
+        check_class(cls, TOOL, where=entry.where)
+    return cls
 
 
 def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
@@ -76,13 +76,13 @@ def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
         MissingModuleError, MissingAttributeError: the path leads nowhere.
         ConfigError: it leads to something else.
     """
-    found = import_attr(cls_name, base=base)
-    if not isinstance(found, type | FunctionTool):
+    cls = import_attr(cls_name, base=base)
+    if not isinstance(cls, type | FunctionTool):
         raise ConfigError(
-            f"class_name {cls_name!r} names a {type(found).__name__}; it must name a tool class, or a function decorated "
+            f"class_name {cls_name!r} names a {type(cls).__name__}; it must name a tool class, or a function decorated "
             "with @polyturn.tool"
         )
-    return found
+    return cls
 
 
 def initialize_tools_from_config(
@@ -129,10 +129,10 @@ def load_function_tools(path: str | Path) -> list[FunctionTool]:
         ConfigError: there is no such file, it cannot be imported, or it has no such function.
     """
     module = import_file(Path(path))
-    found = [v for v in vars(module).values() if isinstance(v, FunctionTool) and v.function.__module__ == module.__name__]
-    if not found:
+    tools = [v for v in vars(module).values() if isinstance(v, FunctionTool) and v.function.__module__ == module.__name__]
+    if not tools:
         raise ConfigError(f"{str(path)!r} has no function decorated as a tool; write @polyturn.tool above one")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tools))
 
 
 def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
@@ -141,41 +141,41 @@ def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
         return list(build_mcp_tools(entry, _checked_class(entry, base=base), base=base))
     if kind != ToolType.NATIVE.value:
         raise ConfigError(f"{entry.where}: the type is {kind!r}.{did_you_mean(str(kind), [t.value for t in ToolType])}")
-    found = _checked_class(entry, base=base)
+    cls = _checked_class(entry, base=base)
     raw_schema = entry.fields.get("tool_schema")
-    if isinstance(found, FunctionTool):
-        return [found if raw_schema is None else FunctionTool(found.function, schema=raw_schema)]
-    if issubclass(found, SandboxTools):
-        return _build_of_sandbox(found, entry, base=base)
-    if issubclass(found, A2ATool):
-        return _build_a2a(found, entry, raw_schema)
-    return [_construct(found, entry, raw_schema, base=base)]
+    if isinstance(cls, FunctionTool):
+        return [cls if raw_schema is None else FunctionTool(cls.function, schema=raw_schema)]
+    if issubclass(cls, SandboxTools):
+        return _build_of_sandbox(cls, entry, base=base)
+    if issubclass(cls, A2ATool):
+        return _build_a2a(cls, entry, raw_schema)
+    return [_construct(cls, entry, raw_schema, base=base)]
 
 
-def _build_a2a(found: type[A2ATool], entry: PluginEntry, raw_schema: Any) -> list[BaseTool]:
+def _build_a2a(cls: type[A2ATool], entry: PluginEntry, raw_schema: Any) -> list[BaseTool]:
     """Make a tool of an agent's skill, or of each of its skills."""
     try:
-        return list(build_a2a_tools(found, entry.config, read_schema(raw_schema)))
+        return list(build_a2a_tools(cls, entry.config, read_schema(raw_schema)))
     except ConfigError as problem:
         raise ConfigError(f"{entry.where}: {problem}") from problem
 
 
-def _build_of_sandbox(found: type[SandboxTools], entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
+def _build_of_sandbox(cls: type[SandboxTools], entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
     """Make the tools that share a sandbox in each episode."""
     if entry.fields.get("tool_schema") is not None:
         raise ConfigError(f"{entry.where}: {entry.class_name} stands for several tools and takes no tool_schema; drop it")
     try:
-        return found.expand(entry.config, base=base)
+        return cls.expand(entry.config, base=base)
     except ConfigError as problem:
         raise ConfigError(f"{entry.where}: {problem}") from problem
 
 
-def _construct(found: Any, entry: PluginEntry, raw_schema: Any, *, base: Path | None) -> BaseTool:
+def _construct(cls: Any, entry: PluginEntry, raw_schema: Any, *, base: Path | None) -> BaseTool:
     config = entry.config
-    if issubclass(found, BaseTool) and found.base_key is not None:
-        config = {found.base_key: str(base or Path()), **config}
+    if issubclass(cls, BaseTool) and cls.base_key is not None:
+        config = {cls.base_key: str(base or Path()), **config}
     try:
-        built: BaseTool = found(config, read_schema(raw_schema))
+        built: BaseTool = cls(config, read_schema(raw_schema))
     except PLUGIN_RAISES as problem:
         pass_interrupt(problem)
         raise ConfigError(f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}") from problem

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import RewardError
-from polyturn.core.reward import MAX_REWARD, as_score, shown
+from polyturn.core.reward import MAX_REWARD, as_score, brief
 from polyturn.tools.failures import TooLargeError
 from polyturn.tools.schema import ToolResponse
 
@@ -117,5 +117,5 @@ def finite(value: Any, *, what: str) -> float:
     number = as_score(value)
     if number is None:
         none = "" if what == "outcome" else ", or None for none"
-        raise RewardError(f"the {what} reward is {shown(value)}; return a finite number of at most {MAX_REWARD:g}{none}")
+        raise RewardError(f"the {what} reward is {brief(value)}; return a finite number of at most {MAX_REWARD:g}{none}")
     return number

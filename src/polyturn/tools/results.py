@@ -45,9 +45,9 @@ def error_text(kind: ToolFailure, reason: str) -> str:
 
 def told_failure(metrics: Mapping[str, Any]) -> str | None:
     """Return the kind of failure that a tool told in its metrics; None where it told none."""
-    told = metrics.get(FAILURE)
-    if isinstance(told, str) and told in [kind.value for kind in TOLD]:
-        return told
+    failure = metrics.get(FAILURE)
+    if isinstance(failure, str) and failure in [kind.value for kind in TOLD]:
+        return failure
     return ToolFailure.CONNECTION.value if metrics.get(UNAVAILABLE) is True else None
 
 

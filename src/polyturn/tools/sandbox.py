@@ -72,7 +72,7 @@ class SandboxFusionTool(BaseTool):
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that is used where the file has none."""
         code = {"type": "string", "description": "The code to run; print what you want to see."}
-        return OpenAIFunctionToolSchema.of("code_interpreter", "Run code and return what it prints.", {"code": code})
+        return OpenAIFunctionToolSchema.of("code_interpreter", "Run code and return its output.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
         """End compiling and running, each of which has its time, before a call's deadline."""

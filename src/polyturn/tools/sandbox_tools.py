@@ -141,7 +141,7 @@ class BashTool(SandboxTool):
         shell = [box.shell, "-c", _SHELL, box.shell, command]
         result = await box.exec(shell, timeout_s=timeout_s, max_bytes=self._max_bytes)
         metrics = {"exit_code": result.exit_code, "is_timeout": float(result.is_timeout), "duration_s": result.duration_s}
-        return ToolResponse(text=shown(result, timeout_s=timeout_s)), None, metrics
+        return ToolResponse(text=result_text(result, timeout_s=timeout_s)), None, metrics
 
 
 class ReadFileTool(SandboxTool):
@@ -240,7 +240,7 @@ def make_tools(config: Mapping[str, Any], boxes: EpisodeSandboxes, spec: Sandbox
     return [known[name](dict(config), boxes, spec) for name in dict.fromkeys(chosen)]
 
 
-def shown(result: ExecResult, *, timeout_s: float) -> str:
+def result_text(result: ExecResult, *, timeout_s: float) -> str:
     """Return a command's end as the model reads it: its output, then how it ended where that is not plain."""
     output = result.stdout + result.stderr
     if result.is_timeout:

@@ -208,10 +208,10 @@ class ToolResponse(BaseModel):
 def _read_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object in a text; None for anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _plain(value: Any) -> Any:

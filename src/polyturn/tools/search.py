@@ -105,14 +105,14 @@ class SearchTool(BaseTool):
             metrics[FAILURE] = reply.failure
             return _said(f"Search error: {reply.error}"), 0.0, metrics
         try:
-            found = result_lists(reply.data)
-            text = "\n---\n".join(passages_text(docs) for docs in found) if any(found) else NO_RESULTS
+            results = result_lists(reply.data)
+            text = "\n---\n".join(passages_text(docs) for docs in results) if any(results) else NO_RESULTS
         except (KeyError, TypeError, ValueError) as problem:
             error = f"the service's reply cannot be read: {problem!r:.200}"
             metrics.update(status="processing_error", cause="bad_reply", api_request_error=error, failed=1.0)
             metrics[FAILURE] = ToolFailure.EXCEPTION.value
             return _said(f"Search error: {error}"), 0.0, metrics
-        metrics["total_results"] = sum(map(len, found))
+        metrics["total_results"] = sum(map(len, results))
         metrics["status"] = "success" if metrics["total_results"] else "no_results"
         return _said(text), 0.0, metrics
 
@@ -166,12 +166,12 @@ class _Index:
     async def ask(self, queries: list[str], *, topk: int) -> ServiceReply:
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._searcher.search(queries, topk=topk)
+                results = await self._searcher.search(queries, topk=topk)
         except TimeoutError:
             return ServiceReply(status="timeout", error=f"no answer within {self._timeout_s:g} s")
         except EmbeddingError as problem:
             return ServiceReply(status="unreachable", error=str(problem))
-        return ServiceReply(status="ok", data={"result": [documents(hits) for hits in found]})
+        return ServiceReply(status="ok", data={"result": [documents(hits) for hits in results]})
 
 
 def max_concurrent(config: Mapping[str, Any], *, num_workers: int, rate_limit: int) -> int:
@@ -194,10 +194,10 @@ def result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be a mapping with 'result', not {data!r:.100}")
-    found = data["result"] or []
-    if not isinstance(found, list) or not all(isinstance(docs, list) for docs in found):
-        raise ValueError(f"'result' must be a list of lists, not {found!r:.100}")
-    return found
+    results = data["result"] or []
+    if not isinstance(results, list) or not all(isinstance(docs, list) for docs in results):
+        raise ValueError(f"'result' must be a list of lists, not {results!r:.100}")
+    return results
 
 
 def passages_text(docs: Sequence[Mapping[str, Any]]) -> str:

@@ -63,21 +63,21 @@ class ArgumentSchema:
             "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
         )
         keywords = {name: self._bounded(check) for name, check in checks.items()}
-        made = jsonschema.validators.create(base.META_SCHEMA, keywords, type_checker=types, id_of=base.ID_OF)
+        validator = jsonschema.validators.create(base.META_SCHEMA, keywords, type_checker=types, id_of=base.ID_OF)
         ordered = {key: parameters[key] for key in sorted(parameters, key=lambda key: key != "required")}
-        self._validator = made(ordered, registry=Registry())
+        self._validator = validator(ordered, registry=Registry())
 
     def problem(self, arguments: Mapping[str, Any]) -> str | None:
         """Return the fault of a call's arguments, for the model to read; None if they fit."""
-        given = {name: value for name, value in arguments.items() if name not in self._also or name in self._known}
-        for name in given if self._is_closed else ():
+        known_arguments = {name: value for name, value in arguments.items() if name not in self._also or name in self._known}
+        for name in known_arguments if self._is_closed else ():
             if name not in self._known:
                 return (
                     f"there is no argument {name!r}.{did_you_mean(name, self._known) if self._known else ' It takes none.'}"
                 )
         self._deadline = time.thread_time() + MAX_CPU_S
         try:
-            wrong = next(self._validator.iter_errors(given), None)
+            wrong = next(self._validator.iter_errors(known_arguments), None)
         except Exception as problem:  # the schema's fault, whatever it is: the call is not
             if not self._is_warned:
                 self._is_warned = True
@@ -157,7 +157,7 @@ def _sentence(error: ValidationError) -> str:
     while error.context:
         error = max(error.context, key=lambda e: len(e.absolute_path))
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")
-    named, shown = repr(path) if path else "the object of arguments", _show(error.instance)
+    named, value_text = repr(path) if path else "the object of arguments", _show(error.instance)
     match error.validator:
         case "required":
             name = next(name for name in error.validator_value if name not in error.instance)
@@ -166,15 +166,15 @@ def _sentence(error: ValidationError) -> str:
             kinds = error.validator_value
             kinds = [kinds] if isinstance(kinds, str) else kinds
             article = "an" if kinds[0][:1] in "aeio" else "a"
-            return f"{named} must be {article} {' or '.join(kinds)}, not {shown}"
+            return f"{named} must be {article} {' or '.join(kinds)}, not {value_text}"
         case "enum":
-            return f"{named} must be one of {', '.join(map(_show, error.validator_value))}, not {shown}"
+            return f"{named} must be one of {', '.join(map(_show, error.validator_value))}, not {value_text}"
         case "additionalProperties":
             return f"there is no argument {path!r}"
         case "pattern" | "uniqueItems":
             return f"{named} {error.message}"
         case "oneOf":  # more than one of them fits
-            return f"{named} fits several of the forms of which it must have one: {shown}"
+            return f"{named} fits several of the forms of which it must have one: {value_text}"
     return f"{named}: {error.message if len(error.message) <= 200 else '...' + error.message[-197:]}"
 
 

@@ -81,8 +81,8 @@ class ImageZoomInTool(BaseTool):
         source = kwargs.get("create_kwargs", {}).get("image") if image is None else image
         if source is None:
             raise DataError("Missing required 'image' parameter in kwargs: put it into the row's create_kwargs of this tool")
-        found = await read_image(source, timeout_s=self.timeout, threads=self._threads)
-        self._instance_dict[instance_id] = {"image": found, "reward": 0.0}
+        image_source = await read_image(source, timeout_s=self.timeout, threads=self._threads)
+        self._instance_dict[instance_id] = {"image": image_source, "reward": 0.0}
         return instance_id, ToolResponse()
 
     async def execute(
@@ -95,8 +95,8 @@ class ImageZoomInTool(BaseTool):
             return ToolResponse(text=f"Error: {box}"), REFUSED_REWARD, {"success": False}
         crop = await self._threads.run(image.crop, tuple(box))
         label = parameters.get("label")
-        shown = f"Zoomed in on the image to the region {list(box)}" + (f" with label {label}." if label else ".")
-        return ToolResponse(image=[crop], text=shown), 0.0, {"success": True}
+        message = f"Zoomed in on the image to the region {list(box)}" + (f" with label {label}." if label else ".")
+        return ToolResponse(image=[crop], text=message), 0.0, {"success": True}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the episode and its image; an id that was never created is a KeyError."""
@@ -112,19 +112,19 @@ class Box(NamedTuple):
     bottom: int
 
 
-def fit_box(given: Any, *, width: int, height: int) -> Box | str:
+def fit_box(value: Any, *, width: int, height: int) -> Box | str:
     """Return the region to crop, inside the image, at least `MIN_SIDE` wide and high; a text says what is wrong with it."""
-    if not isinstance(given, list | tuple) or len(given) != 4:
+    if not isinstance(value, list | tuple) or len(value) != 4:
         return "'bbox_2d' must be a list of 4 numbers: [left, top, right, bottom]."
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in given):
-        return f"'bbox_2d' must hold 4 numbers, not {list(given)!r:.100}."
-    left, top = max(0.0, given[0]), max(0.0, given[1])
-    right, bottom = min(float(width), given[2]), min(float(height), given[3])
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in value):
+        return f"'bbox_2d' must hold 4 numbers, not {list(value)!r:.100}."
+    left, top = max(0.0, value[0]), max(0.0, value[1])
+    right, bottom = min(float(width), value[2]), min(float(height), value[3])
     if left >= right or top >= bottom:
-        return f"'bbox_2d' {list(given)} is empty or lies outside of the image, which is {width} x {height}."
+        return f"'bbox_2d' {list(value)} is empty or lies outside of the image, which is {width} x {height}."
     longer, shorter = max(right - left, bottom - top), min(right - left, bottom - top)
     if longer / shorter > MAX_ASPECT:
-        return f"'bbox_2d' {list(given)} is more than {MAX_ASPECT} times as long as wide."
+        return f"'bbox_2d' {list(value)} is more than {MAX_ASPECT} times as long as wide."
     left, right = _widen(left, right, limit=width)
     top, bottom = _widen(top, bottom, limit=height)
     if right - left < MIN_SIDE or bottom - top < MIN_SIDE:
@@ -159,8 +159,8 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
     except ImportError as problem:
         raise ConfigError("the zoom tool needs Pillow: pip install 'polyturn[vision]'") from problem
     if isinstance(source, Mapping):
-        found = next((source[k] for k in ("bytes", "image", "path", "url") if source.get(k) is not None), None)
-        return await read_image(found, timeout_s=timeout_s, threads=threads)
+        value = next((source[k] for k in ("bytes", "image", "path", "url") if source.get(k) is not None), None)
+        return await read_image(value, timeout_s=timeout_s, threads=threads)
     if isinstance(source, Image.Image):
         return source.convert("RGB")
     try:

@@ -107,10 +107,10 @@ class Alarms:
         raised += self._nothing_trained(step, metrics)
         raised += self._no_signal(step, metrics)
         if "policy/rollout_difference" in metrics:
-            found = diagnose(metrics, self._thresholds)
-            if found is not None and found.name != self._disagreement:
-                raised.append(Alarm(found.name, f"step {step}: {found.message}"))
-            self._disagreement = None if found is None else found.name
+            alarms = diagnose(metrics, self._thresholds)
+            if alarms is not None and alarms.name != self._disagreement:
+                raised.append(Alarm(alarms.name, f"step {step}: {alarms.message}"))
+            self._disagreement = None if alarms is None else alarms.name
         return raised
 
     def _nothing_trained(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
@@ -129,8 +129,10 @@ class Alarms:
         mean = "" if reward is None else f", the mean reward is {reward:.3g}"
         what = f"{flat} groups have equal rewards, {failed} trajectories failed{mean}"
         self._is_silence_known = flat > 0
-        told = f"step {step}: {self._num_idle} steps in a row trained nothing; in this one {what}; {_for_a_signal(metrics)}"
-        return [Alarm("nothing_trained", told)]
+        message = (
+            f"step {step}: {self._num_idle} steps in a row trained nothing; in this one {what}; {_for_a_signal(metrics)}"
+        )
+        return [Alarm("nothing_trained", message)]
 
     def _no_signal(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
         """Warn, once, of rewards that never differ within a group, unless an alarm about them has said so."""

@@ -38,8 +38,8 @@ class RunInfo:
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration as it lies in the folder, which holds no secrets; {} without one."""
         path = self.folder / "config.yaml"
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-        return found if isinstance(found, dict) else {}
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return config if isinstance(config, dict) else {}
 
     def kept(self, name: str) -> str | None:
         """Return the value kept under `name` before this run was interrupted; None in a new run."""
@@ -90,12 +90,12 @@ class RunTracker:
 
 def samples(step: int, split: str, groups: Sequence[TrajectoryGroup], num: int) -> list[Sample]:
     """Return `num` trajectories as rows, from the worst reward to the best at even distances; those without one last."""
-    found = [t for g in groups for t in g.trajectories]
-    found.sort(key=lambda t: float("inf") if t.reward is None else t.reward.total)
-    if len(found) > num:
+    trajectories = [t for g in groups for t in g.trajectories]
+    trajectories.sort(key=lambda t: float("inf") if t.reward is None else t.reward.total)
+    if len(trajectories) > num:
         last = max(1, num - 1)
-        found = [found[i * (len(found) - 1) // last] for i in range(num)]
-    return [_row(step, split, t) for t in found]
+        trajectories = [trajectories[i * (len(trajectories) - 1) // last] for i in range(num)]
+    return [_row(step, split, t) for t in trajectories]
 
 
 def _row(step: int, split: str, trajectory: Trajectory) -> Sample:

@@ -132,7 +132,7 @@ class Progress:
                 self._bar.update(self._bar.task_ids[0], completed=self.done)
 
     def line(self) -> str:
-        """Return how far it is, as one line."""
+        """Return the progress as one line."""
         seconds = self._clock() - self._start
         pace = self.done / seconds if seconds > 0 else 0.0
         if self.total is None:

@@ -53,20 +53,20 @@ class TrajectoryDump:
             for group, trajectory in pairs:
                 info = {} if trajectory.reward is None else trajectory.reward.info
                 own = {**self._record(group, trajectory), "step": step}
-                told = {
+                line = {
                     key: v if isinstance(v := info.get(key), float) else to_json(v) for key in extras if key not in FIXED
                 }
-                record = {**own, **told}
+                record = {**own, **line}
                 file.write(json.dumps(_plain(record), ensure_ascii=False, default=str) + "\n")
         os.replace(temporary, path)
         return path
 
     def _record(self, group: TrajectoryGroup, trajectory: Trajectory) -> dict[str, Any]:
         reward = trajectory.reward
-        given, said = self._texts(trajectory)
+        prompt_text, replies = self._texts(trajectory)
         return {
-            "input": given,
-            "output": said,
+            "input": prompt_text,
+            "output": replies,
             "gts": trajectory.task.ground_truth,
             "score": None if reward is None else reward.total,
             "request_id": trajectory.id,
@@ -82,13 +82,13 @@ class TrajectoryDump:
 
     def _texts(self, trajectory: Trajectory) -> tuple[str, str]:
         """Return the prompt, and what followed it; a rewritten history adds what followed there."""
-        given, said = "", []
+        prompt_text, replies = "", []
         for number, segment in enumerate(trajectory.segments):
             ids, sampled = segment.token_ids, segment.sampled_mask
             start = int(sampled.argmax()) if sampled.any() else len(ids)
-            given = self._decode(ids[:start].tolist()) if number == 0 else given
-            said.append(self._decode(ids[start:].tolist()))
-        return given, "\n".join(said)
+            prompt_text = self._decode(ids[:start].tolist()) if number == 0 else prompt_text
+            replies.append(self._decode(ids[start:].tolist()))
+        return prompt_text, "\n".join(replies)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

@@ -165,7 +165,7 @@ MEANINGS: dict[str, str] = {
     "engine/queue": "Mean number of requests that waited for a place on an engine, over the time of the step.",
     "engine/kv_use": "Mean share of the engines' KV cache that was in use.",
     # the machine
-    "system/cpu_share": "Share of the machine's processors that was busy, whoever used them.",
+    "system/cpu_share": "Share of the machine's processors that was busy, other programs included.",
     "system/memory_share": "The largest share of the machine's memory that was in use during the step.",
     "system/process_gb": "The largest resident memory of the training process during the step, in GB.",
     "system/gpu<n>/busy_share": "Share of the time in which this GPU ran a kernel (NVML).",
@@ -225,16 +225,16 @@ MEANINGS: dict[str, str] = {
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    found = []
+    patterns = []
     for name, text in MEANINGS.items():
         if "<" in name:
             parts = re.split(r"<\w+>", name)
-            found.append((re.compile("(.+)".join(re.escape(p) for p in parts)), text))
-    return found
+            patterns.append((re.compile("(.+)".join(re.escape(p) for p in parts)), text))
+    return patterns
 
 
 def meaning(name: str) -> str | None:
-    """Return what the metric means; None for a name that nobody explained."""
+    """Return the meaning of a metric; None for an unknown name."""
     if name in MEANINGS:
         return MEANINGS[name]
     return next((text for pattern, text in _patterns() if pattern.fullmatch(name)), None)

@@ -126,7 +126,7 @@ def _matplotlib() -> tuple[Any, Any]:
 
 def curves(steps: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, list[tuple[int, float]]]:
     """Return the points of each metric that `names` match: {"eval greedy": [(0, 0.31), (10, 0.5)], "training": [...]}."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for name in names:
         head, star, tail = name.partition("*")
         for step in steps:
@@ -134,19 +134,19 @@ def curves(steps: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, lis
                 is_match = key.startswith(head) and key.endswith(tail) and len(key) > len(name) - 1 if star else key == name
                 if is_match and value is not None:
                     label = f"eval {key[len(head) : len(key) - len(tail)]}" if star else "training"
-                    found.setdefault(label, []).append((step["step"], value))
-    return found
+                    points.setdefault(label, []).append((step["step"], value))
+    return points
 
 
 def _draw(axes: Axes, panel: _Panel, steps: list[dict[str, Any]]) -> None:
-    found = curves(steps, panel.names)
-    for label, points in found.items():
+    points_by_name = curves(steps, panel.names)
+    for label, points in points_by_name.items():
         is_eval = label.startswith("eval")
         axes.plot(*zip(*points, strict=True), marker="o" if is_eval else None, linewidth=2 if is_eval else 1, label=label)
     axes.set_title(panel.title)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
-    if found:
+    if points_by_name:
         axes.legend()
     else:
         axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes, color="grey")

@@ -49,8 +49,8 @@ class PluginAlarms:
             return []
         reasons = Counter((t.error or t.stop_reason.value).replace(t.id, "…") for t in failed)
         common = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
-        told = f"{len(failed)} of {len(trajectories)} trajectories failed and are in no loss; {common}"
-        return [Alarm("failed_trajectories", f"step {step}: {told}")]
+        message = f"{len(failed)} of {len(trajectories)} trajectories failed and are in no loss; {common}"
+        return [Alarm("failed_trajectories", f"step {step}: {message}")]
 
     def _calls(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[Alarm]:
         raised = []

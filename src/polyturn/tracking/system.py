@@ -62,9 +62,9 @@ class SystemSampler:
 
     def look(self) -> None:
         """Add one reading of the machine; the sampler's thread does so every `every_s` seconds."""
-        found = self._processors.read() | _memory(self._proc) | ({} if self._gpus is None else self._gpus.read())
+        readings = self._processors.read() | _memory(self._proc) | ({} if self._gpus is None else self._gpus.read())
         with self._lock:
-            for name, value in found.items():
+            for name, value in readings.items():
                 self._seen.setdefault(f"system/{name}", []).append(value)
 
     def find_gpus(self) -> None:
@@ -119,14 +119,14 @@ class _Gpus:
         self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
 
     def read(self) -> Readings:
-        found: Readings = {}
+        readings: Readings = {}
         for number, handle in enumerate(self._handles):
             for name, ask in _OF_GPU.items():
                 try:
-                    found[f"gpu{number}/{name}"] = ask(self._nvml, handle)
+                    readings[f"gpu{number}/{name}"] = ask(self._nvml, handle)
                 except self._nvml.NVMLError as problem:  # a GPU that is shared out tells less
                     logger.debug("GPU %d does not tell %s: %s", number, name, problem)
-        return found
+        return readings
 
 
 def _used(nvml: Any, handle: Any) -> float:

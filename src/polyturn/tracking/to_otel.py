@@ -66,14 +66,14 @@ def _exporter(name: str, run: RunInfo) -> SpanExporter:
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", run.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     )
     where = f"otlp_proto_{'grpc' if protocol == 'grpc' else 'http'}" if name == "otlp" else name
-    found = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
-    if where not in found:
+    exporters = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
+    if where not in exporters:
         raise ConfigError(
-            f"the span exporter {name!r} is not installed (there are {', '.join(sorted(found))}); otlp comes with "
+            f"the span exporter {name!r} is not installed (there are {', '.join(sorted(exporters))}); otlp comes with "
             "opentelemetry-exporter-otlp-proto-http"
         )
-    made: SpanExporter = found[where].load()()
-    return made
+    exporter: SpanExporter = exporters[where].load()()
+    return exporter
 
 
 def _episode(tracer: Tracer, trajectory: Trajectory, *, step: int, split: str, group: str) -> None:

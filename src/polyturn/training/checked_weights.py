@@ -37,21 +37,21 @@ class WeightChecksums:
             EngineLostError: one did not answer.
         """
         for name, engine in engines.items():
-            held = await engine.checksums() if isinstance(engine, Checked) else None
-            if held is None:
+            checksums = await engine.checksums() if isinstance(engine, Checked) else None
+            if checksums is None:
                 logger.info("no checksums are compared of %s, which gives none; see docs/guides/engines.md", name)
                 continue
-            made = self._made_of[engine] = await asyncio.to_thread(Composition.find, held, weights)
+            composition = self._made_of[engine] = await asyncio.to_thread(Composition.find, checksums, weights)
             logger.info(
                 "checksums of %d of %d tensors are compared after every sync, of %s",
-                len(made.names),
+                len(composition.names),
                 len(floating_names(weights)),
                 name,
             )
 
     async def sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Compute the checksums that every engine's tensors should have now."""
-        wanted = frozenset().union(*(made.needed for made in self._made_of.values()))
+        wanted = frozenset().union(*(composition.needed for composition in self._made_of.values()))
         # In a thread: the sums run over all weights, and episodes go on meanwhile.
         self._folds, self._version = await asyncio.to_thread(fold_all, weights, wanted), version
 
@@ -60,19 +60,19 @@ class WeightChecksums:
     ) -> dict[str, EngineError]:
         """Return which engines do not hold `weights`, just sent as `version`, or could not be asked; with the reason."""
         await self.sent(version, weights)
-        found: dict[str, EngineError] = {}
+        problems_found: dict[str, EngineError] = {}
 
         async def check(name: str, engine: Engine) -> None:
             try:
                 await self.check(engine, version)
             except EngineError as problem:
-                found[name] = problem
+                problems_found[name] = problem
 
         with first_error():
             async with asyncio.TaskGroup() as tasks:
                 for name, engine in engines.items():
                     tasks.create_task(check(name, engine))
-        return found
+        return problems_found
 
     async def check(self, engine: Engine, version: int) -> None:
         """Compare an engine's checksums with those of `version`; do nothing where either is unknown.
@@ -81,14 +81,14 @@ class WeightChecksums:
             EngineLostError: it did not answer.
             EngineError: it holds others; the message names the tensors.
         """
-        made = self._made_of.get(engine)
+        composition = self._made_of.get(engine)
         # Nothing to compare with is no failure: the probe of logprobs looks at every engine too.
-        if made is None or not made.parts or version != self._version or not isinstance(engine, Checked):
+        if composition is None or not composition.parts or version != self._version or not isinstance(engine, Checked):
             return
-        held = await engine.checksums()
-        if held is None:
+        checksums = await engine.checksums()
+        if checksums is None:
             raise EngineLostError("it gives no checksums any more; was it started again, without its plug-in?")
-        if (wrong := made.problem(held, self._folds)) is not None:
+        if (wrong := composition.problem(checksums, self._folds)) is not None:
             raise EngineError(
                 f"it does not hold the weights that were sent as version {version}: checksums differ in {wrong}"
             )

@@ -138,8 +138,8 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint; None if there is none."""
-        found = self._all()
-        return found[-1] if found else None
+        checkpoints = self._all()
+        return checkpoints[-1] if checkpoints else None
 
     def best(self) -> Path | None:
         """Return the best checkpoint; None if none was marked."""
@@ -171,8 +171,8 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         self._restore()
-        found = [p for p in self.folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / STATE).is_file()]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+        folders = [p for p in self.folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / STATE).is_file()]
+        return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
 
     def _restore(self) -> None:
         """Bring back a checkpoint that a kill left set aside, and clear what a kill left half deleted."""

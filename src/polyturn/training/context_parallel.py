@@ -118,16 +118,16 @@ class ContextShare:
         at_Q1, every_M = self.own_L[own, None], torch.arange(len(self.until_M), device=self.own_L.device)
         return (every_M <= at_Q1) & (at_Q1 < self.until_M)
 
-    def of_targets(self, found: Tensor) -> Tensor:
+    def of_targets(self, values: Tensor) -> Tensor:
         """Return [S] the results at all targets, of those at this rank's; the call is collective."""
-        return self._summed(found, self.mine_S.nonzero()[:, 0], len(self.mine_S))
+        return self._summed(values, self.mine_S.nonzero()[:, 0], len(self.mine_S))
 
-    def of_tokens(self, found: Tensor) -> Tensor:
+    def of_tokens(self, values: Tensor) -> Tensor:
         """Return [N, …] what is found of all tokens, of [L, …]; the call is collective."""
-        return self._summed(found, self.own_L, len(self.until_M))[: self._num_tokens]
+        return self._summed(values, self.own_L, len(self.until_M))[: self._num_tokens]
 
-    def _summed(self, found: Tensor, at: Tensor, count: int) -> Tensor:
-        among = found.new_zeros(count, *found.shape[1:]).index_copy(0, at, found)
+    def _summed(self, values: Tensor, at: Tensor, count: int) -> Tensor:
+        among = values.new_zeros(count, *values.shape[1:]).index_copy(0, at, values)
         return _Summed.apply(among, self._row.group)  # type: ignore[no-any-return]
 
 
@@ -135,10 +135,10 @@ class _Summed(torch.autograd.Function):
     """The sum over a row, of which each rank computes the same loss: the gradient of its own part is what it finds."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, group: dist.ProcessGroup) -> Tensor:
-        found = found.contiguous().clone()
-        dist.all_reduce(found, group=group)
-        return found
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        values = values.contiguous().clone()
+        dist.all_reduce(values, group=group)
+        return values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -72,9 +72,9 @@ class Critic(OverBackend):
         start = time.perf_counter()
         # Over the whole step, before ranks and micro-batches see a share of it: a mean of their means would be another.
         coefs = value_coefs(samples) if coefs is None else coefs
-        found = self.backend.forward_backward([bare(s) for s in samples], coefs, "value")
+        result = self.backend.forward_backward([bare(s) for s in samples], coefs, "value")
         metrics: Metrics = {"time/critic_s": Sum(time.perf_counter() - start)}
-        return {**_renamed(found.metrics), **metrics} if found.is_finite else metrics
+        return {**_renamed(result.metrics), **metrics} if result.is_finite else metrics
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient, and clear it.
@@ -118,9 +118,9 @@ def critic_backend(
         ConfigError: the model cannot be split as `placement` asks.
     """
     placement = placement or Placement()
-    found = model.base_model if backbone is None else backbone
-    assert isinstance(found, PreTrainedModel)
-    network = placement.values(found)
+    backbone_found = model.base_model if backbone is None else backbone
+    assert isinstance(backbone_found, PreTrainedModel)
+    network = placement.values(backbone_found)
     optimizer = placement.optimizer(network, optim)
     fitting, is_refused = fitting_layout(layout or LayoutSettings(), [network], placement)
     return ModelBackend(

@@ -48,7 +48,7 @@ class EndAlarms:
             during: What they were run for: "step 3", "eval greedy", "rollout".
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        found = []
+        alarms = []
         for reason, num in Counter(trajectory.stop_reason for trajectory in trajectories).items():
             if reason not in _WHAT_TO_DO or reason in self._raised:
                 continue
@@ -60,5 +60,5 @@ class EndAlarms:
             if is_most:
                 self._raised.add(reason)
                 message = f"{during}: {num} of {len(trajectories)} episodes {_WHAT_TO_DO[reason]}"
-                found.append(Alarm("cut_episodes" if reason.is_cut else "out_of_turns", message))
-        return found
+                alarms.append(Alarm("cut_episodes" if reason.is_cut else "out_of_turns", message))
+        return alarms

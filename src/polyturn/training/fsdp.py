@@ -102,8 +102,8 @@ class OverRanks(Placement):
         problem: PolyturnError | None = None
         try:
             batches = cut(samples, coefs) if samples else []
-        except PolyturnError as found:  # a medium that cannot be read, too: the other ranks are waiting
-            problem = found
+        except PolyturnError as caught:  # a medium that cannot be read, too: the other ranks are waiting
+            problem = caught
         counts = torch.tensor([len(batches), problem is not None], device=self._device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         most, is_wrong = counts.tolist()

@@ -248,14 +248,14 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
     groups: list[list[str]] = []
     for names in layers.values():
         outline = {n: torch.empty(weights.kinds[n].shape, dtype=weights.kinds[n].dtype, device="meta") for n in names}
-        made = revert_weight_conversion(model, outline)  # without values: only names and shapes are asked for here
-        is_same = {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in outline.items()}
-        kinds |= {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
-        source |= {name: [name] if is_same else names for name in made}
-        groups += [[name] for name in made] if is_same else [list(made)]
+        names_reverted = revert_weight_conversion(model, outline)  # without values: only names and shapes are asked for here
+        is_same = {n: t.shape for n, t in names_reverted.items()} == {n: t.shape for n, t in outline.items()}
+        kinds |= {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in names_reverted.items()}
+        source |= {name: [name] if is_same else names for name in names_reverted}
+        groups += [[name] for name in names_reverted] if is_same else [list(names_reverted)]
 
     def bring(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        needed = {name: weights[name] for made in names for name in source[made]}
+        needed = {name: weights[name] for names_reverted in names for name in source[names_reverted]}
         return dict(revert_weight_conversion(model, needed))
 
     return StreamedTensors(kinds, bring, groups=groups)

@@ -72,7 +72,7 @@ _Lines = dict[int, dict[str, list[_Place]]]
 class _Found:
     """The lines of one episode in the file."""
 
-    held: JournaledEpisode
+    state: JournaledEpisode
     first: _Place
     """Of the line that it began with."""
     others: list[tuple[Mapping[str, Any], _Place]] = field(default_factory=list)
@@ -146,13 +146,13 @@ class JournalFile:
         with self._lock:
             self._step = step
             self._folder.mkdir(parents=True, exist_ok=True)
-            for episode, found in (_read(path) if path.is_file() else {}).items():
+            for episode, entries in (_read(path) if path.is_file() else {}).items():
                 ticket = _ticket(episode)
                 if ticket is None:
                     continue
-                places = [found.first, *([] if found.given_up is None else [found.given_up])]
-                places += _choose(found, step=step, oldest=oldest(ticket))
-                self._held[episode] = found.held
+                places = [entries.first, *([] if entries.given_up is None else [entries.given_up])]
+                places += _choose(entries, step=step, oldest=oldest(ticket))
+                self._held[episode] = entries.state
                 self._live.setdefault(ticket, {})[episode] = places
             self._open(path)
             self._put(b"\n")  # the last line may be half a one
@@ -174,7 +174,7 @@ class JournalFile:
                 if are_cut:
                     self._gone.add(ticket)
             groups = [*self._live.values(), *self._trained.values()]
-            useful = sum(place.length for group in groups for places in group.values() for place in places)
+            useful = sum(span.length for group in groups for places in group.values() for span in places)
             if self._file is None or self._size - useful <= max(_MIN_WASTE, useful):
                 return
             try:
@@ -221,11 +221,11 @@ class JournalFile:
             if self._file is None or ticket is None or ticket in self._gone:
                 return None
             places = self._live.get(ticket, {}).get(episode, [])
-            found = _read_lines((os.pread(self._file, p.length, p.offset), p) for p in places).get(episode)
-        if found is None:
+            lines = _read_lines((os.pread(self._file, p.length, p.offset), p) for p in places).get(episode)
+        if lines is None:
             return None
-        found.held.lines = [line for line, _ in found.others]
-        return found.held
+        lines.state.lines = [line for line, _ in lines.others]
+        return lines.state
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
         """Append a line, made in the thread.
@@ -255,12 +255,12 @@ class JournalFile:
         with self._lock:
             if self._file is None or ticket is None or ticket in self._gone:
                 return
-            place = self._put(line.data)
-            if place is not None:
+            span = self._put(line.data)
+            if span is not None:
                 places = self._live.setdefault(ticket, {}).setdefault(episode, [])
                 if line.begins:
                     places.clear()
-                places.append(place)
+                places.append(span)
 
     # With the lock.
 
@@ -278,10 +278,10 @@ class JournalFile:
         for ticket, episodes in lines.items():
             for episode, places in episodes.items():
                 there = moved.setdefault(ticket, {}).setdefault(episode, [])
-                for place in places:
+                for span in places:
                     assert self._file is not None
-                    there.append(_Place(file.tell(), place.length))
-                    file.write(os.pread(self._file, place.length, place.offset))
+                    there.append(_Place(file.tell(), span.length))
+                    file.write(os.pread(self._file, span.length, span.offset))
         return moved
 
     def _open(self, path: Path) -> None:
@@ -297,7 +297,7 @@ class JournalFile:
     def _put(self, data: bytes) -> _Place | None:
         """Append bytes; a disk that takes no more ends the journal, not the run."""
         assert self._file is not None
-        place, left = _Place(self._size, len(data)), memoryview(data)
+        span, left = _Place(self._size, len(data)), memoryview(data)
         try:
             while left:
                 done = os.write(self._file, left)
@@ -306,7 +306,7 @@ class JournalFile:
         except OSError as problem:
             self._end(problem)
             return None
-        return place
+        return span
 
     def _end(self, problem: OSError) -> None:
         logger.warning("conversations in flight are not kept any more (%s); a resumed run restarts them", problem)
@@ -322,8 +322,8 @@ def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
     Raises:
         SnapshotError: the line cannot be made.
     """
-    made = line()
-    values = {"s": episode, **made}
+    new_line = line()
+    values = {"s": episode, **new_line}
     try:
         try:
             data = to_json(values) + b"\n"  # four times as quick as the standard library's
@@ -331,7 +331,7 @@ def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
             data = json.dumps(values).encode() + b"\n"
     except (TypeError, ValueError) as problem:
         raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem
-    return Line(data, "begun" in made)
+    return Line(data, "begun" in new_line)
 
 
 def is_of_training(episode: str) -> bool:
@@ -345,53 +345,56 @@ def _read(path: Path) -> dict[str, _Found]:
 
     def placed(data: bytes) -> tuple[bytes, _Place]:
         nonlocal offset
-        place, offset = _Place(offset, len(data)), offset + len(data)
-        return data, place
+        span, offset = _Place(offset, len(data)), offset + len(data)
+        return data, span
 
     with path.open("rb") as file:
         return _read_lines(map(placed, file))
 
 
 def _read_lines(lines: Iterable[tuple[bytes, _Place]]) -> dict[str, _Found]:
-    found: dict[str, _Found] = {}
-    for data, place in lines:
+    entries: dict[str, _Found] = {}
+    for data, span in lines:
         try:
             line = json.loads(data)
             episode = line["s"]
             if "begun" in line:
-                found[episode] = _Found(held=JournaledEpisode(digest=line["begun"], why_not=line["why_not"]), first=place)
+                entries[episode] = _Found(state=JournaledEpisode(digest=line["begun"], why_not=line["why_not"]), first=span)
             elif "line" not in line:
-                found[episode].held.why_not, found[episode].given_up = line["why_not"], place
+                entries[episode].state.why_not, entries[episode].given_up = line["why_not"], span
             else:
-                others = found[episode].others
+                others = entries[episode].others
                 while others and others[-1][0]["line"] >= line["line"]:
                     others.pop()  # a run that went on behind an earlier turn wrote this line
-                others.append((line, place))
+                others.append((line, span))
         except (ValueError, KeyError, TypeError):  # half a line: the kill fell there
             continue
-    return found
+    return entries
 
 
-def _choose(found: _Found, *, step: int, oldest: int) -> list[_Place]:
+def _choose(entry: _Found, *, step: int, oldest: int) -> list[_Place]:
     """Keep of an episode the lines that may be used, and return where they stand."""
     places: list[_Place] = []
-    held = found.held
-    for line, place in found.others:
-        if line["line"] != len(held.lines) + 1:
+    lines_kept = entry.state
+    for line, span in entry.others:
+        if line["line"] != len(lines_kept.lines) + 1:
             break  # a line is missing: the disk was full for a while
         versions = line["versions"]
         if versions and max(versions) > step:
-            if not held.lines:
-                held.why_not = held.why_not or "weights that came after the checkpoint sampled it"
+            if not lines_kept.lines:
+                lines_kept.why_not = lines_kept.why_not or "weights that came after the checkpoint sampled it"
             break
         if versions and min(versions) < oldest:
-            held.lines, held.why_not = [], held.why_not or "the weights that sampled it are too old to train on"
+            lines_kept.lines, lines_kept.why_not = (
+                [],
+                lines_kept.why_not or "the weights that sampled it are too old to train on",
+            )
             return []
-        held.lines.append(line)
-        places.append(place)
+        lines_kept.lines.append(line)
+        places.append(span)
     return places
 
 
 def _ticket(episode: str) -> int | None:
-    found = _TICKET.match(episode)
-    return None if found is None else int(found[1])
+    match = _TICKET.match(episode)
+    return None if match is None else int(match[1])

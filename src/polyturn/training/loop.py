@@ -6,7 +6,7 @@
 The producer starts a group whenever the buffer grants a slot; the consumer takes one step's groups, trains, publishes the
 new weights, and only then frees the slots. Where the engine samples from the trainer's own parameters, training runs
 without giving up the event loop, so that no one samples from half an update; else it runs in a thread, and rollout goes on
-beside it, unless the engine is on the trainer's GPUs: it then sleeps, and nobody samples during an update. A cancellation
+beside it, unless the engine is on the trainer's GPUs: it then sleeps, and sampling pauses during an update. A cancellation
 never lands in the middle of a step.
 """
 
@@ -181,7 +181,7 @@ class Trainer:
                 self._training = taken.tickets
                 if self._pool.failures.max_share < 1:  # else a run goes on whatever fails
                     self._pool.failures.require_any()
-                # Before the update, so that what nobody wants leaves the engine while the trainer computes.
+                # Before the update, so that abandoned requests leave the engine while the trainer computes.
                 producer.cut(taken.left, tasks)
                 await self._step(taken, sampler, drops, began=began)
                 if await self._is_done():
@@ -231,7 +231,7 @@ class Trainer:
             metrics |= state_metrics(groups, step_s=metrics["time/step_s"])
             metrics["time/generate_s"] = self._engine.busy_s() - began[1]
             metrics["time/other_share"] = _other_share(metrics)
-            left_out = {id for id, made in trained.items() if made.dropped is not None}
+            left_out = {id for id, record in trained.items() if record.dropped is not None}
             metrics |= {**self._engine.metrics(), **drops.read(groups, left_out=left_out)}
             if train.replayed_groups:
                 self._replay.add(groups)
@@ -392,10 +392,10 @@ def _reports(results: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:
 
 def _success(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Return the share of successes of each data source."""
-    found: dict[str, list[bool]] = {}
+    outcomes: dict[str, list[bool]] = {}
     for group in groups:
-        found.setdefault(group.task.data_source or "", []).extend(is_success(t) for t in group.trajectories)
-    return {source: sum(successes) / len(successes) for source, successes in found.items() if successes}
+        outcomes.setdefault(group.task.data_source or "", []).extend(is_success(t) for t in group.trajectories)
+    return {source: sum(successes) / len(successes) for source, successes in outcomes.items() if successes}
 
 
 def _other_share(metrics: Mapping[str, float]) -> float:

@@ -173,8 +173,8 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
 def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
     """Return peft's settings of the model's adapter, as its file of settings has them."""
     config: Any = model.peft_config[ADAPTER]
-    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=list))
-    return found
+    settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=list))
+    return settings
 
 
 def as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,10 +225,10 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     own = adapter_tensors(model)
     named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
     saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
-    found, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()
+    tensors, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()
     hint = "; model.lora must be what it was"
-    require_same_shapes(names.kinds(found), names.kinds(own), whose=f"adapter in {folder}", hint=hint)
-    names.take(own, found)
+    require_same_shapes(names.kinds(tensors), names.kinds(own), whose=f"adapter in {folder}", hint=hint)
+    names.take(own, tensors)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -156,9 +156,9 @@ class PolicyTerms(Objective):
             scores = network(batch.with_observations, **options)
             if batch.read is None:
                 return self._terms(batch, scores, weights)
-            found = self._terms(batch, scores.at(batch.read.at_S), weights)
+            bound = self._terms(batch, scores.at(batch.read.at_S), weights)
             observation, metrics = _observation_loss(batch.read, scores.logprobs_S)
-            return found._replace(observation=observation, metrics={**found.metrics, **metrics})
+            return bound._replace(observation=observation, metrics={**bound.metrics, **metrics})
 
         return terms
 

@@ -111,7 +111,7 @@ class Megatron(OverRanks):
             for name in own.keys() & self._start.keys():  # a value function has a head of its own, and no output embedding
                 own[name].copy_(self._start[name])
             return network
-        places = {name.removeprefix(inside): held for name, held in network.names.parts(own).items()}
+        places = {name.removeprefix(inside): boxes for name, boxes in network.names.parts(own).items()}
         weights = base_weights(_read(model, places) if is_unread(model) else model)
         network.names.take(own, {inside + name: tensor for name, tensor in weights.items() if name in places})
         return network
@@ -125,19 +125,21 @@ class Megatron(OverRanks):
 
 def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Place, Tensor]]) -> PreTrainedModel:
     """Return a model with what this rank has of its weights, read from its files; the rest stays without values."""
-    made = copy.deepcopy(model)
-    for name, parameter in list(made.named_parameters()):
-        if (held := parts.get(plain_name(name))) is not None and parameter.is_meta:
-            place, _, attribute = name.rpartition(".")
-            setattr(made.get_submodule(place), attribute, nn.Parameter(_outline(parameter, held), requires_grad=False))
-    read_weights(made, torch.device("cpu"), only=parts.keys())
-    return made
+    copied = copy.deepcopy(model)
+    for name, parameter in list(copied.named_parameters()):
+        if (boxes := parts.get(plain_name(name))) is not None and parameter.is_meta:
+            module_name, _, attribute = name.rpartition(".")
+            setattr(
+                copied.get_submodule(module_name), attribute, nn.Parameter(_outline(parameter, boxes), requires_grad=False)
+            )
+    read_weights(copied, torch.device("cpu"), only=parts.keys())
+    return copied
 
 
-def _outline(whole: Tensor, held: Mapping[Place, Tensor]) -> DTensor:
+def _outline(whole: Tensor, boxes: Mapping[Place, Tensor]) -> DTensor:
     """Return a rank's part of a tensor, its boxes side by side, without values; the rest is on the ranks of its row."""
-    low = [min(place[d] for place in held) for d in range(whole.ndim)]
-    high = [max(place[d] + box.shape[d] for place, box in held.items()) for d in range(whole.ndim)]
+    low = [min(origin[d] for origin in boxes) for d in range(whole.ndim)]
+    high = [max(origin[d] + box.shape[d] for origin, box in boxes.items()) for d in range(whole.ndim)]
     shape = [end - start for start, end in zip(low, high, strict=True)]
     split = [Shard(d) for d, size in enumerate(shape) if size < whole.shape[d]]
     has_experts = whole.ndim == 3

@@ -48,13 +48,13 @@ class SdpaAttention(nn.Module):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.view is None:
             is_grouped = key.shape[1] != query.shape[1]
-            found = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
         else:
             num_tokens = self.view.num_tokens
             query, key, value = (x[:, :, :num_tokens] for x in (query, key, value))
-            found = attend_packed(query, key, value, self.view)
-            found = functional.pad(found, (0, 0, 0, length - num_tokens))  # so that ranks share the positions evenly
-        return found.permute(2, 0, 1, 3).flatten(2)
+            attended = attend_packed(query, key, value, self.view)
+            attended = functional.pad(attended, (0, 0, 0, length - num_tokens))  # so that ranks share the positions evenly
+        return attended.permute(2, 0, 1, 3).flatten(2)
 
 
 class RmsNorm(nn.RMSNorm):

@@ -37,7 +37,7 @@ def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrain
             around no layer of a stage.
     """
     targets, num_stages = set(adapted_layers(model)), degrees.pipeline_parallel
-    found, stages = list[Entry](), set[int]()
+    entries, stages = list[Entry](), set[int]()
     for entry in weights:
         for module in (source.removesuffix(".weight") for source in entry.sources):
             if entry.layout in ("qkv", "gate_up", "columns") and module in targets:
@@ -45,8 +45,8 @@ def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrain
                 stages.add(int(entry.name.split(".")[2]) * num_stages // config.num_hidden_layers)
                 inside, part = entry.name.removesuffix(".weight"), module.rpartition(".")[2]
                 down, up = ("columns", "whole") if entry.layout == "columns" else ("whole", "rows")
-                found.append(Entry(f"{inside}.lora_A.{part}", (f"{module}.lora_A.{ADAPTER}.weight",), down))
-                found.append(Entry(f"{inside}.lora_B.{part}", (f"{module}.lora_B.{ADAPTER}.weight",), up))
+                entries.append(Entry(f"{inside}.lora_A.{part}", (f"{module}.lora_A.{ADAPTER}.weight",), down))
+                entries.append(Entry(f"{inside}.lora_B.{part}", (f"{module}.lora_B.{ADAPTER}.weight",), up))
     if targets:
         raise ConfigError(
             f"model.lora adapts {min(targets)} and train.backend is megatron, which adapts linear layers of attention and "
@@ -57,7 +57,7 @@ def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrain
             f"model.lora adapts no layer of {num_stages - len(stages)} of {num_stages} stages, which would have nothing to "
             "train; widen model.lora.target_modules, or lower train.distributed.pipeline_parallel"
         )
-    return found
+    return entries
 
 
 def add_adapter(gpt: GPTModel, model: nn.Module, weights: Iterable[Entry], *, first_layer: int) -> None:

@@ -108,17 +108,17 @@ class MegatronNetwork(Network):
             gpt.set_input_tensor(_FromPrevious.apply(anchor, shape, dtype, ids.device))
         hidden_TBH = gpt(ids, None, None)
         if not self._is_last:
-            found: Tensor = _ToNext.apply(hidden_TBH, (count, batch.num_targets))
-            return found
+            output: Tensor = _ToNext.apply(hidden_TBH, (count, batch.num_targets))
+            return output
         if self._tp.size() > 1:
             hidden_TBH = tensor_parallel.gather_from_sequence_parallel_region(hidden_TBH, tensor_parallel_output_grad=False)
         at_S = own.flat_S % length * rows + own.flat_S // length  # hidden states have positions before rows
-        found = read(hidden_TBH.flatten(0, 1).index_select(0, at_S), own)
+        output = read(hidden_TBH.flatten(0, 1).index_select(0, at_S), own)
         if share is not None:
-            found = share.of_targets(found.T).T.contiguous()
+            output = share.of_targets(output.T).T.contiguous()
         if not self._is_first:
-            dist.broadcast(found.detach().clone(), *_last_stage())
-        return found
+            dist.broadcast(output.detach().clone(), *_last_stage())
+        return output
 
     def _pack(self, own: MicroBatch, share: ContextShare | None) -> None:
         """Let layers attend as a batch lies, until the next one: a backward pass may compute them again."""
@@ -188,8 +188,8 @@ class MegatronPolicy(MegatronNetwork):
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
-        found: TargetScores = self(batch)
-        return found.logprobs_S
+        target_scores: TargetScores = self(batch)
+        return target_scores.logprobs_S
 
     def _scores(self, read_SH: Tensor, own: MicroBatch, *, entropy_grad: bool | None) -> Tensor:
         """Return [1 or 2, S] log-probabilities and entropies."""
@@ -240,10 +240,10 @@ class MegatronPolicy(MegatronNetwork):
 
     def _router_metrics(self) -> Metrics:
         """Return the number of this rank's tokens that the engine routed differently from its routers."""
-        told = [r.router_replay for r in self._routers if r.router_replay.told is not None]
-        if not told:
+        replays = [r.router_replay for r in self._routers if r.router_replay.told is not None]
+        if not replays:
             return {}
-        changed, known = (sum(getattr(one, name) for one in told) for name in ("num_changed", "num_told"))
+        changed, known = (sum(getattr(one, name) for one in replays) for name in ("num_changed", "num_told"))
         return {"policy/router_changed": Mean(float(changed), int(known))} if known else {}
 
 
@@ -262,8 +262,8 @@ class MegatronValues(MegatronNetwork):
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the value at each target of `batch`."""
-        found: Tensor = self(batch)
-        return found
+        values: Tensor = self(batch)
+        return values
 
 
 def _score(
@@ -327,9 +327,9 @@ class _ToNext(torch.autograd.Function):
         ctx.like = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         dist.send(hidden.detach().contiguous(), dst=parallel_state.get_pipeline_model_parallel_next_rank())
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        found = torch.empty(shape, dtype=dtype, device=hidden.device)
-        dist.broadcast(found, *_last_stage())
-        return found
+        buffer = torch.empty(shape, dtype=dtype, device=hidden.device)
+        dist.broadcast(buffer, *_last_stage())
+        return buffer
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -157,7 +157,7 @@ class SourceRows(NamedTuple):
     source: int
     """Which one."""
     rows: slice
-    place: Place
+    at: Place
     """Their first row there."""
 
 
@@ -179,13 +179,13 @@ def source_rows(entry: Entry, shape: Sequence[int], *, part: int, num_groups: in
     elif entry.layout == "qkv":
         groups, sizes = num_groups, [shape[0] // num_groups - 2 * head_dim, head_dim, head_dim]
     is_whole, columns = entry.layout in ("whole", "columns"), part * shape[-1] if entry.layout == "columns" else 0
-    found, at = [], 0
+    rows, at = [], 0
     for group in range(groups):
         for source, size in enumerate(sizes):
             first = 0 if is_whole else (part * groups + group) * size
-            found.append(SourceRows(source, slice(at, at + size), (first, columns)[: len(shape)]))
+            rows.append(SourceRows(source, slice(at, at + size), (first, columns)[: len(shape)]))
             at += size
-    return found
+    return rows
 
 
 class ShardedNames(Names):
@@ -226,27 +226,27 @@ class ShardedNames(Names):
         sources = {source for entry in every.values() for source in entry.sources}
         named = ((plain_name(name), tensor) for name, tensor in model.named_parameters())
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named if name in sources}
-        mine = {name: {place: tuple(box.shape) for place, box in held.items()} for name, held in self.parts(own).items()}
+        mine = {name: {origin: tuple(box.shape) for origin, box in boxes.items()} for name, boxes in self.parts(own).items()}
         self._held: list[dict[str, dict[Place, tuple[int, ...]]]] = [{}] * dist.get_world_size()
         """For each rank: tensor -> where it has something of it -> the shape of that."""
         dist.all_gather_object(self._held, mine)
 
     def copies(self) -> dict[str, int]:
         """Return for each weight of this rank how many ranks hold the same; one that is tied counts for both names."""
-        found = {}
+        counts = {}
         for name, (first, *_) in self._boxes.items():
             source = self._entry_of[name].sources[first.source]
-            found[name] = sum(first.place in held.get(source, ()) for held in self._held)
-        return found
+            counts[name] = sum(first.at in boxes.get(source, ()) for boxes in self._held)
+        return counts
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
         """Return name -> shape and dtype of the whole, over all ranks."""
-        found = {}
+        kinds_by_name = {}
         for name, shape in self._shapes.items():
             like = next((tensor for own, tensor in tensors.items() if _kind(own) == _kind(name)), None)
             if like is not None:  # of the model, of a head, or of an adapter, as the tensor of that name is
-                found[name] = TensorKind(shape if like.ndim else (), like.dtype)
-        return found
+                kinds_by_name[name] = TensorKind(shape if like.ndim else (), like.dtype)
+        return kinds_by_name
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return of which tensors a weight is made."""
@@ -256,72 +256,72 @@ class ShardedNames(Names):
         """Return a whole weight on the CPU on rank 0, and None elsewhere."""
         mine, rank, seen = self.parts(tensors).get(name, {}), dist.get_rank(), set[Place]()
         whole = torch.empty(self._shapes[name], dtype=self.kinds(tensors)[name].dtype) if rank == 0 else None
-        for owner, held in enumerate(self._held):  # each place from the first rank that has it, and of a rank all at once
-            places = [place for place in held.get(name, ()) if place not in seen]
+        for owner, boxes in enumerate(self._held):  # each place from the first rank that has it, and of a rank all at once
+            places = [origin for origin in boxes.get(name, ()) if origin not in seen]
             seen.update(places)
             if not places or rank not in (0, owner):
                 continue
-            sizes = [math.prod(held[name][place]) for place in places]
+            sizes = [math.prod(boxes[name][origin]) for origin in places]
             if rank == owner:
-                flat = torch.cat([mine[place].detach().reshape(-1) for place in places]).cpu()
+                flat = torch.cat([mine[origin].detach().reshape(-1) for origin in places]).cpu()
             if whole is None:
                 dist.send(flat, dst=0)
                 return None
             if owner:
                 flat = torch.empty(sum(sizes), dtype=whole.dtype)
                 dist.recv(flat, src=owner)
-            for place, values in zip(places, flat.split(sizes), strict=True):
-                shape = held[name][place]
-                box_of(whole, place, shape).copy_(values.view(shape))
+            for origin, values in zip(places, flat.split(sizes), strict=True):
+                shape = boxes[name][origin]
+                box_of(whole, origin, shape).copy_(values.view(shape))
         return whole
 
     def shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the boxes that this rank has."""
         kinds = self.kinds(tensors)
-        return {name: Boxes(kinds[name], held) for name, held in self.parts(tensors).items()}
+        return {name: Boxes(kinds[name], boxes) for name, boxes in self.parts(tensors).items()}
 
     def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
         """Fill this rank's parts from a folder; one number of a tensor is that of all weights that it is made of."""
         super().read(sections, folder, whose=whose)
         for tensors in sections.values():
-            found = self.parts(tensors)
+            parts_read = self.parts(tensors)
             for name, tensor in tensors.items():
                 if not tensor.ndim:
-                    tensor.copy_(found[self.sources(name)[0]][()])
+                    tensor.copy_(parts_read[self.sources(name)[0]][()])
 
     def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         """Write this rank's parts of whole `weights` into live tensors, or of parts that hold them; of tied ones one name is
         enough."""
-        found = self.parts(tensors)
+        parts_read = self.parts(tensors)
         for name in weights:
-            for place, box in found.get(plain_name(name), {}).items():
-                box.copy_(box_of(weights[name], place, box.shape))
+            for origin, box in parts_read.get(plain_name(name), {}).items():
+                box.copy_(box_of(weights[name], origin, box.shape))
 
     def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Place, Tensor]]:
         """Return name -> place in the whole -> what this rank holds there, live; replicas have one place.
 
         Of one number for a weight there is one for each of its sources. A `DTensor` is of rows of the weight.
         """
-        found: dict[str, dict[Place, Tensor]] = {}
+        parts_by_name: dict[str, dict[Place, Tensor]] = {}
         for name, entry in self._entry_of.items():
             if (tensor := tensors.get(name)) is None:
                 continue
             if not tensor.ndim:
                 for one in entry.sources:
-                    found.setdefault(one, {}).setdefault((), tensor)
+                    parts_by_name.setdefault(one, {}).setdefault((), tensor)
                 continue
-            held, start = local_part(tensor), start_of(tensor)[0]
-            for source, rows, place in self._boxes[name]:
-                low, high = max(rows.start, start), min(rows.stop, start + len(held))
+            local, start = local_part(tensor), start_of(tensor)[0]
+            for source, rows, origin in self._boxes[name]:
+                low, high = max(rows.start, start), min(rows.stop, start + len(local))
                 if low >= high:
                     continue
-                box, further = held[low - start : high - start], low - rows.start
+                box, further = local[low - start : high - start], low - rows.start
                 if entry.expert is None:
-                    at = (place[0] + further, *place[1:])
+                    at = (origin[0] + further, *origin[1:])
                 else:
-                    box, at = box[None], (entry.expert, further, *place[2:])
-                found.setdefault(entry.sources[source], {})[at] = box
-        return found
+                    box, at = box[None], (entry.expert, further, *origin[2:])
+                parts_by_name.setdefault(entry.sources[source], {})[at] = box
+        return parts_by_name
 
 
 def _kind(name: str) -> tuple[bool, bool]:
@@ -332,5 +332,5 @@ def _kind(name: str) -> tuple[bool, bool]:
 def counted(name: str, first_layer: int, first_expert: int) -> str:
     """Return a name with its layer and expert counted over the whole model."""
     for pattern, first in ((r"(decoder\.layers\.)(\d+)", first_layer), (r"(local_experts\.)(\d+)", first_expert)):
-        name = re.sub(pattern, lambda found, first=first: f"{found[1]}{int(found[2]) + first}", name)  # type: ignore[misc]
+        name = re.sub(pattern, lambda match, first=first: f"{match[1]}{int(match[2]) + first}", name)  # type: ignore[misc]
     return name

@@ -63,9 +63,9 @@ class ModelSize:
     def of(cls, model: PreTrainedModel) -> ModelSize:
         """Return the sizes of a model, which needs no weights."""
         config = model.config.get_text_config()
-        found = layers_of(model, towers_of(model))
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in found]
-        experts = [sum(p.numel() for p in layer.parameters() if p.dim() == 3) for layer in found]
+        layer_list = layers_of(model, towers_of(model))
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_list]
+        experts = [sum(p.numel() for p in layer.parameters() if p.dim() == 3) for layer in layer_list]
         parameters = sum(p.numel() for p in model.parameters())
         fields = config.to_dict()
         heads = fields.get("num_key_value_heads") or config.num_attention_heads
@@ -136,7 +136,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     # Of stages the first and the last each hold an embedding, tied or not.
     ends = min(size.outside, size.vocab * size.hidden) * stages - size.outside if stages > 1 else 0
 
-    def held(count: int, *, bytes_of_each: int, is_state: bool = False) -> int:
+    def bytes_of(count: int, *, bytes_of_each: int, is_state: bool = False) -> int:
         if count < size.parameters:  # an adapter has no experts, and half of each pair is on every rank of a stage
             shared = load.ranks // wide if is_state else stages
             return count * bytes_of_each // (rows if is_sharded else max(1, shared))
@@ -160,11 +160,11 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     gaps = activations if is_sharded else activations * 3 // 2  # measured: Megatron's leave more
     gaps += 2 * size.parameters * size.element if is_gathered else 0
     return {
-        "parameters": held(size.parameters, bytes_of_each=copies * size.element),
-        "float32 masters": held(size.trained, bytes_of_each=copies * 4, is_state=True) if low else 0,
-        "gradients": held(size.trained, bytes_of_each=copies * (4 + (size.element if low else 0))),
-        "moments of AdamW": held(size.trained, bytes_of_each=copies * 8, is_state=True),
-        "frozen models": load.num_frozen * held(size.parameters, bytes_of_each=size.element),
+        "parameters": bytes_of(size.parameters, bytes_of_each=copies * size.element),
+        "float32 masters": bytes_of(size.trained, bytes_of_each=copies * 4, is_state=True) if low else 0,
+        "gradients": bytes_of(size.trained, bytes_of_each=copies * (4 + (size.element if low else 0))),
+        "moments of AdamW": bytes_of(size.trained, bytes_of_each=copies * 8, is_state=True),
+        "frozen models": load.num_frozen * bytes_of(size.parameters, bytes_of_each=size.element),
         "gathered blocks": gathered,
         # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
         "buffer of the largest gradient": (1 if low or gathered else 2) * size.widest * size.element // wide,

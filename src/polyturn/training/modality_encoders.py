@@ -24,7 +24,7 @@ def towers_of(model: PreTrainedModel) -> list[nn.Module]:
     if decoder is backbone:
         return []
     inside = set(decoder.modules())
-    found: list[nn.Module] = []
+    encoders: list[nn.Module] = []
     around: list[nn.Module] = [backbone]
     while around:
         for child in around.pop().children():
@@ -33,8 +33,8 @@ def towers_of(model: PreTrainedModel) -> list[nn.Module]:
             if decoder in child.modules():
                 around.append(child)
             else:
-                found.append(child)
-    return found
+                encoders.append(child)
+    return encoders
 
 
 def layers_of(model: PreTrainedModel, encoders: Sequence[nn.Module]) -> list[nn.Module]:

@@ -81,14 +81,14 @@ class Placement:
         return ValueNetwork(backbone)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
-        """Put `network` where it is trained, and return what updates it there."""
+        """Put `network` where it is trained, and return its optimizer."""
         return Optimizer(network.saved, settings)
 
     def freeze(self, network: Network, *, is_copy: bool) -> None:
         """Put `network` where it is only scored with; `is_copy` says that it is one of what is trained."""
 
     def device(self, network: Network) -> torch.device:
-        """Return where this process computes."""
+        """Return the device of this process."""
         return next(network.saved.parameters()).device
 
     def in_step(self, cut: Cut) -> Cut:
@@ -304,17 +304,17 @@ class ModelBackend:
         """
         whose, names, clock = self.network.whose, self.network.names, self.optimizer.state_dict()
         # The metadata first: a state of another model is refused before any tensor is written over.
-        found = stored_kinds(folder, whose=whose)
+        kinds = stored_kinds(folder, whose=whose)
         # A parameter has moments from its first gradient on; those that the folder has must be there to be read into.
-        self.optimizer.make_moments(lambda name: all(f"moments/exp_avg/{n}" in found for n in names.sources(name)))
+        self.optimizer.make_moments(lambda name: all(f"moments/exp_avg/{n}" in kinds for n in names.sources(name)))
         sections = self._sections()
-        self._check(found, flat({prefix: names.kinds(tensors) for prefix, tensors in sections.items()}))
+        self._check(kinds, flat({prefix: names.kinds(tensors) for prefix, tensors in sections.items()}))
         names.read(sections, folder, whose=whose)
         read_shards(clock, folder, whose=whose)
         self.optimizer.load_state_dict(clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process writes into a checkpoint: live tensors, or its parts of them, and numbers."""
+        """Return this process's part of a checkpoint: live tensors, or its parts of them, and numbers."""
         sections = self._sections().items()
         return self.optimizer.state_dict() | flat({p: self.network.names.shards(tensors) for p, tensors in sections})
 
@@ -326,23 +326,23 @@ class ModelBackend:
         self.optimizer.take_parameters()
 
     def kinds(self, is_merged: bool) -> dict[str, TensorKind]:
-        """Return what `gathered` can gather: the model's own weights, into which an adapter is merged, or what training
-        changes."""
+        """Return the names that `gathered` accepts: the model's own weights, into which an adapter is merged, or the
+        trained tensors."""
         return self.network.names.kinds(self.network.own_tensors() if is_merged else self.network.tensors())
 
     def gathered(self, names: Sequence[str], is_merged: bool) -> dict[str, Tensor] | None:
         """Return name -> whole tensor on the CPU on rank 0, and None on the others, which hold one of them at a time."""
         self._placement.release(self.network)
         tensors = self.network.own_tensors() if is_merged else self.network.tensors()
-        is_adapted, found = is_merged and has_lora(self.network.saved), dict[str, Tensor]()
+        is_adapted, collected = is_merged and has_lora(self.network.saved), dict[str, Tensor]()
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         for name in names:
             whole = self.network.names.whole(tensors, name)
             if is_adapted:
                 whole = self.network.merged(name, whole)
             if whole is not None and is_first:
-                found[name] = whole.cpu()
-        return found if is_first else None
+                collected[name] = whole.cpu()
+        return collected if is_first else None
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
@@ -381,28 +381,28 @@ class ModelBackend:
         self._objectives.clear()
 
     def _sections(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return what a checkpoint keeps, prefix -> name -> live tensor: the parameters (with LoRA the adapter's), the
+        """Return the tensors of a checkpoint, prefix -> name -> live tensor: the parameters (with LoRA the adapter's), the
         optimizer's part and, where it belongs to no file, the reference."""
         self._placement.release(self.network)
         kept = None if self._reference is None else self._reference.kept()
         return {"model/": self.network.tensors(), **self.optimizer.sections(), "reference/": kept or {}}
 
-    def _check(self, found: Mapping[str, TensorKind], own: Mapping[str, TensorKind]) -> None:
+    def _check(self, stored: Mapping[str, TensorKind], own: Mapping[str, TensorKind]) -> None:
         """Refuse the state of another model, or one without the reference.
 
         Raises:
             CheckpointError: with what differs.
         """
         whose, hint = self.network.whose, "; model.lora must be what it was" if has_lora(self.network.saved) else ""
-        require_same_shapes(inside(found, "model/"), inside(own, "model/"), whose=whose, hint=hint)
-        if (masters := inside(found, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
+        require_same_shapes(inside(stored, "model/"), inside(own, "model/"), whose=whose, hint=hint)
+        if (masters := inside(stored, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
             raise CheckpointError(
                 f"the {whose} keeps float32 copies of {len(masters)} parameters and this model needs {len(needed)}; "
                 "was it written with another model.dtype?"
             )
-        require_same_shapes(inside(found, "moments/"), inside(own, "moments/"), whose=f"{whose}'s optimizer")
+        require_same_shapes(inside(stored, "moments/"), inside(own, "moments/"), whose=f"{whose}'s optimizer")
         if kept := inside(own, "reference/"):
-            if not (reference := inside(found, "reference/")):
+            if not (reference := inside(stored, "reference/")):
                 raise CheckpointError(
                     "the checkpoint has no reference policy and this run uses one; it was written without KL"
                 )

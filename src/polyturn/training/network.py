@@ -231,8 +231,8 @@ class PolicyNetwork(Network):
                 yield
                 return
             try:
-                told = self.cut(batch)[0].routes_NLK if self._replays else None
-                with RoutingPass(self._routers, told=told) as self._routing:
+                routes = self.cut(batch)[0].routes_NLK if self._replays else None
+                with RoutingPass(self._routers, routes=routes) as self._routing:
                     yield
             finally:
                 self._routing = None
@@ -251,15 +251,15 @@ class PolicyNetwork(Network):
     def _over_row(self, own: RoutingPass, share: ContextShare, batch: MicroBatch) -> RoutingPass:
         """Return a pass over all tokens of `batch`, of this rank's `own`: balance and load are of whole sequences."""
         assert self._routers is not None
-        found = RoutingPass(self._routers, told=batch.routes_NLK if self._replays else None)
-        for whole, parts in ((found.logits, own.logits), (found.chosen, own.chosen), (found.live, own.live)):
+        routing = RoutingPass(self._routers, routes=batch.routes_NLK if self._replays else None)
+        for whole, parts in ((routing.logits, own.logits), (routing.chosen, own.chosen), (routing.live, own.live)):
             whole[:] = [None if part is None else share.of_tokens(part) for part in parts]
-        return found
+        return routing
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
-        found: TargetScores = self(batch)
-        return found.logprobs_S
+        target_scores: TargetScores = self(batch)
+        return target_scores.logprobs_S
 
 
 class ValueNetwork(Network):
@@ -306,8 +306,8 @@ class ValueNetwork(Network):
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the value at each target of `batch`."""
-        found: Tensor = self(batch)
-        return found
+        values: Tensor = self(batch)
+        return values
 
 
 def value_head(hidden: int, *, dtype: torch.dtype) -> nn.Linear:

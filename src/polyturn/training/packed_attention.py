@@ -59,7 +59,7 @@ class PackedView:
         """[Q, K] what is added to the scores of the last Q of K tokens: 0, and -inf for what comes later."""
         if self._band is None or self._band.dtype != dtype:
             # One band for all layers and blocks: a mask of another shape is a view of it, moved along the diagonal.
-            width = max((len(place) for place in self.packing.places), default=0)
+            width = max((len(row) for row in self.packing.places), default=0)
             ahead = torch.arange(-width, BLOCK)[None] > torch.arange(BLOCK)[:, None]
             self._band = torch.zeros(ahead.shape, dtype=dtype).masked_fill_(ahead, float("-inf")).to(self._device)
         start = self._band.shape[1] - BLOCK - (num_keys - num_queries)
@@ -249,8 +249,8 @@ def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None
     packing = pack(rows, shared=[0, *itertools.starmap(common_prefix, itertools.pairwise(rows))])
     view = PackedView(packing, parameter.device)
     ids = torch.zeros((1, packing.num_tokens), dtype=torch.int64, device=parameter.device)
-    for place, row in zip(packing.places, rows, strict=True):
-        ids[0, place] = torch.from_numpy(row).to(ids)
+    for span, row in zip(packing.places, rows, strict=True):
+        ids[0, span] = torch.from_numpy(row).to(ids)
     positions = torch.from_numpy(packing.positions_N)[None].to(ids)
     # What only the first row holds; what stands behind it in the flat order must not notice it.
     is_own = torch.from_numpy(packing.until_N == len(rows[0])).to(parameter.device)
@@ -267,9 +267,9 @@ def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None
     is_exact = parameter.dtype.itemsize >= 4  # bfloat16 rounds by 2^-8, layer after layer
     if not _is_close(flat[~is_own], other[~is_own], 1e-5 if is_exact else 0.0):
         return "a row of its packed rows reads another one"
-    for place, row in zip(packing.places, rows, strict=True):
+    for span, row in zip(packing.places, rows, strict=True):
         if not _is_close(
-            flat[torch.from_numpy(place)], hidden(torch.from_numpy(row).to(ids)[None]), 1e-3 if is_exact else 0.1
+            flat[torch.from_numpy(span)], hidden(torch.from_numpy(row).to(ids)[None]), 1e-3 if is_exact else 0.1
         ):
             return "packed rows give other hidden states than rows alone"
     return None

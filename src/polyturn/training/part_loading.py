@@ -60,8 +60,8 @@ def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collecti
     with ExitStack() as opened:
         parts: dict[str, _CountedSlice] = {}
         for file in weight_files(folder):
-            held = opened.enter_context(safe_open(str(file), framework="pt"))
-            parts |= {name: _CountedSlice(held.get_slice(name), read) for name in held.keys()}  # noqa: SIM118
+            file_tensors = opened.enter_context(safe_open(str(file), framework="pt"))
+            parts |= {name: _CountedSlice(file_tensors.get_slice(name), read) for name in file_tensors.keys()}  # noqa: SIM118
         info, _ = PreTrainedModel._load_pretrained_model(
             model,
             _under_own_names(parts, model, mapping, only),
@@ -82,16 +82,16 @@ def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collecti
     return sum(read)
 
 
-def take_weights(model: PreTrainedModel, held: Mapping[str, Tensor], device: torch.device) -> None:
-    """Fill the shards of a model with copies of `held`, under its own names.
+def take_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Fill the shards of a model with copies of `tensors`, under its own names.
 
     Args:
         model: Sharded; unread, or with values that are written over.
-        held: Name -> shard, of parameters and of buffers that are saved, of a model that is cut alike.
+        tensors: Name -> shard, of parameters and of buffers that are saved, of a model that is cut alike.
         device: Where values go that are made anew.
     """
     was_unread = is_unread(model)
-    model.load_state_dict({name: tensor.detach().clone() for name, tensor in held.items()}, assign=was_unread)
+    model.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=was_unread)
     if was_unread:
         _settle(model, device)
 
@@ -104,14 +104,14 @@ def _under_own_names(
     adapted = {name.replace(".base_layer.", "."): name for name in model.state_dict()}
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    found = {}
+    renamed = {}
     for name, part in parts.items():
         own, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, adapted)
         if only is not None and plain_name(own) not in only:
             continue
         inside = adapted.get(own, "")
-        found[inside if ".base_layer." in inside else name] = part
-    return found
+        renamed[inside if ".base_layer." in inside else name] = part
+    return renamed
 
 
 def _settle(model: PreTrainedModel, device: torch.device) -> None:

@@ -127,7 +127,7 @@ class ModelPolicy(OverBackend):
         return metrics | {"time/optim": Sum(seconds)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is no part of the backend: the weights of the KL term and the entropy bonus."""
+        """Return the state that the backend does not hold: the weights of the KL term and the entropy bonus."""
         return {"kl": self.kl.state_dict(), "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -144,12 +144,12 @@ class ModelPolicy(OverBackend):
         """Free the gradient and the frozen models, or let the ranks end."""
         self.backend.close()
 
-    def _counted(self, found: PassResult) -> PassResult:
+    def _counted(self, result: PassResult) -> PassResult:
         """Count the time of a pass; of one that is not finite keep the metrics that are, for curves have no NaN."""
-        self.train_seconds += found.metrics["time/forward_backward"].value
-        if found.is_finite:
-            return found
-        return found._replace(metrics={name: m for name, m in found.metrics.items() if math.isfinite(m.value)})
+        self.train_seconds += result.metrics["time/forward_backward"].value
+        if result.is_finite:
+            return result
+        return result._replace(metrics={name: m for name, m in result.metrics.items() if math.isfinite(m.value)})
 
 
 def local_policy(model: PreTrainedModel, *, loss: LossSettings | None = None, **options: Any) -> ModelPolicy:
@@ -254,7 +254,7 @@ def with_marks(
     score: Callable[[Sequence[TrainSample]], list[Floats]],
     seed: int,
 ) -> Sequence[TrainSample]:
-    """Let the policy loss choose the tokens of a whole step that it treats apart, where it does and nobody has yet.
+    """Let the policy loss choose the tokens of a whole step that it treats apart, unless that is done.
 
     Args:
         samples: Everything that one optimizer step trains on, of all ranks.

@@ -68,15 +68,15 @@ class RankWorker:
         network, _, method = command.partition(".")
         try:
             if method == "make":
-                held = {name: backend.held() for name, backend in self._backends.items()}
+                models = {name: backend.held() for name, backend in self._backends.items()}
                 if network in self._backends:  # of the former one only the weights stay: there may be no room for more
                     self._backends.pop(network).close()
                     gc.collect()
                 (spec,) = share
-                self._backends[network] = self._make[network](spec, held)
+                self._backends[network] = self._make[network](spec, models)
                 return RankReply()
-            found = getattr(self._backends[network], method)
-            return RankReply(value=found(*share) if callable(found) else found)
+            function = getattr(self._backends[network], method)
+            return RankReply(value=function(*share) if callable(function) else function)
         except PolyturnError as problem:
             return RankReply(error=problem)
 
@@ -101,7 +101,7 @@ def assign(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_shar
     return [sorted(share) for share in shares]
 
 
-def put_back(rows: Sequence[Sequence[int]], found: Sequence[Sequence[Floats]], count: int) -> list[Floats]:
+def put_back(rows: Sequence[Sequence[int]], rows_of_ranks: Sequence[Sequence[Floats]], count: int) -> list[Floats]:
     """Return the rows' results in the order of the samples."""
-    at = {i: value for row, values in zip(rows, found, strict=True) for i, value in zip(row, values, strict=True)}
+    at = {i: value for row, values in zip(rows, rows_of_ranks, strict=True) for i, value in zip(row, values, strict=True)}
     return [at[i] for i in range(count)]

@@ -89,16 +89,16 @@ class RankedBackend:
         rows = self._assign(samples)
         # Coefficients travel with their samples: they hold the average over the whole batch, which no rank sees.
         shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row], objective, weights) for row in rows]
-        found: list[PassResult] = self._rows("forward_backward", shares)
+        results: list[PassResult] = self._rows("forward_backward", shares)
 
         def whole(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
             # A rank without a sample gives no arrays, and none is missing.
             is_whole = any(parts) and all(part is not None or not row for part, row in zip(parts, rows, strict=True))
             return put_back(rows, [part or [] for part in parts], len(samples)) if is_whole else None
 
-        logprobs, entropies = whole([part.logprobs for part in found]), whole([part.entropies for part in found])
-        metrics = merge_ranks([part.metrics for part in found])
-        return PassResult(metrics, logprobs, entropies, is_finite=all(part.is_finite for part in found))
+        logprobs, entropies = whole([part.logprobs for part in results]), whole([part.entropies for part in results])
+        metrics = merge_ranks([part.metrics for part in results])
+        return PassResult(metrics, logprobs, entropies, is_finite=all(part.is_finite for part in results))
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient on all ranks, or on none, and clear it.
@@ -163,8 +163,8 @@ class RankedBackend:
 
     def weight_groups(self, is_merged: bool = True) -> list[str]:
         """Return the groups of parameters that `shift_weights` moves."""
-        found: list[str] = self._all("weight_groups", is_merged)[0]
-        return found
+        groups: list[str] = self._all("weight_groups", is_merged)[0]
+        return groups
 
     def shift_weights(self, group: str, scale: float) -> None:
         """Let every rank move its part of a group of weights."""
@@ -195,14 +195,14 @@ class RankedBackend:
 
     def _streamed(self, *, is_merged: bool) -> StreamedTensors:
         def bring(names: Sequence[str]) -> Mapping[str, Tensor]:
-            found: Mapping[str, Tensor] = self._all("gathered", list(names), is_merged)[0]
-            return found
+            tensors: Mapping[str, Tensor] = self._all("gathered", list(names), is_merged)[0]
+            return tensors
 
         kinds: Mapping[str, TensorKind] = self._all("kinds", is_merged)[0]
         return StreamedTensors(kinds, bring, limit=self._bucket_bytes)
 
     def _rows(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call with a share for each row of ranks, and return what the first rank of each row returned."""
+        """Call with a share for each row of ranks, and return the result of the first rank of each row."""
         width = self._group.row_width
         # Ranks of a row see the same samples and answer alike, so that one answer stands for all of them.
         return self._call(command, [share for share in shares for _ in range(width)])[::width]

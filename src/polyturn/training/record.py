@@ -45,20 +45,20 @@ def trained_of(
     logprobs, entropies = _joined([p.logprobs for p in passes]), _joined([p.entropies for p in passes])
     advantages = [np.zeros(len(s), np.float32) if s.advantages is None else s.advantages for s in samples]
     weights = [s.loss_weights for s in samples]
-    found = {}
+    records = {}
     for group in groups:
         for trajectory in group.trajectories:
             if trajectory.is_failed:
-                found[trajectory.id] = Trained(dropped="failed")
+                records[trajectory.id] = Trained(dropped="failed")
             elif trajectory.id not in live:
                 # The filter counts its reasons and names no group; which one it was follows from the members.
                 is_small = sum(not t.is_failed for t in group.trajectories) < min_members
-                found[trajectory.id] = Trained(dropped="one_left" if is_small else "zero_variance")
+                records[trajectory.id] = Trained(dropped="one_left" if is_small else "zero_variance")
             elif trajectory.id in places:
                 mine = {samples[i].id.segment: i for i in places[trajectory.id]}
                 used = _on_sampled(trajectory, mine, weights)
                 recorded = np.concatenate([s.loss_weights[s.sampled_mask] for s in trajectory.segments])
-                found[trajectory.id] = Trained(
+                records[trajectory.id] = Trained(
                     advantages=_on_sampled(trajectory, mine, advantages),
                     policy_logprobs=None if logprobs is None else _on_sampled(trajectory, mine, logprobs),
                     entropies=None if entropies is None else _on_sampled(trajectory, mine, entropies),
@@ -67,10 +67,10 @@ def trained_of(
                 )
             else:
                 is_cut = drops_truncated and trajectory.stop_reason.is_truncation
-                found[trajectory.id] = Trained(
+                records[trajectory.id] = Trained(
                     dropped=_why_no_sample(trajectory, is_cut=is_cut, is_rejected=trajectory.id in rejected)
                 )
-    return found
+    return records
 
 
 def _joined(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:

@@ -48,9 +48,9 @@ class FrozenModel:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
         with torch.no_grad():
-            found = self.network.scores(batch)
+            logprobs = self.network.scores(batch)
         self._release(self.network)
-        return found
+        return logprobs
 
     def kept(self) -> dict[str, Tensor] | None:
         """Return the weights where they are kept."""

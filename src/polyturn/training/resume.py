@@ -101,10 +101,10 @@ def changed_settings(former: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _flat(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, prefix=f"{prefix}{key}.")
+            flat |= _flat(value, prefix=f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

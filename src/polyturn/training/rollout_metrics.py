@@ -65,9 +65,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
         }
         one |= of_others(trajectory)
         if "sanity_checked" in trajectory.metrics:
-            found = [k for k in trajectory.metrics if k.startswith("sanity_") and k != "sanity_checked"]
-            one["tokens/mismatch_rate"] = Mean(float(bool(found)))
-            one.update({f"tokens/mismatch_{k.removeprefix('sanity_')}": Sum(trajectory.metrics[k]) for k in found})
+            kinds = [k for k in trajectory.metrics if k.startswith("sanity_") and k != "sanity_checked"]
+            one["tokens/mismatch_rate"] = Mean(float(bool(kinds)))
+            one.update({f"tokens/mismatch_{k.removeprefix('sanity_')}": Sum(trajectory.metrics[k]) for k in kinds})
         if trajectory.reward is not None:
             one["reward/mean"] = Mean(trajectory.reward.total)
             one["rollout/success"] = Mean(float(is_success(trajectory)))
@@ -130,22 +130,22 @@ def plugin_times(trajectories: Sequence[Trajectory]) -> Metrics:
                     seconds.setdefault(f"time/tool/{result.name}", []).append(result.duration_s)
             if partner is not None and "interaction" in turn.timings:
                 seconds.setdefault(f"time/interaction/{partner.name}", []).append(turn.timings["interaction"])
-    found: Metrics = {}
+    times: Metrics = {}
     for name, taken in seconds.items():
         p50, p99 = np.quantile(taken, (0.5, 0.99))
-        found |= {f"{name}/p50_s": Mean(float(p50)), f"{name}/p99_s": Mean(float(p99))}
+        times |= {f"{name}/p50_s": Mean(float(p50)), f"{name}/p99_s": Mean(float(p99))}
         if whole > 0:
-            found[f"{name}/share"] = Mean(sum(taken) / whole)
-    return found
+            times[f"{name}/share"] = Mean(sum(taken) / whole)
+    return times
 
 
 def num_masked(trajectory: Trajectory) -> int:
-    """Return how many sampled tokens have no weight in the segment that owns them."""
+    """Return the number of sampled tokens without weight in the segment that owns them."""
     return sum(int(np.count_nonzero(s.sampled_mask & (s.loss_weights == 0))) for s in trajectory.segments)
 
 
 def num_replayed(trajectory: Trajectory) -> int:
-    """Return how often a sampled token is seen again, without weight, in the prompt of a segment that branched behind it."""
+    """Count the sampled tokens that later segments repeat in their prompts, once for each repetition."""
     wrote: list[np.ndarray[Any, Any]] = []
     total = 0
     for segment in trajectory.segments:  # parents come before those that branched off

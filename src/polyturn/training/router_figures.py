@@ -88,11 +88,11 @@ def _metrics(routing: RoutingPass, batch: MicroBatch, balance_B: Tensor, *, repl
     }
     if not replays:
         return metrics
-    told = None if routing.told is None else routing.told[real, :, :1] != LIVE
-    num_told = 0 if told is None else int(told[:, 0].sum())
+    replayed = None if routing.told is None else routing.told[real, :, :1] != LIVE
+    num_told = 0 if replayed is None else int(replayed[:, 0].sum())
     metrics["policy/router_missing"] = Mean(count - num_told, count)
-    if told is not None and num_told:
-        differs = ((chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)) & told[:, :, 0]
+    if replayed is not None and num_told:
+        differs = ((chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)) & replayed[:, :, 0]
         metrics["policy/router_changed"] = Mean(float(differs.sum()), num_told * layers)
         metrics["policy/router_changed_tokens"] = Mean(float(differs.any(dim=1).sum()), num_told)
     return metrics

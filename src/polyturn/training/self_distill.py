@@ -84,17 +84,17 @@ class SelfDistillation:
             TrainingError: the function that gives the text raised, or gave something else.
         """
         origin = {(g.id, t.id): (t, g) for g in groups for t in g.trajectories}
-        shown: dict[int, TrainSample] = {}
+        samples_seen: dict[int, TrainSample] = {}
         skipped: Counter[Skipped] = Counter()
         for index, sample in enumerate(samples):
             trajectory, group = origin[sample.id.group, sample.id.trajectory]
-            found = self._shown(sample, trajectory, group) if sample.num_weighted else None
-            if isinstance(found, TrainSample):
-                shown[index] = found
-            elif found is not None:
-                skipped[found] += 1
+            sample_seen = self._shown(sample, trajectory, group) if sample.num_weighted else None
+            if isinstance(sample_seen, TrainSample):
+                samples_seen[index] = sample_seen
+            elif sample_seen is not None:
+                skipped[sample_seen] += 1
         self._warn(skipped, len(samples))
-        scores = dict(zip(shown, score(list(shown.values())) if shown else [], strict=True))
+        scores = dict(zip(samples_seen, score(list(samples_seen.values())) if samples_seen else [], strict=True))
         out, gap_sum, num_tokens = [], 0.0, 0
         for index, sample in enumerate(samples):
             if index not in scores:
@@ -104,12 +104,12 @@ class SelfDistillation:
             teacher_T = np.zeros(len(sample), np.float32)
             tail = len(sample) - int(np.argmax(sample.loss_weights != 0))
             teacher_T[-tail:] = scores[index][-tail:]
-            made = taught(sample, teacher_T, self._options)
-            out.append(made.sample)
-            gap_sum, num_tokens = gap_sum + made.gap_sum, num_tokens + sample.num_weighted
+            taught_sample = taught(sample, teacher_T, self._options)
+            out.append(taught_sample.sample)
+            gap_sum, num_tokens = gap_sum + taught_sample.gap_sum, num_tokens + sample.num_weighted
         return out, {
             "policy/teacher_gap": Mean(gap_sum, num_tokens),
-            "buffer/samples_taught": Sum(len(shown)),
+            "buffer/samples_taught": Sum(len(samples_seen)),
             "buffer/samples_without_privileged": Sum(skipped["without_privileged"]),
             "buffer/samples_other_prompt": Sum(skipped["other_prompt"]),
             "buffer/samples_privileged_too_long": Sum(skipped["too_long"]),

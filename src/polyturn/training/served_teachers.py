@@ -154,21 +154,21 @@ class ServedTeachers:
             TrainingError: a sample shows media.
         """
         tasks = {g.id: g.task for g in groups}
-        asked = [
+        questions = [
             _Asked.of(s, self.teachers[teacher_of(tasks[s.id.group], self._options)]) for s in samples if s.num_weighted
         ]
-        answers = iter(in_own_loop(lambda: self._score_all(asked)))
+        answers = iter(in_own_loop(lambda: self._score_all(questions)))
         out, gap_sum, num_tokens = [], 0.0, 0
         for sample in samples:
             if not sample.num_weighted:
                 out.append(untaught(sample, self._options))
                 continue
-            made = taught(sample, next(answers), self._options)
-            out.append(made.sample)
-            gap_sum, num_tokens = gap_sum + made.gap_sum, num_tokens + sample.num_weighted
-        return out, {"policy/teacher_gap": Mean(gap_sum, num_tokens), "buffer/samples_taught": Sum(len(asked))}
+            taught_sample = taught(sample, next(answers), self._options)
+            out.append(taught_sample.sample)
+            gap_sum, num_tokens = gap_sum + taught_sample.gap_sum, num_tokens + sample.num_weighted
+        return out, {"policy/teacher_gap": Mean(gap_sum, num_tokens), "buffer/samples_taught": Sum(len(questions))}
 
-    async def _score_all(self, asked: Sequence[_Asked]) -> list[Floats]:
+    async def _score_all(self, questions: Sequence[_Asked]) -> list[Floats]:
         slots = {one: asyncio.Semaphore(one.options.max_concurrent) for one in self.teachers}
 
         async def score(one: _Asked) -> Floats:
@@ -178,11 +178,11 @@ class ServedTeachers:
 
         try:
             with first_error():
-                for teacher in {one.teacher for one in asked}:
+                for teacher in {one.teacher for one in questions}:
                     if not teacher.has_model:
                         await teacher.find_model()
                 async with asyncio.TaskGroup() as tasks:
-                    answers = [tasks.create_task(score(one)) for one in asked]
+                    answers = [tasks.create_task(score(one)) for one in questions]
         finally:
             for teacher in self.teachers:
                 await teacher.close()
@@ -216,14 +216,14 @@ def teacher_of(task: Task, options: ServedTeachersOptions) -> int:
         DataError: no teacher names it, and all name some.
     """
     sources = [one.data_sources for one in options.teachers]
-    found = next((i for i, names in enumerate(sources) if task.data_source in names), None)
-    found = next((i for i, names in enumerate(sources) if not names), None) if found is None else found
-    if found is None:
+    teacher = next((i for i, names in enumerate(sources) if task.data_source in names), None)
+    teacher = next((i for i, names in enumerate(sources) if not names), None) if teacher is None else teacher
+    if teacher is None:
         raise DataError(
             f"row {task.id!r} has the data source {task.data_source!r}, which no teacher of algorithm.served_teachers "
             f"names; they name {sorted(n for names in sources for n in names)}; add it to one, or give one no data_sources"
         )
-    return found
+    return teacher
 
 
 def read_scores(values: Sequence[Any], *, num: int) -> Floats:
@@ -266,8 +266,8 @@ def _ask_sglang(ids: Ids, start: int, model: str | None) -> tuple[str, Mapping[s
 
 def _read_sglang(reply: Any, ids: Ids, start: int) -> list[Any]:
     entries = reply["meta_info"]["input_token_logprobs"][1:]
-    if (said := [int(entry[1]) for entry in entries]) != ids[start:].tolist():
-        raise ValueError(f"entries of the ids {said[:5]}… for {ids[start : start + 5].tolist()}…")
+    if (ids_scored := [int(entry[1]) for entry in entries]) != ids[start:].tolist():
+        raise ValueError(f"entries of the ids {ids_scored[:5]}… for {ids[start : start + 5].tolist()}…")
     return [entry[0] for entry in entries]
 
 

@@ -108,12 +108,12 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
             f"resumed, but a new run can start from its weights (model.path={folder.parent / 'model'})"
         )
     try:
-        found = ShardReader(folder).read_metadata().state_dict_metadata
+        metadata = ShardReader(folder).read_metadata().state_dict_metadata
     except Exception as problem:  # whatever unpickling damaged bytes comes to
         raise _unreadable(problem, folder, whose) from problem
     return {
         name: TensorKind(tuple(entry.size), entry.properties.dtype)
-        for name, entry in found.items()
+        for name, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
@@ -168,14 +168,14 @@ def flat(sections: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
 class Boxes(Tensor):
     """A tensor of which this process has some boxes, live, as `torch.distributed.checkpoint` writes and reads them."""
 
-    held: dict[Place, Tensor]
+    boxes: dict[Place, Tensor]
     """The beginning of a box in the whole -> its values."""
 
-    def __new__(cls, kind: TensorKind, held: Mapping[Place, Tensor]) -> Boxes:
+    def __new__(cls, kind: TensorKind, boxes: Mapping[Place, Tensor]) -> Boxes:
         """Say what is here of a tensor of that `kind`."""
-        made = Tensor._make_wrapper_subclass(cls, kind.shape, dtype=kind.dtype)
-        made.held = dict(held)
-        return made
+        tensor = Tensor._make_wrapper_subclass(cls, kind.shape, dtype=kind.dtype)
+        tensor.boxes = dict(boxes)
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -185,7 +185,7 @@ class Boxes(Tensor):
         raise NotImplementedError(f"{func} of boxes of a tensor")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(place), box.shape) for place, box in self.held.items()]
+        return [ChunkStorageMetadata(torch.Size(origin), box.shape) for origin, box in self.boxes.items()]
 
     def __create_write_items__(self, name: str, of: Any) -> list[WriteItem]:
         return [
@@ -198,7 +198,7 @@ class Boxes(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.held[tuple(index.offset or ())]
+        return self.boxes[tuple(index.offset or ())]
 
 
 def start_of(tensor: Tensor) -> Place:
@@ -240,9 +240,9 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
+def box_of(tensor: Tensor, origin: Place, shape: Sequence[int]) -> Tensor:
     """Return a box of a tensor, all of which this rank holds, as a view."""
-    starts = zip(place, start_of(tensor), shape, strict=True)
+    starts = zip(origin, start_of(tensor), shape, strict=True)
     return local_part(tensor)[tuple(slice(at - start, at - start + size) for at, start, size in starts)]
 
 
@@ -278,20 +278,20 @@ def inside(tensors: Mapping[str, _T], prefix: str) -> dict[str, _T]:
 
 
 def require_same_shapes(
-    found: Mapping[str, TensorKind], own: Mapping[str, TensorKind], *, whose: str = "checkpoint", hint: str = ""
+    stored: Mapping[str, TensorKind], own: Mapping[str, TensorKind], *, whose: str = "checkpoint", hint: str = ""
 ) -> None:
     """Refuse the tensors of another model before they are loaded; `whose` says where they are from.
 
     Raises:
         CheckpointError: a name or a shape differs.
     """
-    if found.keys() != own.keys():
-        strange, absent = sorted(found.keys() - own.keys()), sorted(own.keys() - found.keys())
+    if stored.keys() != own.keys():
+        strange, absent = sorted(stored.keys() - own.keys()), sorted(own.keys() - stored.keys())
         raise CheckpointError(
             f"the {whose} is of another model: it lacks {absent[:3] or 'nothing'} and has {strange[:3] or 'nothing'} more"
             f"{hint}"
         )
-    for name, kind in found.items():
+    for name, kind in stored.items():
         if kind.shape != own[name].shape:
             raise CheckpointError(
                 f"the {whose} is of another model: its {name} has the shape {kind.shape} and this model's "

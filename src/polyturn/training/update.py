@@ -163,9 +163,9 @@ class Update:
             # Behind the advantages: `negative_bound` reads them, and what is rejected counts in the statistics of its group.
             if settings.correction is not None:
                 before = {s.id.trajectory for s in samples if s.num_weighted}
-                samples, found = correct(samples, settings.correction, version=step)
+                samples, correction_metrics = correct(samples, settings.correction, version=step)
                 rejected = before - {s.id.trajectory for s in samples if s.num_weighted}
-                parts.append(found)
+                parts.append(correction_metrics)
             filtered = filter_samples(samples, kept.groups, drop_truncated=settings.algorithm.drop_truncated)
         parts += [kept.metrics, filtered.metrics]
         # While the critic warms up its values, and so the advantages, mean nothing yet.
@@ -193,10 +193,10 @@ class Update:
             metrics["policy/entropy_coef"] = self._entropy.coef
             self._entropy.update(entropy)
         least = self._kept_members
-        made = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
+        records = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
         # Last: the caller counts the step only once this returns, and a checkpoint of a step half counted repeats it.
         self.is_half_done = False
-        return StepResult(metrics, made)
+        return StepResult(metrics, records)
 
     def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
         """Make samples of the groups that have something to learn from, each with its advantages."""
@@ -216,8 +216,8 @@ class Update:
             samples = self._with_scores(samples)
         with _timed("time/prepare_s", parts):
             if self._reward_kl is not None:
-                samples, found = self._reward_kl.apply(samples)
-                parts.append(found)
+                samples, credit_metrics = self._reward_kl.apply(samples)
+                parts.append(credit_metrics)
             samples = assign_advantages(
                 kept.groups,
                 samples,
@@ -227,8 +227,8 @@ class Update:
             )
         if self._teacher is not None and samples:
             with _timed("time/train_s", parts):
-                samples, found = self._teacher.apply(kept.groups, samples, score=self.policy.score)
-                parts.append(found)
+                samples, credit_metrics = self._teacher.apply(kept.groups, samples, score=self.policy.score)
+                parts.append(credit_metrics)
         self._has_scored |= bool(samples)
         return _Credited(kept, samples, parts)
 
@@ -257,7 +257,7 @@ class Update:
         return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside what is in shards: the weight of the KL penalty."""
+        """Return the unsharded part of a checkpoint: the weight of the KL penalty."""
         return {
             "reward_kl": None if self._reward_kl is None else self._reward_kl.state_dict(),
             "has_scored": self._has_scored,
@@ -307,16 +307,16 @@ class Update:
         return parts
 
     def _train_policy(self, shares: Sequence[Sequence[TrainSample]]) -> tuple[list[Metrics], list[PassResult]]:
-        """Take the policy's optimizer steps, one for each share; return what each pass said of its samples too."""
+        """Take the policy's optimizer steps, one for each share; return the results of each pass too."""
         parts: list[Metrics] = []
         passes: list[PassResult] = []
         for number, share in enumerate(shares):
             passes.append(self.policy.forward_backward(share))
-            found = passes[-1].metrics
+            metrics = passes[-1].metrics
             if number and self._settings.algorithm.old_logprobs == "engine":
                 # Behind an update they say how far that went, and not whether trainer and engine agree.
-                found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
-            parts += [found, self.policy.optim_step()]
+                metrics = {name: value for name, value in metrics.items() if not name.startswith("policy/rollout_")}
+            parts += [metrics, self.policy.optim_step()]
             self.is_half_done = True
         return parts, passes
 
@@ -338,17 +338,17 @@ def _timed(name: str, parts: list[Metrics]) -> Iterator[None]:
 
 
 def _nothing_left(counts: Metrics) -> str:
-    """Return what became of the groups of a step of which nothing is trained."""
+    """Return why each group of a step was left out, where the whole step trains nothing."""
     names = ("groups", "groups_zero_variance", "groups_all_failed", "groups_one_left")
     of = {name: int(counts[f"buffer/{name}"].value) for name in names}
     rest = of["groups"] - sum(of[name] for name in names[1:])
-    said = {
+    reason = {
         "with the same reward for every member": of["groups_zero_variance"],
         "in which every trajectory failed": of["groups_all_failed"],
         "with one trajectory left that did not fail": of["groups_one_left"],
         "truncated, rejected or of weight 0": rest,
     }
-    return ", ".join([f"groups: {of['groups']}", *(f"{number} {what}" for what, number in said.items() if number)])
+    return ", ".join([f"groups: {of['groups']}", *(f"{number} {what}" for what, number in reason.items() if number)])
 
 
 def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:

@@ -85,8 +85,8 @@ class WeightProbe:
         prompts = [self._prompt() for _ in range(self._num_prompts)]
         with first_error():
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._ask(engine, p, version, temperature=temperature)) for p in prompts]
-        return [self._as_sample(p, task.result()) for p, task in zip(prompts, asked, strict=True)]
+                tasks = [group.create_task(self._ask(engine, p, version, temperature=temperature)) for p in prompts]
+        return [self._as_sample(p, task.result()) for p, task in zip(prompts, tasks, strict=True)]
 
     async def record(
         self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], list[Floats]]
@@ -109,9 +109,9 @@ class WeightProbe:
         """
         with first_error():
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._ask(engine, p, record.version, temperature=0.0)) for p in record.prompts]
+                tasks = [group.create_task(self._ask(engine, p, record.version, temperature=0.0)) for p in record.prompts]
         num_same, largest = 0, 0.0
-        for task, answer, logprobs in zip(asked, record.answers, record.logprobs, strict=True):
+        for task, answer, logprobs in zip(tasks, record.answers, record.logprobs, strict=True):
             completion = task.result()
             length = min(len(answer), len(completion.token_ids))
             differs = np.flatnonzero(completion.token_ids[:length] != answer[:length])
@@ -132,8 +132,8 @@ class WeightProbe:
         noise = self._rng.integers(0, 256, (_NOISE_SIZE, _NOISE_SIZE, 3)).astype(np.uint8)
         message = Message(role="user", content=({"type": "image", "image": to_source("image", noise)},))
         codec = self._media.codec
-        shown = self._media.expand(codec.encode(codec.template.render([message], add_generation_prompt=True)), [message])
-        return _Prompt(ids=np.concatenate([shown, text]), media=message.media)
+        ids = self._media.expand(codec.encode(codec.template.render([message], add_generation_prompt=True)), [message])
+        return _Prompt(ids=np.concatenate([ids, text]), media=message.media)
 
     async def _ask(self, engine: Engine, prompt: _Prompt, version: int, *, temperature: float) -> Completion:
         self._num_asked += 1
@@ -161,13 +161,13 @@ class WeightProbe:
             raise EngineError("this engine gives no logprobs, so nothing about its weights can be verified")
         # A greedy answer may hold a medium's token; the trainer would look for the picture there, so it is cut before.
         odd = np.flatnonzero(np.isin(completion.token_ids, self._not_text))
-        before, said = len(prompt.ids), int(odd[0]) if len(odd) else len(completion.token_ids)
+        before, length = len(prompt.ids), int(odd[0]) if len(odd) else len(completion.token_ids)
         blank = np.zeros(before, np.float32)
         return TrainSample(
             id=SampleId("weight-sync", "probe", 0),
-            token_ids=np.concatenate([prompt.ids, completion.token_ids[:said]]),
-            loss_weights=np.concatenate([blank, np.ones(said, np.float32)]),
-            turn_ids=np.concatenate([np.full(before, -1), np.zeros(said)]),
-            rollout_logprobs=np.concatenate([blank, completion.logprobs[:said]]),
+            token_ids=np.concatenate([prompt.ids, completion.token_ids[:length]]),
+            loss_weights=np.concatenate([blank, np.ones(length, np.float32)]),
+            turn_ids=np.concatenate([np.full(before, -1), np.zeros(length)]),
+            rollout_logprobs=np.concatenate([blank, completion.logprobs[:length]]),
             media=prompt.media,
         )

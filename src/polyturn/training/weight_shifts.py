@@ -36,13 +36,13 @@ class WeightShifts:
             scale: How far.
         """
         for name in names:
-            for place, own in parts.get(name, {}).items():
-                was = self._were.setdefault((name, place), own.clone())
+            for origin, own in parts.get(name, {}).items():
+                was = self._were.setdefault((name, origin), own.clone())
                 own.copy_(was)  # from where it was, always: what is added and taken off again leaves rounding behind
                 if scale:
-                    own.add_(_noise(f"{name}{place}", was), alpha=scale)
+                    own.add_(_noise(f"{name}{origin}", was), alpha=scale)
                 else:
-                    del self._were[name, place]
+                    del self._were[name, origin]
 
 
 def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]]:

@@ -192,21 +192,23 @@ class WeightSync:
             raise EngineError("nothing is known yet about this engine's noise; call `start` before `publish`")
         with first_error():
             async with asyncio.TaskGroup() as tasks:  # all at once, because training waits meanwhile
-                held = tasks.create_task(self._held.problems(version, sent, self._engines()))
+                check = tasks.create_task(self._held.problems(version, sent, self._engines()))
                 sampled = tasks.create_task(self._sample(version))
                 recorded = tasks.create_task(self._take_record(version))
-        found = self._differences(sampled.result())
-        if max(found.values()) > self._limit:  # the largest of a few hundred differences may be a rare one
+        differences = self._differences(sampled.result())
+        if max(differences.values()) > self._limit:  # the largest of a few hundred differences may be a rare one
             again = self._differences(await self._sample(version))
-            found = {name: min(value, again[name]) for name, value in found.items() if name in again}
-        wrong = {name: self._outlier(version, value) for name, value in found.items() if value > self._limit} | held.result()
+            differences = {name: min(value, again[name]) for name, value in differences.items() if name in again}
+        wrong = {
+            name: self._outlier(version, value) for name, value in differences.items() if value > self._limit
+        } | check.result()
         for name, problem in wrong.items():
-            if self._pool is None or set(found) <= set(wrong):
+            if self._pool is None or set(differences) <= set(wrong):
                 raise EngineError(f"{name}: {problem}") from problem
             self._exclude(name, problem)
         if recorded.result() in wrong:  # its answers are no record of the right weights
             await self._take_record(version)
-        return max(value for name, value in found.items() if name not in wrong)
+        return max(value for name, value in differences.items() if name not in wrong)
 
     def _outlier(self, version: int, value: float) -> EngineError:
         return EngineError(
@@ -227,9 +229,11 @@ class WeightSync:
             return
         if self._pushed != version:
             raise EngineError(f"nothing is known yet about version {version}")
-        (found,) = self._differences({"it": await self._probe.sample(engine, version)}).values()
-        if found > self._limit:
-            raise EngineError(f"its logprobs differ from the trainer's by {found:.2e} where {self._limit:.2e} is allowed")
+        (difference,) = self._differences({"it": await self._probe.sample(engine, version)}).values()
+        if difference > self._limit:
+            raise EngineError(
+                f"its logprobs differ from the trainer's by {difference:.2e} where {self._limit:.2e} is allowed"
+            )
 
     @property
     def _limit(self) -> float:
@@ -276,12 +280,12 @@ class WeightSync:
         """
         if self._pool is None:
             return {"the engine": await self._probe.sample(self._engine, version)}
-        said: dict[str, list[TrainSample]] = {}
+        samples: dict[str, list[TrainSample]] = {}
         problems: list[EngineError] = []
 
         async def sample(name: str, replica: PooledServer) -> None:
             try:
-                said[name] = await self._probe.sample(replica.engine, version)
+                samples[name] = await self._probe.sample(replica.engine, version)
             except EngineError as problem:
                 if self.noise is None and not isinstance(problem, EngineLostError):
                     raise  # at the start a wrong server ends the run: the way of its weights does not work
@@ -292,9 +296,9 @@ class WeightSync:
             async with asyncio.TaskGroup() as tasks:
                 for name, replica in self._replicas().items():
                     tasks.create_task(sample(name, replica))
-        if not said:
+        if not samples:
             raise EngineError(f"no server is left: {'; '.join(map(one_line, problems)) or 'all are lost'}")
-        return {name: said[name] for name in sorted(said)}
+        return {name: samples[name] for name in sorted(samples)}
 
     def _differences(self, samples: Mapping[str, Sequence[TrainSample]]) -> dict[str, float]:
         """Return for each engine the largest difference between its logprobs and those of the trainer's weights now."""

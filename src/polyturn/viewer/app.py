@@ -108,10 +108,10 @@ def _show_runs(app: FastAPI, view: Callable[[int], RunView]) -> None:
 
     @app.get("/api/runs/{number}/curves")
     def curves(number: int, request: Request) -> Response:
-        given = request.query_params
-        low, high = _real(given, "low", -math.inf), _real(given, "high", math.inf)
-        window = Window(given.get("axis", "step"), low, high, _real(given, "smooth", 0.0))
-        return JSONResponse(view(number).curves(given.getlist("name"), window))
+        params = request.query_params
+        low, high = _real(params, "low", -math.inf), _real(params, "high", math.inf)
+        window = Window(params.get("axis", "step"), low, high, _real(params, "smooth", 0.0))
+        return JSONResponse(view(number).curves(params.getlist("name"), window))
 
     @app.get("/api/runs/{number}/overview")
     def overview(number: int) -> Response:
@@ -146,8 +146,8 @@ def _let_people_answer(app: FastAPI, desk: HumanQueue | None) -> None:
 
     @app.post("/api/answer")
     async def answer(request: Request) -> Response:
-        given = await json_object(request)
-        desk.answer(str(given.get("ticket", "")), HumanReply.read(given))
+        body = await json_object(request)
+        desk.answer(str(body.get("ticket", "")), HumanReply.read(body))
         return JSONResponse({})
 
 
@@ -157,43 +157,43 @@ def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:
 
     @app.get("/api/runs/{number}/trajectories")
     async def trajectories(number: int, request: Request) -> Response:
-        given = dict(request.query_params)
-        run, offset, limit = view(number), _whole(given, "offset", 0), min(_whole(given, "limit", 100), MAX_LIMIT)
+        params = dict(request.query_params)
+        run, offset, limit = view(number), _whole(params, "offset", 0), min(_whole(params, "limit", 100), MAX_LIMIT)
 
         def page(stop: threading.Event) -> dict[str, Any]:
             return run.page(
-                {k: v for k, v in given.items() if k not in _PAGING},
-                sort=given.get("sort", ""),
-                descending=given.get("desc") == "1",
+                {k: v for k, v in params.items() if k not in _PAGING},
+                sort=params.get("sort", ""),
+                descending=params.get("desc") == "1",
                 offset=offset,
                 limit=limit,
                 stop=stop,
             )
 
         return JSONResponse(
-            await _while_waited_for(request, page, queries if given.get("where") or given.get("text") else None)
+            await _while_waited_for(request, page, queries if params.get("where") or params.get("text") else None)
         )
 
     @app.get("/api/runs/{number}/export")
     async def export(number: int, request: Request) -> Response:
-        given = dict(request.query_params)
-        run, kind = view(number), given.get("format", "jsonl")
+        params = dict(request.query_params)
+        run, kind = view(number), params.get("format", "jsonl")
         if kind not in _EXPORTS:
             raise HTTPException(422, f"the format is {kind!r}; it must be one of {', '.join(_EXPORTS)}")
-        wanted = {k: v for k, v in given.items() if k not in _PAGING}
+        wanted = {k: v for k, v in params.items() if k not in _PAGING}
         return await _while_waited_for(request, lambda stop: _file_of(run.export(wanted, stop=stop), kind), queries)
 
     @app.post("/api/runs/{number}/label")
     async def label(number: int, request: Request) -> Response:
-        given = await json_object(request)
-        return JSONResponse(await anyio.to_thread.run_sync(view(number).label, given))
+        params = await json_object(request)
+        return JSONResponse(await anyio.to_thread.run_sync(view(number).label, params))
 
     @app.get("/api/runs/{number}/groups")
     def groups(number: int, request: Request) -> Response:
-        given = dict(request.query_params)
-        wanted = {k: v for k, v in given.items() if k not in _PAGING}
-        limit = min(_whole(given, "limit", 100), MAX_LIMIT)
-        return JSONResponse(view(number).groups(wanted, offset=_whole(given, "offset", 0), limit=limit))
+        params = dict(request.query_params)
+        wanted = {k: v for k, v in params.items() if k not in _PAGING}
+        limit = min(_whole(params, "limit", 100), MAX_LIMIT)
+        return JSONResponse(view(number).groups(wanted, offset=_whole(params, "offset", 0), limit=limit))
 
     @app.get("/api/runs/{number}/timeline")
     def timeline(number: int, step: int | None = None, split: str = "train") -> Response:
@@ -201,8 +201,8 @@ def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:
 
     @app.get("/api/runs/{number}/trajectory")
     def trajectory(number: int, id: str, request: Request, step: int | None = None, split: str | None = None) -> Response:
-        given = dict(request.query_params)
-        segment, start = _whole(given, "segment", 0), _whole(given, "start", 0)
+        params = dict(request.query_params)
+        segment, start = _whole(params, "segment", 0), _whole(params, "start", 0)
         return JSONResponse(view(number).trajectory(id, step=step, split=split, segment=segment, start=start))
 
     @app.get("/api/runs/{number}/advantage")
@@ -252,18 +252,18 @@ async def _while_waited_for(
         watching.cancel()
 
 
-def _real(given: Mapping[str, str], name: str, default: float) -> float:
+def _real(params: Mapping[str, str], name: str, default: float) -> float:
     try:
-        value = float(given.get(name, default))
+        value = float(params.get(name, default))
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise HTTPException(422, f"{name} is {given[name]!r}; it must be a number")
+        raise HTTPException(422, f"{name} is {params[name]!r}; it must be a number")
     return value
 
 
-def _whole(given: dict[str, str], name: str, default: int) -> int:
-    value = given.get(name, str(default))
+def _whole(params: dict[str, str], name: str, default: int) -> int:
+    value = params.get(name, str(default))
     if not value.isdecimal() or len(value) > 15:
         raise HTTPException(422, f"{name} is {value[:40]!r}; it must be a whole number of at least 0, of at most 15 digits")
     return int(value)

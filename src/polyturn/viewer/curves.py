@@ -50,23 +50,23 @@ def draw(lines: Sequence[Mapping[str, Any]], names: Iterable[str], window: Windo
         raise DataError(f"there is no axis {window.axis!r}.{did_you_mean(window.axis, AXES)}")
     if not 0 <= window.smoothing < 1:
         raise DataError(f"the smoothing is {window.smoothing}; it must be at least 0 and below 1")
-    place = _places(lines, AXES[window.axis])
-    return {name: _curve(lines, name, place, window) for name in names}
+    positions = _places(lines, AXES[window.axis])
+    return {name: _curve(lines, name, positions, window) for name in names}
 
 
-def _curve(lines: Sequence[Mapping[str, Any]], name: str, place: Mapping[int, float], window: Window) -> dict[str, Any]:
+def _curve(lines: Sequence[Mapping[str, Any]], name: str, positions: Mapping[int, float], window: Window) -> dict[str, Any]:
     points = {line["step"]: line[name] for line in lines if line.get(name) is not None}
-    steps = sorted(step for step in points if step in place)
-    x, y = np.array([place[s] for s in steps], np.float64), np.array([points[s] for s in steps], np.float64)
+    steps = sorted(step for step in points if step in positions)
+    x, y = np.array([positions[s] for s in steps], np.float64), np.array([points[s] for s in steps], np.float64)
     smooth = _smoothed(y, window.smoothing) if window.smoothing else y[:0]
     inside = (x >= window.low) & (x <= window.high)
-    between = sum(1 for step in place if steps and steps[0] <= step <= steps[-1])
+    between = sum(1 for step in positions if steps and steps[0] <= step <= steps[-1])
     kept = thinned(x[inside], y[inside])
-    found = {"x": x[inside][kept].tolist(), "y": y[inside][kept].tolist(), "smooth_x": [], "smooth_y": []}
+    curve = {"x": x[inside][kept].tolist(), "y": y[inside][kept].tolist(), "smooth_x": [], "smooth_y": []}
     if len(smooth):
         kept = thinned(x[inside], smooth[inside])
-        found |= {"smooth_x": x[inside][kept].tolist(), "smooth_y": smooth[inside][kept].tolist()}
-    return {**found, "total": int(inside.sum()), "is_sparse": len(steps) == 1 or 2 * len(steps) <= between}
+        curve |= {"smooth_x": x[inside][kept].tolist(), "smooth_y": smooth[inside][kept].tolist()}
+    return {**curve, "total": int(inside.sum()), "is_sparse": len(steps) == 1 or 2 * len(steps) <= between}
 
 
 def _places(lines: Sequence[Mapping[str, Any]], summed: str) -> dict[int, float]:

@@ -70,8 +70,8 @@ def spaced(lists: pa.ListArray) -> _Spaced:
     taken, start = np.minimum(length, TOKENS), np.cumsum(length) - length
     row = np.repeat(np.arange(len(length)), taken)
     number = np.arange(len(row)) - np.repeat(np.cumsum(taken) - taken, taken)
-    place = start[row] + number * length[row] // np.maximum(taken[row], 1)
-    return _Spaced(row, length, lists.flatten().to_numpy(zero_copy_only=False)[place].astype(np.float32))
+    index = start[row] + number * length[row] // np.maximum(taken[row], 1)
+    return _Spaced(row, length, lists.flatten().to_numpy(zero_copy_only=False)[index].astype(np.float32))
 
 
 def of_trajectories(table: pa.Table) -> dict[str, tuple[Rows, Values]]:

@@ -83,7 +83,7 @@ def facets(table: pa.Table) -> list[dict[str, Any]]:
     Of a number with more than `MAX_VALUES` values there are ranges, `low` to `high`, that hold about as many rows each; of
     anything else the most frequent values, and how many more there are.
     """
-    found = []
+    facets_found = []
     for name, title in FACETS:
         counts = pc.value_counts(table[name].drop_null())
         values, numbers = counts.field("values"), counts.field("counts").to_numpy()
@@ -91,16 +91,16 @@ def facets(table: pa.Table) -> list[dict[str, Any]]:
             known = values.to_numpy(zero_copy_only=False)
             order = np.argsort(known, kind="stable")[: np.count_nonzero(known == known)]  # NaN comes last, and is left out
             known, numbers = known[order], numbers[order]
-            shown = _ranges(known, numbers) if len(known) > MAX_VALUES else _values(known.tolist(), numbers)
+            options = _ranges(known, numbers) if len(known) > MAX_VALUES else _values(known.tolist(), numbers)
         else:
             order = np.argsort(-numbers, kind="stable")[:MAX_VALUES]
-            shown = _values(values.take(pa.array(order)).to_pylist(), numbers[order])
+            options = _values(values.take(pa.array(order)).to_pylist(), numbers[order])
             if name == "split":
-                shown.sort(key=lambda one: (not one["value"].startswith("train"), one["value"]))
-        if len(shown) > 1:
+                options.sort(key=lambda one: (not one["value"].startswith("train"), one["value"]))
+        if len(options) > 1:
             num_more = 0 if name in NUMERIC else max(0, len(counts) - MAX_VALUES)
-            found.append({"name": name, "title": title, "values": shown, "num_more": num_more})
-    return found
+            facets_found.append({"name": name, "title": title, "values": options, "num_more": num_more})
+    return facets_found
 
 
 def _values(values: Iterable[Any], numbers: Counts) -> list[dict[str, Any]]:
@@ -166,8 +166,8 @@ def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
             compare = pc.greater_equal if kind == "min" else pc.less_equal
             masks.append(pc.fill_null(compare(table[column], _as_number(key, value)), False))
         elif column in PLAIN and not kind:
-            given: Any = value if pa.types.is_string(table[column].type) else _as_number(key, value)
-            masks.append(pc.fill_null(pc.equal(table[column], given), False))
+            value_given: Any = value if pa.types.is_string(table[column].type) else _as_number(key, value)
+            masks.append(pc.fill_null(pc.equal(table[column], value_given), False))
         else:
             known = [*PLAIN, "errors", *_WHOLE_RUN, *(f"min_{c}" for c in NUMERIC)]
             raise DataError(f"there is no filter {key!r}.{did_you_mean(key, known)}")

@@ -31,40 +31,40 @@ class Highlight(NamedTuple):
 def highlights(store: StoredRun, num: int = NUM_HIGHLIGHTS) -> list[Highlight]:
     """Return the trajectories of a run that tell the most, none twice; fewer where it has not so many kinds."""
     rows = store.table().to_pylist()
-    shown: set[tuple[Any, ...]] = set()
-    found: list[Highlight] = []
-    kinds = [_kind(store, rows, shown) for _kind in _KINDS]
-    while kinds and len(found) < num:  # one of each kind, then a second of each
+    keys_shown: set[tuple[Any, ...]] = set()
+    highlights_found: list[Highlight] = []
+    kinds = [_kind(store, rows, keys_shown) for _kind in _KINDS]
+    while kinds and len(highlights_found) < num:  # one of each kind, then a second of each
         for kind in list(kinds):
             one = next(kind, None)
             if one is None:
                 kinds.remove(kind)
-            elif len(found) < num:
-                found.append(one)
-    return found
+            elif len(highlights_found) < num:
+                highlights_found.append(one)
+    return highlights_found
 
 
 _Rows = list[dict[str, Any]]
 
 
-def _read(store: StoredRun, row: dict[str, Any], shown: set[tuple[Any, ...]]) -> StoredTrajectory | None:
+def _read(store: StoredRun, row: dict[str, Any], keys_shown: set[tuple[Any, ...]]) -> StoredTrajectory | None:
     key = (row["split"], row["step"], row["group"], row["id"])
-    if key in shown:
+    if key in keys_shown:
         return None
     try:
         record = store.record(row["id"], step=row["step"], split=row["split"])
     except DataError:
         return None  # its part is damaged or gone; others show as much
-    shown.add(key)
+    keys_shown.add(key)
     return record
 
 
 def _sorted(
     title: str, key: Callable[[dict[str, Any]], Any], keep: Callable[[dict[str, Any]], Any], why: str
 ) -> Callable[[StoredRun, _Rows, set[tuple[Any, ...]]], Iterator[Highlight]]:
-    def kind(store: StoredRun, rows: _Rows, shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
+    def kind(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
         for row in sorted((r for r in rows if keep(r)), key=key):
-            record = _read(store, row, shown)
+            record = _read(store, row, keys_shown)
             if record is not None:
                 yield Highlight(title, why.format(**row), record)
 
@@ -75,7 +75,7 @@ def _has_reward(row: dict[str, Any]) -> bool:
     return row["reward"] is not None and row["error"] is None
 
 
-def _repaired(store: StoredRun, rows: _Rows, shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
+def _repaired(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
     likely = [r for r in rows if _has_reward(r) and r["num_turns"] > 1 and r["reward"] > 0]
     tried: set[tuple[Any, ...]] = set()
     for row in sorted(likely, key=lambda r: (-r["reward"], -r["step"]))[:TRIED]:
@@ -84,12 +84,12 @@ def _repaired(store: StoredRun, rows: _Rows, shown: set[tuple[Any, ...]]) -> Ite
             continue
         scores = [s for s in record.trajectory.turn_scores if s is not None]
         key = (row["split"], row["step"], row["group"], row["id"])
-        if len(scores) > 1 and scores[-1] > scores[0] and key not in shown:
-            shown.add(key)
+        if len(scores) > 1 and scores[-1] > scores[0] and key not in keys_shown:
+            keys_shown.add(key)
             yield Highlight("repaired", f"a turn scored {scores[0]:g}, and after the feedback {scores[-1]:g}", record)
 
 
-def _learned(store: StoredRun, rows: _Rows, shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
+def _learned(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
     """A task of an evaluation that failed before training, and after it did not."""
     by_task: dict[tuple[str, str], _Rows] = {}
     for row in rows:
@@ -102,7 +102,7 @@ def _learned(store: StoredRun, rows: _Rows, shown: set[tuple[Any, ...]]) -> Iter
             gains.append((visits[-1]["reward"] - visits[0]["reward"], visits[0], visits[-1]))
     for _, before, after in sorted(gains, key=lambda g: -g[0]):
         for word, row in (("before", before), ("after", after)):
-            record = _read(store, row, shown)
+            record = _read(store, row, keys_shown)
             if record is not None:
                 why = (
                     f"one task: reward {before['reward']:g} at step {before['step']}, {after['reward']:g} at {after['step']}"

@@ -43,7 +43,7 @@ class Labels:
 
     def read(self) -> dict[_Key, Label]:
         """Return the labels by (id, step, split); damaged lines are left out, or all lines if the file is damaged."""
-        found: dict[_Key, Label] = {}
+        labels: dict[_Key, Label] = {}
         try:
             text, self.problem = read_contained(self._folder, FILE, max_bytes=MAX_BYTES) or "", ""
         except DataError as problem:
@@ -53,24 +53,24 @@ class Labels:
                 key, label = _parsed(json.loads(line))
             except (ValueError, RecursionError):
                 continue
-            found.pop(key, None)
+            labels.pop(key, None)
             if any(label):
-                found[key] = label
-        return found
+                labels[key] = label
+        return labels
 
-    def write(self, given: Mapping[str, Any]) -> Label:
+    def write(self, value: Mapping[str, Any]) -> Label:
         """Add a line and return its label.
 
         Raises:
             DataError: it is no label, or cannot be written.
         """
-        (id, step, split), label = _parsed(given)
+        (id, step, split), label = _parsed(value)
         line = {"id": id, "step": step, "split": split, **label._asdict(), "at": round(time.time(), 3)}
         data = (json.dumps(line) + "\n").encode()
         with self._lock:
             try:
-                place = contained(self._folder, FILE)  # a link out of the run is refused
-                if place is not None and place.stat().st_size + len(data) > MAX_BYTES:
+                path = contained(self._folder, FILE)  # a link out of the run is refused
+                if path is not None and path.stat().st_size + len(data) > MAX_BYTES:
                     raise DataError(f"{FILE} has {MAX_BYTES >> 20} MB of labels, and takes no more")
                 descriptor = os.open(self._folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 with os.fdopen(descriptor, "ab+") as file:
@@ -86,11 +86,11 @@ def known_labels(labels: Iterable[Label]) -> list[str]:
     return sorted({one.label for one in labels if one.label})
 
 
-def _parsed(given: Any) -> tuple[_Key, Label]:
-    if not isinstance(given, Mapping):
+def _parsed(value: Any) -> tuple[_Key, Label]:
+    if not isinstance(value, Mapping):
         raise DataError("a label is a JSON object")
-    texts = {name: given.get(name, "") for name in ("id", "split", "label", "note")}
-    step = given.get("step")
+    texts = {name: value.get(name, "") for name in ("id", "split", "label", "note")}
+    step = value.get("step")
     if not all(isinstance(text, str) for text in texts.values()) or type(step) is not int or not 0 <= step < 2**53:
         raise DataError("a label needs texts `id`, `split`, `label` and `note`, and a whole number `step`")
     texts = {name: text.encode(errors="replace").decode().strip() for name, text in texts.items()}

@@ -27,19 +27,19 @@ _OF_EVALUATIONS = ("success", "first_turn_success", "mean_turns", "valid_tool_ca
 
 def facts(lines: Lines, num_trajectories: int) -> dict[str, str]:
     """Return the run's progress, and the parts of its time."""
-    found = {"steps": str(max((line["step"] for line in lines), default=0)), "trajectories": f"{num_trajectories:,}"}
+    facts_found = {"steps": str(max((line["step"] for line in lines), default=0)), "trajectories": f"{num_trajectories:,}"}
     sampled = sum(line.get("tokens/sampled") or 0 for line in lines)
     seconds = sum(line.get("time/step_s") or 0 for line in lines)
     if sampled:
-        found["sampled tokens"] = f"{sampled:,.0f}"
+        facts_found["sampled tokens"] = f"{sampled:,.0f}"
     if seconds:
-        found["time of the steps"] = f"{seconds:,.0f} s"
-        found["sampled tokens per second"] = f"{sampled / seconds:,.0f}"
+        facts_found["time of the steps"] = f"{seconds:,.0f} s"
+        facts_found["sampled tokens per second"] = f"{sampled / seconds:,.0f}"
     last = lines[-1] if lines else {}
     slowest = {k: v for k, v in last.items() if k.startswith(("time/tool/", "time/interaction/")) and k.endswith("/share")}
     for name, share in sorted(slowest.items(), key=lambda item: -(item[1] or 0))[:3]:
-        found[f"share of the rollout in {name.split('/')[2]}"] = f"{100 * (share or 0):.1f} %"
-    return found
+        facts_found[f"share of the rollout in {name.split('/')[2]}"] = f"{100 * (share or 0):.1f} %"
+    return facts_found
 
 
 def before_after(lines: Lines) -> dict[str, str]:
@@ -48,17 +48,17 @@ def before_after(lines: Lines) -> dict[str, str]:
         k for line in lines for k in line if k.startswith("eval/") and k.count("/") == 2 and k.endswith(_OF_EVALUATIONS)
     }
 
-    def place(name: str) -> tuple[str, int]:
+    def order(name: str) -> tuple[str, int]:
         _, split, word = name.split("/")
         return split, _OF_EVALUATIONS.index(word) if word in _OF_EVALUATIONS else len(_OF_EVALUATIONS)
 
-    found = {}
-    for name in sorted(names, key=place):
+    figures = {}
+    for name in sorted(names, key=order):
         seen = {line["step"]: line[name] for line in lines if line.get(name) is not None}
         if seen:
             before = f"{seen[0]:.3f}" if 0 in seen else "-"  # step 0 is the evaluation before any update
-            found[name.removeprefix("eval/").replace("/", ": ").replace("_", " ")] = f"{before} → {seen[max(seen)]:.3f}"
-    return found
+            figures[name.removeprefix("eval/").replace("/", ": ").replace("_", " ")] = f"{before} → {seen[max(seen)]:.3f}"
+    return figures
 
 
 def stop_reasons(table: pa.Table) -> dict[str, str]:
@@ -82,14 +82,14 @@ def tools(calls: Iterable[pa.Table]) -> list[dict[str, Any]]:
     """Return for each tool its calls, how long they took, and how many failed of which kind; the most called first."""
     table = pa.concat_tables([CALLS.empty_table(), *calls])
     named = pc.fill_null(table["name"], "")
-    found = []
+    rows = []
     for name in pc.unique(named).to_pylist():
         mine = table.filter(pc.equal(named, name))
         spent = mine["duration_s"].drop_null().to_numpy()
         spent = spent[np.isfinite(spent)]
         at = np.quantile(spent, (0.5, 0.99, 1.0)).tolist() if len(spent) else (None, None, None)
         kinds = sorted(pc.value_counts(mine["error"].drop_null()).to_pylist(), key=lambda c: -c["counts"])
-        found.append(
+        rows.append(
             {
                 "name": name or "(no name)",
                 "calls": len(mine),
@@ -98,13 +98,13 @@ def tools(calls: Iterable[pa.Table]) -> list[dict[str, Any]]:
                 "errors": {str(c["values"])[:120]: c["counts"] for c in kinds[:MAX_KINDS]},
             }
         )
-    return sorted(found, key=lambda row: -row["calls"])
+    return sorted(rows, key=lambda row: -row["calls"])
 
 
 def settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return a configuration with a dotted name for each value."""
-    found: dict[str, str] = {}
+    settings_found: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        found |= settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: str(value)[:500]}
-    return found
+        settings_found |= settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: str(value)[:500]}
+    return settings_found

@@ -57,8 +57,8 @@ def page_app(title: str, *, cookie: str, rules: ServerRules) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def misunderstood(request: Request, problem: RequestValidationError) -> Response:
-        said = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in problem.errors())
-        return JSONResponse({"detail": f"the request cannot be understood ({said})"}, 422)
+        message = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in problem.errors())
+        return JSONResponse({"detail": f"the request cannot be understood ({message})"}, 422)
 
     @app.get("/")
     def index() -> Response:

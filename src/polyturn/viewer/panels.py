@@ -48,9 +48,9 @@ PANELS = (
 def panels_of(names: Iterable[str]) -> list[dict[str, Any]]:
     """Return the panels of a run's metrics: `title`, `names` and `stacked`."""
     known = list(names)
-    found = []
+    panels = []
     for panel in PANELS:
         mine = [name for pattern in panel.names for name in known if fnmatchcase(name, pattern)]
         if len(mine) > 1:
-            found.append({"title": panel.title, "names": mine, "stacked": panel.is_stacked})
-    return found
+            panels.append({"title": panel.title, "names": mine, "stacked": panel.is_stacked})
+    return panels

@@ -25,8 +25,8 @@ NOTHING = {"state": "", "end": "", "last_step": None, "planned": 0, "silent_s": 
 
 def planned_steps(config: Mapping[str, Any], section: str) -> int:
     """Return the steps that a config asks of `train` or `warm_start`; 0 where it does not say."""
-    found = config.get(section)
-    steps = found.get("steps") if isinstance(found, Mapping) and not found.get("epochs") else None
+    value = config.get(section)
+    steps = value.get("steps") if isinstance(value, Mapping) and not value.get("epochs") else None
     return steps if type(steps) is int else 0
 
 

@@ -42,10 +42,10 @@ def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM
         if not folder.is_dir():
             raise DataError(f"there is no folder {str(folder)!r}; name a run's folder")
     views = [RunView(folder) for folder in runs]
-    shown = [view.summary() for view in views]
-    if not any(one["num_metrics"] or one["num_trajectories"] for one in shown):
+    summaries = [view.summary() for view in views]
+    if not any(one["num_metrics"] or one["num_trajectories"] for one in summaries):
         raise DataError(f"there are no metrics and no trajectories in {', '.join(map(str, runs))}, so there is no report")
-    answers: dict[str, Any] = {"runs": [{"index": number, **one} for number, one in enumerate(shown)]}
+    answers: dict[str, Any] = {"runs": [{"index": number, **one} for number, one in enumerate(summaries)]}
     for number, view in enumerate(views):
         answers |= {f"runs/{number}/{name}": answer for name, answer in _answers(view, num_trajectories).items()}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
     metrics["names"] = dict(list(metrics["names"].items())[:MAX_CURVES])
     metrics["panels"] = panels_of(metrics["names"])
     chosen = view.highlights(num_trajectories)
-    found = {
+    answers = {
         "metrics": metrics,
         "curves": view.curves(list(metrics["names"]), Window()),
         "overview": view.overview(),
@@ -67,12 +67,12 @@ def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
         "config": view.config(),
     }
     for split in view.summary()["splits"] or ["train"]:
-        found[f"distributions {split}"] = view.distributions(split)
+        answers[f"distributions {split}"] = view.distributions(split)
     for one in chosen:
         id, step, split = one["id"], one["step"], one["split"]
-        found[f"trajectory {id} {step} {split}"] = view.trajectory(id, step=step, split=split, page_size=MAX_TOKENS)
-        found[f"advantage {id} {step} {split}"] = view.advantage(id, step=step, split=split)
-    return found
+        answers[f"trajectory {id} {step} {split}"] = view.trajectory(id, step=step, split=split, page_size=MAX_TOKENS)
+        answers[f"advantage {id} {step} {split}"] = view.advantage(id, step=step, split=split)
+    return answers
 
 
 def _page(answers: dict[str, Any], *, title: str) -> str:
@@ -100,7 +100,7 @@ def bundle(entry: str) -> str:
             if other not in parts:
                 add(other)
         names = ", ".join(_EXPORT.findall(text))
-        text = _IMPORT.sub(lambda found: f"const {{ {found[1].replace(' as ', ': ')} }} = modules[{found[2]!r}];\n", text)
+        text = _IMPORT.sub(lambda match: f"const {{ {match[1].replace(' as ', ': ')} }} = modules[{match[2]!r}];\n", text)
         parts[name] = f"modules[{name!r}] = (() => {{\n{_EXPORT.sub('', text)}\nreturn {{ {names} }};\n}})();\n"
 
     add(entry)

@@ -23,14 +23,14 @@ MAX_DEPTH = 100
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a part of a config; it is empty where there is none."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def reward_weights(config: Mapping[str, Any]) -> dict[str, float]:
     """Return the weight of each part in the reward; a part that is not named weighs nothing."""
-    given = section(section(config, "reward"), "weights") or DEFAULT_WEIGHTS
-    return {"overlong": 1.0} | {name: known for name, weight in given.items() if (known := as_score(weight)) is not None}
+    weights = section(section(config, "reward"), "weights") or DEFAULT_WEIGHTS
+    return {"overlong": 1.0} | {name: known for name, weight in weights.items() if (known := as_score(weight)) is not None}
 
 
 class ReadConfig(NamedTuple):

@@ -115,12 +115,12 @@ class RunView:
 
     def _latest(self) -> dict[str, Any]:
         """Return of each pattern of `LATEST` the last value of the first metric that the run has."""
-        found: dict[str, Any] = {}
+        values_by_name: dict[str, Any] = {}
         for pattern in LATEST:
             names = [name for name in self._metrics.names if fnmatchcase(name, pattern)]
             values = ((name, line.get(name)) for name in names for line in reversed(self._metrics.lines))
-            found |= dict(itertools.islice((one for one in values if one[1] is not None), 1))
-        return found
+            values_by_name |= dict(itertools.islice((one for one in values if one[1] is not None), 1))
+        return values_by_name
 
     def unreadable(self, why: str) -> dict[str, Any]:
         """Return the line of a run that cannot be read."""
@@ -137,14 +137,14 @@ class RunView:
 
     def problems(self, *, is_running: bool = False) -> list[str]:
         """Return a sentence for each thing of the run that cannot be read, or that one which does not go on has not."""
-        found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
+        problems_found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
         is_begun = is_running or (bool(self._warm_start.lines) and not self._metrics.is_there)
         if not (self.folder / FOLDER).is_dir() and not is_begun:
-            found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
+            problems_found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
         if not self._metrics.is_there and not is_begun and not self._metrics.problem:
-            found.append("the run recorded no metrics (there is no metrics.jsonl)")
-        found += [self._labels.problem] if self._labels.problem else []
-        return found + self._metrics.problems() + self._warm_start.problems()
+            problems_found.append("the run recorded no metrics (there is no metrics.jsonl)")
+        problems_found += [self._labels.problem] if self._labels.problem else []
+        return problems_found + self._metrics.problems() + self._warm_start.problems()
 
     def refresh(self) -> None:
         """Read what was written since the last time."""
@@ -215,9 +215,9 @@ class RunView:
         parts = list(chosen.scan(token_values, self._values))
         known = of_trajectories(chosen.table()) | {name: of_tokens(name, parts) for name in OF_TOKENS}
         drawn = [
-            {"name": name, "title": title, **found}
+            {"name": name, "title": title, **distribution_found}
             for name, title in (OF_TRAJECTORIES | OF_TOKENS).items()
-            if (found := distribution(*known[name])) is not None
+            if (distribution_found := distribution(*known[name])) is not None
         ]
         return {
             "distributions": drawn,
@@ -227,9 +227,10 @@ class RunView:
     def highlights(self, num: int) -> list[dict[str, Any]]:
         """Return at most `num` trajectories that tell the most: what names each, and why it is shown."""
         self._store.refresh()
-        found = highlights(self._store, num)
+        highlights_found = highlights(self._store, num)
         return [
-            {"id": r.trajectory.id, "step": r.step, "split": r.split, "title": title, "why": why} for title, why, r in found
+            {"id": r.trajectory.id, "step": r.step, "split": r.split, "title": title, "why": why}
+            for title, why, r in highlights_found
         ]
 
     def page(
@@ -269,8 +270,8 @@ class RunView:
         order = pc.sort_indices(table, keys)
         rows = _shown(table.drop_columns(["at", "is_evaluation"]).take(order[offset : offset + limit]))
         for row in rows:
-            said = labels.get((row["id"], row["step"], row["split"]), Label("", ""))
-            row |= {"label": said.label, "note": said.note}
+            label = labels.get((row["id"], row["step"], row["split"]), Label("", ""))
+            row |= {"label": label.label, "note": label.note}
         known = known_labels(labels.values())
         return {"total": total, "rows": rows, "facets": counted, "labels": known, "has_labels": bool(labels)}
 
@@ -284,18 +285,18 @@ class RunView:
         check_size(chosen)
         return chosen
 
-    def label(self, given: Mapping[str, Any]) -> dict[str, str]:
+    def label(self, value: Mapping[str, Any]) -> dict[str, str]:
         """Write a label or note on a trajectory, beside the run.
 
         Raises:
             DataError: it is no label, there is no such trajectory, or it cannot be written.
         """
         self._store.refresh()
-        id, step = given.get("id"), given.get("step")
+        id, step = value.get("id"), value.get("step")
         if not isinstance(id, str) or type(step) is not int:
             raise DataError("a label needs the `id` of a trajectory, a text, and its `step`, a whole number")
-        self._store.record(id, step=step, split=str(given.get("split")))
-        return self._labels.write(given)._asdict()
+        self._store.record(id, step=step, split=str(value.get("split")))
+        return self._labels.write(value)._asdict()
 
     def _chosen(
         self, wanted: Mapping[str, str], labels: Mapping[tuple[str, int, str], Label], *, stop: threading.Event | None = None
@@ -307,13 +308,13 @@ class RunView:
         """Return groups with the rewards of their members and their spread, the latest first."""
         table = self._chosen(wanted, self._labels.read()).table()
         table = table.append_column("at", pa.array(np.arange(table.num_rows)))
-        found = (
+        rows = (
             table.group_by(["split", "step", "group"])
             .aggregate([("at", "max"), ("reward", "mean"), ("reward", "stddev", pc.VarianceOptions(ddof=1)),
                         ("reward", "list"), ("id", "count"), ("dropped", "min"), ("question", "min"), ("num_turns", "mean")])
             .sort_by([("at_max", "descending")])
         )  # fmt: skip
-        return {"total": found.num_rows, "rows": _shown(found.slice(offset, limit))}
+        return {"total": rows.num_rows, "rows": _shown(rows.slice(offset, limit))}
 
     def timeline(self, *, step: int | None, split: str, limit: int = 400) -> dict[str, Any]:
         """Return when each turn of the episodes of a step began, and what it was spent on; of the last step without one."""
@@ -350,9 +351,9 @@ class RunView:
         """
         record = self._store.record(id, step=step, split=split)
         labels = self._labels.read()
-        said = labels.get((record.trajectory.id, record.step, record.split), Label("", ""))
-        shown = trajectory_page(record, self._tokens(), segment=segment, start=start, page_size=page_size)
-        return {**shown, **said._asdict(), "labels": known_labels(labels.values())}
+        label = labels.get((record.trajectory.id, record.step, record.split), Label("", ""))
+        page = trajectory_page(record, self._tokens(), segment=segment, start=start, page_size=page_size)
+        return {**page, **label._asdict(), "labels": known_labels(labels.values())}
 
     def advantage(self, id: str, *, step: int | None, split: str | None) -> dict[str, Any]:
         """Return why a trajectory has its advantage: its group and the estimator's formula with the group's numbers.

@@ -54,7 +54,7 @@ class TokenTexts:
         """Look for the tokenizer of the run in `folder`; without one, tokens are shown as their ids."""
         self._tokenizer: Any = None
         checkpoints = sorted(folder.glob("checkpoints/step-*/model"), reverse=True)
-        for name in ("tokenizer", *(str(place.relative_to(folder)) for place in checkpoints)):
+        for name in ("tokenizer", *(str(path.relative_to(folder)) for path in checkpoints)):
             try:
                 file = contained(folder, f"{name}/tokenizer.json")
                 if file is not None and file.is_file():
@@ -116,8 +116,8 @@ def why(trajectory: Trajectory, segment: Segment, span: Span, trained: Trained, 
         return f"sampled, not trained: {DROPPED.get(trained.dropped, trained.dropped)}"
     if _is_aside(trajectory, span):
         is_trained = span.weights is None or bool(span.weights.any())
-        said = f"an aside, of {segment.agent!r}, which is no turn of the conversation"
-        return f"sampled and trained: {said}" if is_trained else f"sampled, not trained: {said}"
+        reason = f"an aside, of {segment.agent!r}, which is no turn of the conversation"
+        return f"sampled and trained: {reason}" if is_trained else f"sampled, not trained: {reason}"
     if span.weights is not None and not span.weights.any():
         return "sampled, not trained: the scheduler gave it the weight 0"
     return "sampled and trained"

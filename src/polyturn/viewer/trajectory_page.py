@@ -40,11 +40,11 @@ def trajectory_page(
         page_size: Tokens that are shown: of that segment first, then of the others in their order, as long as there is room.
     """
     one = record.trajectory
-    shown, left = {}, page_size
+    pages, left = {}, page_size
     for n in sorted(range(len(one.segments)), key=lambda n: n != segment):
         begin = max(0, min(start if n == segment else 0, len(one.segments[n]) - 1))
-        shown[n] = slice(begin, min(begin + left, len(one.segments[n])))
-        left -= shown[n].stop - begin
+        pages[n] = slice(begin, min(begin + left, len(one.segments[n])))
+        left -= pages[n].stop - begin
     reward = None if one.reward is None else plain(to_json(one.reward))
     task = {
         "id": one.task.id,
@@ -66,22 +66,22 @@ def trajectory_page(
         "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
         "metrics": plain(to_json(one.metrics)),
         "messages": list(_conversation(one)),
-        "segments": [_segment(record, n, tokens, shown[n]) for n in range(len(one.segments))],
+        "segments": [_segment(record, n, tokens, pages[n]) for n in range(len(one.segments))],
         "page_size": page_size,
         "has_tokenizer": tokens.is_known,
     }
 
 
-def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, shown: slice) -> dict[str, Any]:
+def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, window: slice) -> dict[str, Any]:
     segment, trained = record.trajectory.segments[number], record.trained
-    ids = segment.token_ids[shown].tolist()
-    made = {
+    ids = segment.token_ids[window].tolist()
+    data = {
         "advantages": trained.advantages,
         "policy_logprobs": trained.policy_logprobs,
         "entropies": trained.entropies,
         "trained_weights": trained.weights,
     }
-    on_tokens = {k: None if v is None else record.on_tokens(number, v) for k, v in made.items()}
+    on_tokens = {k: None if v is None else record.on_tokens(number, v) for k, v in data.items()}
     used = on_tokens.pop("trained_weights")
     if used is None:
         used = segment.loss_weights * is_trained(record.trajectory, trained, split=record.split)
@@ -102,22 +102,22 @@ def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, shown: s
         at += len(span)
     notes = {}
     if trained.weights is not None:
-        for t in np.flatnonzero(segment.sampled_mask[shown]).tolist():
-            if (note := why_weight(float(segment.loss_weights[shown][t]), float(used[shown][t]))) is not None:
-                notes[shown.start + t] = note
+        for t in np.flatnonzero(segment.sampled_mask[window]).tolist():
+            if (note := why_weight(float(segment.loss_weights[window][t]), float(used[window][t]))) is not None:
+                notes[window.start + t] = note
     return {
         "agent": segment.agent,
         "parent": None if segment.parent is None else list(segment.parent),
         "num_tokens": len(segment),
-        "start": shown.start,
+        "start": window.start,
         "ids": ids,
         "texts": tokens.texts(ids),
-        "weights": segment.loss_weights[shown].tolist(),
-        "used_weights": used[shown].tolist(),
+        "weights": segment.loss_weights[window].tolist(),
+        "used_weights": used[window].tolist(),
         "spans": spans,
         "notes": notes,
-        "logprobs": _numbers(np.where(segment.sampled_mask, segment.logprobs, np.nan)[shown]),
-        **{name: None if values is None else _numbers(values[shown]) for name, values in on_tokens.items()},
+        "logprobs": _numbers(np.where(segment.sampled_mask, segment.logprobs, np.nan)[window]),
+        **{name: None if values is None else _numbers(values[window]) for name, values in on_tokens.items()},
     }
 
 

@@ -131,32 +131,32 @@ def why_advantage(
     rewards_G = np.array([row["reward"] for row in counted], np.float64)
     name, options = _estimator(section(config, "algorithm"))
     own = _member(chosen)
-    found = Derivation("") if name is None else _derive(name, own, counted, options)
-    said = {
+    derivation = Derivation("") if name is None else _derive(name, own, counted, options)
+    advantage_text = {
         **{key: own[key] for key in ("id", "reward", "advantage", "low", "high")},
         "group": chosen.group,
         "step": chosen.step,
         "split": chosen.split,
         "task_id": chosen.trajectory.task.id,
         "estimator": None if name is None else name[:200],
-        **found._asdict(),
+        **derivation._asdict(),
         "mean": float(rewards_G.mean()) if len(rewards_G) else None,
         "std": float(rewards_G.std(ddof=1)) if len(rewards_G) > 1 else None,
         "members": rows,
         "parts": _parts(chosen, group, config),
         "turns": _turns(chosen),
-        "note": _note(chosen, own, found, known=name is not None),
+        "note": _note(chosen, own, derivation, known=name is not None),
     }
-    return {key: plain(value) for key, value in said.items()}
+    return {key: plain(value) for key, value in advantage_text.items()}
 
 
 def _estimator(algorithm: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """Return the name of the estimator and its options; in older runs they stand beside each other."""
-    given = algorithm.get("advantage")
-    if isinstance(given, Mapping):
-        name, options = given.get("name"), given
+    estimator = algorithm.get("advantage")
+    if isinstance(estimator, Mapping):
+        name, options = estimator.get("name"), estimator
     else:
-        name, options = given, {**algorithm, **section(algorithm, "advantage_kwargs")}
+        name, options = estimator, {**algorithm, **section(algorithm, "advantage_kwargs")}
     return (name if isinstance(name, str) else None), options
 
 
@@ -167,18 +167,18 @@ def _derive(
         return Derivation(_IN_SYMBOLS.get(name, "an estimator of the run's own"))
     if own not in counted:
         return Derivation("")
-    given = as_score(options.get("eps"))
+    eps = as_score(options.get("eps"))
     comparison = GroupComparison(
         own=own["reward"],
         rewards_G=np.array([row["reward"] for row in counted], np.float64),
         lengths_G=np.array([row["num_trained_tokens"] for row in counted], np.float64),
         is_scaled=bool(options.get("norm_by_std", True)),
-        eps=1e-6 if given is None else given,
+        eps=1e-6 if eps is None else eps,
     )
     return _OF_GROUP[name](comparison)
 
 
-def _note(chosen: StoredTrajectory, own: Mapping[str, Any], found: Derivation, *, known: bool) -> str:
+def _note(chosen: StoredTrajectory, own: Mapping[str, Any], derivation: Derivation, *, known: bool) -> str:
     """Return a remark beside the formula; "" if the formula says everything."""
     dropped = chosen.trained.dropped
     if not chosen.split.startswith("train"):
@@ -193,7 +193,7 @@ def _note(chosen: StoredTrajectory, own: Mapping[str, Any], found: Derivation, *
         return "The run's configuration does not say which estimator it used."
     if chosen.trajectory.reward is not None and chosen.trajectory.reward.agents:
         return "Agents have rewards of their own here: each is compared with the same agent of the other members."
-    value = found.value
+    value = derivation.value
     if value is not None and not math.isclose(value, own["advantage"], rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         return (
             "The recorded advantage is another one: it was computed from more than these rewards, such as a penalty on "

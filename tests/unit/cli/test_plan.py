@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.api.folders import open_place
+from polyturn.api.folders import open_source
 from polyturn.build.gpu_plan import (
     Demand,
     GpuLayout,
@@ -69,7 +69,7 @@ def test_gpus_too_small_for_any_layout_are_refused(tmp_path: Path) -> None:
 def test_megatron_ranks_are_planned_by_their_split(tmp_path: Path) -> None:
     backend = ["train.backend=megatron", "train.distributed={ranks: 4, tensor_parallel: 2, expert_parallel: 2}"]
     config = write_tiny_run(tmp_path)
-    of_backend, of_torch = (load_of(open_place(config, given)[0], tokens=10) for given in (backend, ["train.epochs=1"]))
+    of_backend, of_torch = (load_of(open_source(config, given)[0], tokens=10) for given in (backend, ["train.epochs=1"]))
     assert of_backend.megatron == Degrees(tensor_parallel=2, expert_parallel=2) and of_backend.ranks == 4
     assert of_torch.megatron is None and of_torch.expert_parallel == of_backend.expert_parallel == 1
     small = ["--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000"]
@@ -105,7 +105,7 @@ def test_conversation_too_long_for_a_rank_is_split() -> None:
 
 def test_ranks_with_the_same_samples_are_added_together(tmp_path: Path) -> None:
     wide = ["train.backend=megatron", "train.distributed={ranks: 8, tensor_parallel: 2, context_parallel: 4}"]
-    row = demand_of(open_place(write_tiny_run(tmp_path), wide)[0]).row
+    row = demand_of(open_source(write_tiny_run(tmp_path), wide)[0]).row
     demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192, row=row)
     assert row == 8 and nearest(demand, GpuLayout(4, 6, 1), gpus=64, limit=12 * GB) == GpuLayout(44, 6, 2)
     assert nearest(demand, GpuLayout(8, 6, 1), gpus=64, limit=12 * GB) == GpuLayout(48, 6, 2)

@@ -251,5 +251,5 @@ def test_every_nth_episode_is_compared_with_a_full_render() -> None:
 def test_strict_mode_warns_once_of_each_kind(mode: str, warned: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     context = scripted_context([], sanity_mode=mode)
     for kind in (*KINDS, *KINDS):
-        context.warn_of(Difference(kind=kind, index=3, full_index=3, block=0, held="a b", full="a  b"), where="g1/0")
+        context.warn_of(Difference(kind=kind, index=3, full_index=3, block=0, kept="a b", full="a  b"), where="g1/0")
     assert [kind for kind in KINDS for r in caplog.records if f"{kind} at token 3" in r.getMessage()] == list(warned)

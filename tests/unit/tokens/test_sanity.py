@@ -82,7 +82,7 @@ def test_first_difference_comes_with_place_and_context() -> None:
     assert found is not None
     assert found.index == found.full_index == len(ids(HEAD + "the"))
     assert found.block == 1
-    assert "right" in found.held
+    assert "right" in found.kept
     assert "wrong" in found.full
 
 
@@ -124,7 +124,7 @@ def test_missing_turn_does_not_shift_the_others() -> None:
     extra = "<|im_start|>user\nforgotten<|im_end|>\n"
     found = differences(ids(extra + HEAD + "a" + TAIL), ids(HEAD + "a" + TAIL), CODEC)
     assert len(found) == 1
-    assert "forgotten" in found[0].held
+    assert "forgotten" in found[0].kept
 
 
 OTHER_END = (

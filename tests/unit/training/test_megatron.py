@@ -90,7 +90,7 @@ def test_every_row_of_a_weight_has_one_source(kind, num_parts):
             assert rows == list(range(shape[0])), "each row has a place, in order"
             for box in found:
                 size = (1,) * (entry.expert is not None) + (box.rows.stop - box.rows.start, *shape[1:])
-                box_of(seen[entry.sources[box.source]], box.place, size).add_(1)
+                box_of(seen[entry.sources[box.source]], box.at, size).add_(1)
     times = {"model.embed_tokens.weight": 2, "lm_head.weight": 0}  # the second is the first, where a model ties them
     assert all((count == times.get(name, 1)).all() for name, count in seen.items())
 

@@ -66,17 +66,17 @@ def shares(
         indices: For each of them the indices of its samples.
         samples: All samples of the step.
     """
-    told = {a for t in trajectories if t.reward is not None for a in t.reward.agents}
+    named = {a for t in trajectories if t.reward is not None for a in t.reward.agents}
     pairs = list(zip(trajectories, indices, strict=True))
-    if not told:
+    if not named:
         return [[Share(t, None, at) for t, at in pairs]]
     agents = dict.fromkeys(seg.agent for t in trajectories for seg in t.segments)
-    found = []
-    for agent in (*agents, *sorted(told - set(agents))):
+    parts = []
+    for agent in (*agents, *sorted(named - set(agents))):
         members = [
             Share(t, agent, [i for i in at if t.segments[samples[i].id.segment].agent == agent])
             for t, at in pairs
             if t.reward is not None
         ]
-        found.append([m for m in members if m.indices or agent in m.trajectory.reward.agents])  # type: ignore[union-attr]
-    return [group for group in found if group]
+        parts.append([m for m in members if m.indices or agent in m.trajectory.reward.agents])  # type: ignore[union-attr]
+    return [group for group in parts if group]

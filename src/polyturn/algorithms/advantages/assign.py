@@ -22,7 +22,7 @@ from polyturn.core.arrays import float_array
 from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean, told_in_a_sentence
 from polyturn.core.messages import Message
 from polyturn.core.plugin_shape import has_parameter, takes_any_keyword
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
 
@@ -43,7 +43,7 @@ def assign_advantages(
         estimator: One of the registry `advantages`, its options bound (`bind_estimator`).
         min_members: How many members a group needs to teach anything (`members_needed`); the trajectories of a smaller one,
             also of an agent that few of them have, get 0 and are in no statistics. At least what the estimator declares.
-        has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which nobody
+        has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which no member
             happened to earn one is no mistake, and its turns are taken as not scored.
 
     Raises:
@@ -54,24 +54,26 @@ def assign_advantages(
     traits = traits_of(estimator)
     batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
     _check_batch(batch, estimator, has_scored=has_scored)
-    found = BatchAdvantages([])
+    batch_advantages = BatchAdvantages([])
     if batch:
         with told_in_a_sentence("the advantage estimator", TrainingError):
             if traits.scope == "group":
-                given = [estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch]
+                estimates = [estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch]
             else:
-                given = estimator(batch)
-        found = given if isinstance(given, BatchAdvantages) else BatchAdvantages(given)
-    _check_estimate(found, batch)
+                estimates = estimator(batch)
+        batch_advantages = estimates if isinstance(estimates, BatchAdvantages) else BatchAdvantages(estimates)
+    _check_estimate(batch_advantages, batch)
     out = list(samples)
     for index in alone:
         out[index] = dataclasses.replace(samples[index], advantages=on_weighted(samples[index], 0.0))
-    arrays = [member for group in found.advantages for member in group]
-    targets = None if found.returns is None else [member for group in found.returns for member in group]
+    arrays = [member for group in batch_advantages.advantages for member in group]
+    targets = (
+        None if batch_advantages.returns is None else [member for group in batch_advantages.returns for member in group]
+    )
     for number, own in enumerate(owned):
-        for place, index in enumerate(own):
-            returns = samples[index].returns if targets is None else targets[number][place]
-            out[index] = dataclasses.replace(samples[index], advantages=arrays[number][place], returns=returns)
+        for position, index in enumerate(own):
+            returns = samples[index].returns if targets is None else targets[number][position]
+            out[index] = dataclasses.replace(samples[index], advantages=arrays[number][position], returns=returns)
     if (bad := first_not_finite(out)) is not None:
         raise TrainingError(f"the advantage estimator returned {bad}; return a finite number for each token")
     return out
@@ -106,30 +108,30 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
     places: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
         places.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
-    found = _Views([], [], [])
+    views = _Views([], [], [])
     for group in groups:
         kept = [t for t in group.trajectories if not t.is_failed]
         if not kept:
             continue
         for trajectory in kept:
             _check_reward(group, trajectory)
-        # Taken out, so that what is left at the end belongs to nobody. Some have no sample, and count in the statistics.
+        # Taken out, so that the rest at the end belongs to no group. Some have no sample, and count in the statistics.
         indices = [places.pop((group.id, t.id), []) for t in kept]
         for of_agent in shares(kept, indices, samples):
             if len(of_agent) < least:  # a baseline of so few would be noise: advantage 0, and no part in batch statistics
-                found.alone.extend(i for share in of_agent for i in share.indices)
+                views.alone.extend(i for share in of_agent for i in share.indices)
                 continue
-            found.owned.extend(share.indices for share in of_agent)
+            views.owned.extend(share.indices for share in of_agent)
             members = tuple(_member(share, [share.numbered(samples[i]) for i in share.indices]) for share in of_agent)
             agent = of_agent[0].agent
             name = group.id if agent is None else f"{group.id}/{agent}"
-            found.batch.append(GroupView(id=name, members=members, greedy_reward=_greedy_reward(group, agent)))
+            views.batch.append(GroupView(id=name, members=members, greedy_reward=_greedy_reward(group, agent)))
     if places:
         lost: SampleId = samples[next(iter(places.values()))[0]].id
         raise AlignmentError(
             f"sample {lost} belongs to no live trajectory of these groups; filter samples and groups together"
         )
-    return found
+    return views
 
 
 def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Estimator:
@@ -255,18 +257,18 @@ def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored
         raise TrainingError(f"the advantage estimator needs a critic's values and sample {missing} has none; pass a critic")
 
 
-def _check_estimate(found: BatchAdvantages, batch: Sequence[GroupView]) -> None:
+def _check_estimate(batch_advantages: BatchAdvantages, batch: Sequence[GroupView]) -> None:
     """Refuse what is not, for each group, member and sample, as many numbers as the sample has tokens."""
     wanted = [[[len(s) for s in m.samples] for m in g.members] for g in batch]
-    for name, given in (("advantages", found.advantages), ("returns", found.returns)):
-        if given is None and name == "returns":
+    for name, value in (("advantages", batch_advantages.advantages), ("returns", batch_advantages.returns)):
+        if value is None and name == "returns":
             continue
         try:
-            lengths = [[[len(float_array(array)) for array in member] for member in group] for group in given or ()]
+            lengths = [[[len(float_array(array)) for array in member] for member in group] for group in value or ()]
         except (TypeError, ValueError, RuntimeError):  # no lists, no numbers, a tensor with a gradient
             lengths = None
         if lengths != wanted:
             raise TrainingError(
-                f"the advantage estimator returned the {name} {shown(given)}; return a list with an entry for each member "
+                f"the advantage estimator returned the {name} {brief(value)}; return a list with an entry for each member "
                 "of the group, which is a list with an array for each of its samples, as long as the sample has tokens"
             )

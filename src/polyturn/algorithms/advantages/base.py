@@ -68,14 +68,14 @@ _traits: dict[Estimator, Traits] = {}
 
 
 def traits_of(estimator: Estimator) -> Traits:
-    """Return what `estimator` declared, also of one whose options are bound; without a declaration the defaults."""
+    """Return the declaration of `estimator`, also of one whose options are bound; the defaults without one."""
     while isinstance(estimator, functools.partial):  # bound options change no trait
         estimator = estimator.func
     return _traits.get(estimator, Traits())
 
 
 def members_needed(estimator: Estimator, *, group_size: int) -> int:
-    """Return how many members with a reward a group needs to teach anything: 1 for an estimator without a group baseline.
+    """Return the least number of rewarded members of a useful group: 1 for an estimator without a group baseline.
 
     One that compares has nothing to compare a single member with, and its raw reward would be an advantage of another scale
     than those of all other groups. Groups of one that were asked for (`group_size` 1) stay where the estimator takes them.
@@ -233,7 +233,7 @@ def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray
     """Return for each entry of `at.ends` the reward that its token brings.
 
     The reward of a turn without trained tokens falls to the last trained turn before it; of one that none precedes, to
-    nobody, because no trained token had a part in it.
+    no token, because no trained token had a part in it.
     """
     rewards_K = turn_rewards(member, outcome)
     # Differences of running sums: between two trained turns lie those without tokens, whose rewards belong to the first.

@@ -35,7 +35,7 @@ def reinforce_plus_plus(
     as a KL term on their own. It needs no group. Source: Hu et al. 2025 (REINFORCE++).
     """
     check_outcome(outcome)
-    found = []
+    advantages = []
     for group in batch:
         of_group = []
         for member in group.members:
@@ -46,8 +46,8 @@ def reinforce_plus_plus(
             for n in reversed(range(len(rewards_N))):  # from rewards to returns, in place: G_t = r_t + gamma G_{t+1}
                 rewards_N[n] = running = rewards_N[n] + gamma * running
             of_group.append(at.scatter(rewards_N, member.samples))
-        found.append(of_group)
-    return whiten(batch, BatchAdvantages(found), eps=eps)
+        advantages.append(of_group)
+    return whiten(batch, BatchAdvantages(advantages), eps=eps)
 
 
 @declare(scope="batch", min_group=2)

@@ -144,16 +144,16 @@ def _estimate(
     batch: Sequence[GroupView], one: Callable[[MemberView, Stream, Numbers], _Estimates], outcome: Outcome, is_whitened: bool
 ) -> BatchAdvantages:
     check_outcome(outcome)
-    found: list[list[list[NDArray[np.float32]]]] = []
+    advantages: list[list[list[NDArray[np.float32]]]] = []
     targets: list[list[list[NDArray[np.float32]]]] = []
     for group in batch:
-        found.append([])
+        advantages.append([])
         targets.append([])
         for member in group.members:
             at = stream(member.samples)
             advantages_N, returns_N = one(member, at, at.gather([s.values for s in member.samples]))
-            found[-1].append(at.scatter(advantages_N, member.samples))
+            advantages[-1].append(at.scatter(advantages_N, member.samples))
             targets[-1].append(at.scatter(returns_N, member.samples))
     # Targets are made of the advantages as they are: whitened ones would have lost the scale of the rewards.
-    estimate = BatchAdvantages(found, targets)
+    estimate = BatchAdvantages(advantages, targets)
     return whiten(batch, estimate) if is_whitened else estimate

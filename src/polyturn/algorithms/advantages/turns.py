@@ -46,7 +46,7 @@ def return_to_go(
     variance.
     """
     check_outcome(outcome)
-    found = []
+    returns_of_turns = []
     for group in batch:
         returns = [_returns(m, gamma, outcome) for m in group.members]
         credits = [g.copy() for g in returns]  # copied: the baselines of others read the returns as they are
@@ -56,8 +56,8 @@ def return_to_go(
                 mine[k] -= np.mean(others) if others else 0.0
         flat = np.concatenate([*credits, np.empty(0)])
         scale = flat.std(ddof=1) + eps if norm_by_std and len(flat) > 1 else 1.0
-        found.append([_on_members(m, c / scale) for m, c in zip(group.members, credits, strict=True)])
-    return BatchAdvantages(found)
+        returns_of_turns.append([_on_members(m, c / scale) for m, c in zip(group.members, credits, strict=True)])
+    return BatchAdvantages(returns_of_turns)
 
 
 @declare(scope="batch", min_group=2, needs_turn_scores=True)
@@ -77,7 +77,7 @@ def mt_grpo(
     no score of its own, and the outcome's reward holds none of the first one's: rest, where a reward is the sum of all.
     """
     check_outcome(outcome)
-    found = []
+    advantages = []
     for group in batch:
         counted_G = group.totals
         if outcome == "rest":
@@ -94,8 +94,8 @@ def mt_grpo(
         for mine, of_outcome in zip(credits, outcome_G, strict=True):
             mine[:-1] += outcome_weight * of_outcome
             mine[-1:] += of_outcome  # the last turn is where the outcome is earned, and takes it whole
-        found.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
-    return BatchAdvantages(found)
+        advantages.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
+    return BatchAdvantages(advantages)
 
 
 @declare(scope="batch", min_group=2, needs_states=True)
@@ -117,7 +117,7 @@ def gigpo(
     task. Source: Feng et al. 2025 (GiGPO), equations 3 and 5 to 8.
     """
     check_outcome(outcome)
-    found = []
+    advantages = []
     for group in batch:
         of_group = _standing(group.totals, norm_by_std, eps)
         returns = [_returns(m, gamma, outcome) for m in group.members]
@@ -132,8 +132,8 @@ def gigpo(
             values = np.array([returns[i][k] for i, k in places])
             for (i, k), standing in zip(places, _standing(values, norm_by_std, eps), strict=True):
                 credits[i][k] += step_weight * standing
-        found.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
-    return BatchAdvantages(found)
+        advantages.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
+    return BatchAdvantages(advantages)
 
 
 def _returns(member: MemberView, gamma: float, outcome: Outcome) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, told_in_a_sentence
 from polyturn.core.plugin_shape import has_parameter, required, takes_any_keyword
 from polyturn.core.plugins import Registry
-from polyturn.core.reward import shown
+from polyturn.core.reward import brief
 from polyturn.core.sample import TrainSample
 
 MAX_LOG_RATIO = 20.0
@@ -96,8 +96,8 @@ def mark(samples: Sequence[TrainSample], selection: Selection, *, seed: int) -> 
         )
         marked_N = selection(old_N, advantages_N, np.random.default_rng(seed))
         cuts = np.cumsum([len(p) for p in places])[:-1]
-        for out, place, marked in zip(chosen, places, np.split(marked_N, cuts), strict=True):
-            out[place] = marked
+        for out, index, marked in zip(chosen, places, np.split(marked_N, cuts), strict=True):
+            out[index] = marked
     return chosen
 
 
@@ -162,19 +162,19 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
         sequence_T: Tensor,
         marks_T: Tensor | None = None,
     ) -> TokenLoss:
-        told = {"sequence_T": sequence_T} if needs_sequences else {}
+        extra = {"sequence_T": sequence_T} if needs_sequences else {}
         if selection is not None:
-            told["marks_T"] = torch.zeros_like(advantages_T) if marks_T is None else marks_T
+            extra["marks_T"] = torch.zeros_like(advantages_T) if marks_T is None else marks_T
         with told_in_a_sentence("the policy loss", TrainingError):
-            found = loss(logprobs_T, old_logprobs_T, advantages_T, **told, **bound)
-        if not isinstance(found, TokenLoss) or np.shape(found.loss_T) != logprobs_T.shape:
-            raise TrainingError(f"the policy loss returned {shown(found)}; return TokenLoss(loss_T, stats), a loss a token")
-        for name, stat in found.stats.items():
+            result = loss(logprobs_T, old_logprobs_T, advantages_T, **extra, **bound)
+        if not isinstance(result, TokenLoss) or np.shape(result.loss_T) != logprobs_T.shape:
+            raise TrainingError(f"the policy loss returned {brief(result)}; return TokenLoss(loss_T, stats), a loss a token")
+        for name, stat in result.stats.items():
             if not isinstance(stat, Tensor) or stat.shape != logprobs_T.shape:
                 raise TrainingError(
-                    f"the policy loss returned the figure {name!r} as {shown(stat)}; return a tensor with a number for each "
+                    f"the policy loss returned the figure {name!r} as {brief(stat)}; return a tensor with a number for each "
                     "token, as long as logprobs_T"
                 )
-        return found
+        return result
 
     return call

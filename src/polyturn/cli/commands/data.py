@@ -28,8 +28,8 @@ def _all_or_nothing(out: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        made = sorted(set(out.rglob("*")) - before if out.is_dir() else (), reverse=True)  # what is inside comes first
-        for path in [*made, *missing]:
+        new_files = sorted(set(out.rglob("*")) - before if out.is_dir() else (), reverse=True)  # what is inside comes first
+        for path in [*new_files, *missing]:
             with suppress(OSError):  # a folder that something else was put into stays
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         raise
@@ -115,10 +115,10 @@ def search(
 
         if source is not None:
             raise ConfigError("--from names questions that exist already; leave it out to make questions over texts")
-        held = [passage for path in texts or [] for passage in read_passages(path)]
-        held += python_documentation() if python_docs else []
+        passages = [passage for path in texts or [] for passage in read_passages(path)]
+        passages += python_documentation() if python_docs else []
         with _all_or_nothing(out):
-            written = prepare_cloze(held, out=out, max_questions=questions)
+            written = prepare_cloze(passages, out=out, max_questions=questions)
     else:
         with _all_or_nothing(out):
             written = prepare_search(source, out=out)

@@ -158,13 +158,13 @@ def rollout(
 ) -> None:
     """Run episodes on the training tasks, and record them."""
     _begin(config, overrides or [])
-    from polyturn.api.folders import open_place
+    from polyturn.api.folders import open_source
     from polyturn.api.rolling import roll_out
     from polyturn.cli.console import Output, command
     from polyturn.cli.show import trajectory_table
 
-    place, resolved = open_place(config, overrides or [])
-    folder, groups = roll_out(place, resolved, num_tasks=tasks, checkpoint=checkpoint)
+    source, resolved = open_source(config, overrides or [])
+    folder, groups = roll_out(source, resolved, num_tasks=tasks, checkpoint=checkpoint)
     out = Output()
     out.table(trajectory_table([t for g in groups for t in g.trajectories]))
     out.fact("look at one", command("show", folder, groups[0].trajectories[0].id))

@@ -126,11 +126,11 @@ def serve(
     flags = command.overrides_of(
         config=config, model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine
     )
-    given = [*flags, *(overrides or [])]
+    arguments = [*flags, *(overrides or [])]
     if openai:
         hosted = serve_openai.Hosted(model_names=tuple(model_name or ()), record=record, idle_s=idle)
-        return serve_openai.run(config, given, options, hosted)
-    command.run(config, given, options)
+        return serve_openai.run(config, arguments, options, hosted)
+    command.run(config, arguments, options)
 
 
 def _refuse_unused_here(context: typer.Context) -> None:

@@ -88,11 +88,13 @@ class SwiftScheduler(MultiTurnScheduler):
         self._base = base or Path()
         self._max_turns = max_turns
         self._options = {**kwargs, **({} if gym_env is None else {"gym_env": gym_env, "use_gym_env": True})}
-        found = multi_turns.find(scheduler) if isinstance(scheduler, str) else scheduler
-        self._made = found if isinstance(found, RolloutScheduler) else None
-        self._class = found if isinstance(found, type) else type(found)
+        scheduler_class = multi_turns.find(scheduler) if isinstance(scheduler, str) else scheduler
+        self._made = scheduler_class if isinstance(scheduler_class, RolloutScheduler) else None
+        self._class = scheduler_class if isinstance(scheduler_class, type) else type(scheduler_class)
         if not issubclass(self._class, RolloutScheduler):
-            raise ConfigError(f"the scheduler is {found!r:.100}; it must be a RolloutScheduler or a MultiTurnScheduler")
+            raise ConfigError(
+                f"the scheduler is {scheduler_class!r:.100}; it must be a RolloutScheduler or a MultiTurnScheduler"
+            )
         self.shared = bool(self._class.shared)
         self._prototype: RolloutScheduler | None = None
         self._has_tried = False
@@ -200,18 +202,18 @@ class SwiftScheduler(MultiTurnScheduler):
         if not takes_any_keyword(make):
             offered = {k: v for k, v in offered.items() if has_parameter(make, k) or k in self._options}
         try:
-            made = self._class(**offered)
+            instance = self._class(**offered)
         except PolyturnError:
             raise
         except Exception as problem:
             raise ConfigError(
                 f"the scheduler {self._class.__name__} cannot be made with {sorted(offered)}: {one_line(problem)}"
             ) from problem
-        if "infer_engine" not in vars(made):
-            made.infer_engine = offered.get("infer_engine")
-        if vars(made).get("max_turns") is None:
-            made.max_turns = turns
-        return made
+        if "infer_engine" not in vars(instance):
+            instance.infer_engine = offered.get("infer_engine")
+        if vars(instance).get("max_turns") is None:
+            instance.max_turns = turns
+        return instance
 
     def _reason(self, engine: EpisodeEngine) -> StopReason:
         if engine.over is not None:

@@ -54,14 +54,14 @@ def estimate(
     if scale_rewards == "gdpo" and estimator != "reinforce_plus_plus":
         return spread(batch, [a.tolist() for a in _gdpo(batch, reward_weights or {})])
     totals = [group.totals for group in batch]
-    found = [_centred(r, is_rloo=estimator == "rloo") for r in totals]
-    measured = found if estimator == "reinforce_plus_plus" else totals
+    advantages = [_centred(r, is_rloo=estimator == "rloo") for r in totals]
+    measured = advantages if estimator == "reinforce_plus_plus" else totals
     if scale_rewards == "batch":
         std = _std(np.concatenate([*measured, np.empty(0)]))
-        found = [a / (std + _EPS) for a in found]
+        advantages = [a / (std + _EPS) for a in advantages]
     elif scale_rewards == "group":
-        found = [a / (_std(m) + _EPS) for a, m in zip(found, measured, strict=True)]
-    return spread(batch, [a.tolist() for a in found])
+        advantages = [a / (_std(m) + _EPS) for a, m in zip(advantages, measured, strict=True)]
+    return spread(batch, [a.tolist() for a in advantages])
 
 
 def _centred(rewards_G: Rewards, *, is_rloo: bool) -> Rewards:

@@ -91,9 +91,9 @@ class RolloutScheduler(ABC):  # noqa: B024
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_early = bool(args) and isinstance(args[0], int)
         names = ("max_turns",) if is_early else ("infer_engine", "max_turns")
-        given = dict(zip(names, args, strict=False))
-        self.infer_engine = kwargs.get("infer_engine", given.get("infer_engine"))
-        self.max_turns: int | None = kwargs.get("max_turns", given.get("max_turns"))
+        values = dict(zip(names, args, strict=False))
+        self.infer_engine = kwargs.get("infer_engine", values.get("infer_engine"))
+        self.max_turns: int | None = kwargs.get("max_turns", values.get("max_turns"))
         self._tokenizer = kwargs.get("tokenizer")
         self._template = kwargs.get("template")
 
@@ -154,11 +154,11 @@ class RolloutScheduler(ABC):  # noqa: B024
             message["content"] = list(token_ids)
 
     def snapshot_and_materialize_assistant_messages(self, infer_request: RolloutInferRequest) -> list[tuple[Any, Any]]:
-        """Put text in place of ids in all replies; return what `restore_assistant_message_snapshots` undoes it with."""
-        found = [(m, ids) for m in infer_request.messages if (ids := ids_of(m.get("content"))) is not None]
-        for message, ids in found:
+        """Put text in place of ids in all replies; return the argument of `restore_assistant_message_snapshots`."""
+        pairs = [(m, ids) for m in infer_request.messages if (ids := ids_of(m.get("content"))) is not None]
+        for message, ids in pairs:
             message["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return found
+        return pairs
 
     @staticmethod
     def restore_assistant_message_snapshots(snapshots: list[tuple[Any, Any]]) -> None:
@@ -173,8 +173,8 @@ class RolloutScheduler(ABC):  # noqa: B024
             infer_request.messages.append({"role": "assistant", "content": completion})
             return False
         ids = ids_of(last.get("content"))
-        said = last["content"] if ids is None else self.tokenizer.decode(ids, skip_special_tokens=False)
-        last["content"] = said + completion
+        text = last["content"] if ids is None else self.tokenizer.decode(ids, skip_special_tokens=False)
+        last["content"] = text + completion
         return True
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:  # noqa: B027
@@ -216,8 +216,8 @@ class RolloutScheduler(ABC):  # noqa: B024
         choice = response.choices[0]
         turns = Turns()
         turns.add(choice, ids=None, mask=None, logprobs=None, goes_on=False)
-        said = {"role": "assistant", "content": choice.message.content}
-        return turns.output(response, messages=[*infer_request.messages, said], infos={"num_turns": 1})
+        message = {"role": "assistant", "content": choice.message.content}
+        return turns.output(response, messages=[*infer_request.messages, message], infos={"num_turns": 1})
 
     async def _ask(self, method: Any, *args: Any) -> Any:
         """Call a method that may be the user's."""
@@ -310,25 +310,25 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         self, request: RolloutInferRequest, choice: ChatCompletionResponseChoice, current: int
     ) -> tuple[str | None, Any]:
         """Return why the trajectory ends with this turn, None if it does not, and the infos of the hook."""
-        said = await self._ask(self.on_turn_end, request, choice, current)
-        said = {} if said is None else said
-        if not isinstance(said, Mapping):
+        reply = await self._ask(self.on_turn_end, request, choice, current)
+        reply = {} if reply is None else reply
+        if not isinstance(reply, Mapping):
             raise SchedulerError(
-                f"{type(self).__name__}.on_turn_end returned {said!r:.100} in trajectory {request.uuid!r}; return None, or "
+                f"{type(self).__name__}.on_turn_end returned {reply!r:.100} in trajectory {request.uuid!r}; return None, or "
                 "a dict with done, rollout_infos or score"
             )
-        _refuse_misspelt(said, _OF_TURN_END, f"{type(self).__name__}.on_turn_end", f"in trajectory {request.uuid!r}")
-        if isinstance(self.infer_engine, SchedulerEngine) and (value := _turn_score(said, current)) is not None:
+        _refuse_misspelt(reply, _OF_TURN_END, f"{type(self).__name__}.on_turn_end", f"in trajectory {request.uuid!r}")
+        if isinstance(self.infer_engine, SchedulerEngine) and (value := _turn_score(reply, current)) is not None:
             self.infer_engine.score(value)
         is_cut = choice.finish_reason == "length"
         stops = bool(await self._ask(self.check_finished, request, choice, current))
         why = ("length" if is_cut else "finished") if stops else None
-        if "done" in said and said["done"] is not None:
+        if "done" in reply and reply["done"] is not None:
             # An environment ends the trajectory, or lets it go on; what a limit cut stays cut.
-            why = "done" if said["done"] else ("length" if is_cut and stops else None)
+            why = "done" if reply["done"] else ("length" if is_cut and stops else None)
         if why != "done" and self.max_turns and current >= self.max_turns:
             why = why if why == "length" else "max_turns"
-        return why, said.get("rollout_infos")
+        return why, reply.get("rollout_infos")
 
     def _checked(self, result: Any, request: RolloutInferRequest) -> tuple[list[int] | None, list[int] | None]:
         where = f"in trajectory {request.uuid!r}"
@@ -360,9 +360,9 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
 MultiTurnScheduler = SwiftMultiTurnScheduler  # the name that its users import
 
 
-def _refuse_misspelt(said: Mapping[str, Any], known: Sequence[str], who: str, where: str) -> None:
+def _refuse_misspelt(answer: Mapping[str, Any], known: Sequence[str], who: str, where: str) -> None:
     """Refuse a key that nearly has the name of one that is read; any other is the scheduler's own."""
-    for key in said:
+    for key in answer:
         if key not in known and difflib.get_close_matches(str(key), known, n=1, cutoff=0.8):
             raise SchedulerError(
                 f"{who} returned the key {key!r} {where}, which nothing reads.{did_you_mean(str(key), known)}"
@@ -388,9 +388,9 @@ def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> N
         setattr(request, name, sources)
 
 
-def _turn_score(said: Mapping[str, Any], current: int) -> float | None:
+def _turn_score(answer: Mapping[str, Any], current: int) -> float | None:
     """Return the score of the turn: `score`, else the newest of the infos' `step_rewards`."""
-    if said.get("score") is not None:
-        return float(said["score"])
-    steps = (said.get("rollout_infos") or {}).get("step_rewards")
+    if answer.get("score") is not None:
+        return float(answer["score"])
+    steps = (answer.get("rollout_infos") or {}).get("step_rewards")
     return float(steps[-1]) if isinstance(steps, list) and len(steps) == current else None

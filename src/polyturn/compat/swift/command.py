@@ -174,15 +174,15 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
     Raises:
         ConfigError: NPROC_PER_NODE or NNODES is no number.
     """
-    given = {name: os.environ[name] for name in ("NPROC_PER_NODE", "NNODES") if os.environ.get(name)}
-    for name, value in given.items():
+    variables = {name: os.environ[name] for name in ("NPROC_PER_NODE", "NNODES") if os.environ.get(name)}
+    for name, value in variables.items():
         if not value.isdigit() or int(value) < 1:
             raise ConfigError(f"{name} is {value!r}; it must be a number of {'nodes' if name == 'NNODES' else 'processes'}")
-    processes = math.prod(map(int, given.values()))
+    processes = math.prod(map(int, variables.values()))
     if processes > 1:
-        told = " and ".join(f"{name} is {value}" for name, value in given.items())
+        text = " and ".join(f"{name} is {value}" for name, value in variables.items())
         batch = "" if megatron else " a batch is counted as that of as many processes, and"
-        logger.info("%s:%s polyturn.train.distributed.ranks says how many train here", told, batch)
+        logger.info("%s:%s polyturn.train.distributed.ranks says how many train here", text, batch)
     _tell_unread_variables()
     return megatron_to_native(tree) if megatron else to_native(tree, num_processes=processes)
 

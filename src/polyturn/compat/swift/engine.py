@@ -216,8 +216,8 @@ class EpisodeEngine(SchedulerEngine):
             # What the model wrote points at nothing, whatever it spells.
             places = [i for i, m in enumerate(written) if m["role"] != "assistant"]
             media = {name: getattr(request, name) for name in MEDIA}
-            for i, shown in zip(places, with_media([written[i] for i in places], media, base=self._base), strict=True):
-                written[i] = shown
+            for i, message in zip(places, with_media([written[i] for i in places], media, base=self._base), strict=True):
+                written[i] = message
             messages = [Message.from_openai(self._plain(m)) for m in written]
         except DataError as problem:
             raise SchedulerError(f"the request of trajectory {request.uuid!r}: {problem}") from problem
@@ -238,27 +238,27 @@ class EpisodeEngine(SchedulerEngine):
 
     def _next(self, messages: list[Message], *, goes_on: bool) -> Reply:
         """Make the episode's next prompt say what a request says."""
-        asked, held = self.asked[-1], self._held
-        turn, given = asked.turn, self._given
-        kept = given.kept(turn) if given is not None else None
+        call, pending = self.asked[-1], self._held
+        turn, own_ids = call.turn, self._given
+        kept = own_ids.kept(turn) if own_ids is not None else None
         cuts = kept is not None and kept < turn.num_tokens
-        is_extended = messages[: len(held)] == held
+        is_extended = messages[: len(pending)] == pending
         reply: Reply | None = None
-        if goes_on and len(messages) == len(held) and messages[:-1] == held[:-1]:
-            reply = self._continued(asked, messages[-1].text, kept)
-        elif is_extended and not goes_on and not cuts and not asked.is_open:
-            reply = Reply(messages=tuple(messages[len(held) :]))
-        self._mask(turn, given)
+        if goes_on and len(messages) == len(pending) and messages[:-1] == pending[:-1]:
+            reply = self._continued(call, messages[-1].text, kept)
+        elif is_extended and not goes_on and not cuts and not call.is_open:
+            reply = Reply(messages=tuple(messages[len(pending) :]))
+        self._mask(turn, own_ids)
         return self._rewritten(messages, goes_on=goes_on) if reply is None else reply
 
-    def _continued(self, asked: InferCall, text: str, kept: int | None) -> Reply | None:
+    def _continued(self, call: InferCall, text: str, kept: int | None) -> Reply | None:
         """Let the last message go on behind what the step made of it; None where only a new render can."""
-        given = None if self._given is None else self._given.ids
-        if kept is not None and given is not None:
-            return self._episode.go_on(np.asarray(given[kept:], np.int32), keep=kept)
+        own_ids = None if self._given is None else self._given.ids
+        if kept is not None and own_ids is not None:
+            return self._episode.go_on(np.asarray(own_ids[kept:], np.int32), keep=kept)
         before = self._held[-1].text
         if text.startswith(before):
-            return self._episode.go_on(text[len(before) :], keep=asked.text if asked.is_open else None)
+            return self._episode.go_on(text[len(before) :], keep=call.text if call.is_open else None)
         return None
 
     def _rewritten(self, messages: list[Message], *, goes_on: bool) -> Reply:
@@ -271,24 +271,24 @@ class EpisodeEngine(SchedulerEngine):
         self._episode.rewrite(read[:first])
         return Reply(messages=tuple(read[first:]), goes_on=True)
 
-    def _mask(self, turn: OpenTurn, given: _Given | None) -> None:
+    def _mask(self, turn: OpenTurn, own_ids: _Given | None) -> None:
         """Weigh the turn's sampled tokens as the step said; what it left out weighs 0."""
-        if given is None or given.ids is None:
+        if own_ids is None or own_ids.ids is None:
             return
-        kept = min(given.kept(turn) or 0, turn.num_tokens)
-        if given.mask is None and kept == turn.num_tokens:
+        kept = min(own_ids.kept(turn) or 0, turn.num_tokens)
+        if own_ids.mask is None and kept == turn.num_tokens:
             return
         weights = np.zeros(turn.num_tokens, np.float32)
-        weights[:kept] = 1.0 if given.mask is None else given.mask[:kept]
+        weights[:kept] = 1.0 if own_ids.mask is None else own_ids.mask[:kept]
         self._episode.weigh(turn, weights)
 
     def _as_read(self, message: Message) -> Message:
         """Return an assistant message as the episode read it where it is word for word what was sampled."""
         if message.role != "assistant":
             return message
-        for asked in reversed(self.asked):
-            if message.text == asked.turn.said_before + asked.text:
-                return asked.turn.message
+        for call in reversed(self.asked):
+            if message.text == call.turn.said_before + call.text:
+                return call.turn.message
         return message
 
     def _answer(
@@ -306,9 +306,9 @@ class EpisodeEngine(SchedulerEngine):
             text, is_stopped = text[: min(hits)], True
             self._episode.go_on(keep=text)
             turn.observation, turn.is_continued = (), False
-        said = messages[-1].text + text if goes_on else text
+        text_so_far = messages[-1].text + text if goes_on else text
         before = messages[:-1] if goes_on else messages
-        self._held = [*before, Message(role="assistant", content=said)]
+        self._held = [*before, Message(role="assistant", content=text_so_far)]
         ids = tuple(map(SampledId, turn.completion.token_ids[: turn.num_tokens].tolist()))
         sampled = SampledText(text)
         probs = turn.completion.logprobs

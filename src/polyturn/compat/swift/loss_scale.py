@@ -47,10 +47,10 @@ class REACTLossScale(LossScale):
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
         """Return the text between observations with weight 1, and theirs with 0."""
         pieces, weights, at = [], [], 0
-        for found in _OBSERVED.finditer(context):
-            pieces += [context[at : found.start(2)], found[2]]
+        for match in _OBSERVED.finditer(context):
+            pieces += [context[at : match.start(2)], match[2]]
             weights += [1.0, 0.0]
-            at = found.end()
+            at = match.end()
         return [*pieces, context[at:]], [*weights, 1.0]
 
 

@@ -70,8 +70,8 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _metadata(reply: Mapping[str, Any]) -> dict[str, Any]:
-    found = reply.get("metadata")
-    return dict(found) if isinstance(found, Mapping) else {}
+    metadata = reply.get("metadata")
+    return dict(metadata) if isinstance(metadata, Mapping) else {}
 
 
 def _wait(work: Coroutine[Any, Any, Any]) -> Any:

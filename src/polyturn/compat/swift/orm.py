@@ -60,9 +60,9 @@ class MathAccuracy(ORM):
         """Return 1.0 or 0.0."""
         return [
             1.0
-            if (answer := _answer(said)) is not None and math_reward.is_equal(answer, _answer(str(gold)) or str(gold))
+            if (answer := _answer(text)) is not None and math_reward.is_equal(answer, _answer(str(gold)) or str(gold))
             else 0.0
-            for said, gold in zip(completions, solution, strict=True)
+            for text, gold in zip(completions, solution, strict=True)
         ]
 
 
@@ -71,7 +71,7 @@ class Format(ORM):
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
         """Return 1.0 or 0.0."""
-        return [float(_is_thought_and(_TO_ANSWER, said, "</answer>") and said.endswith("</answer>")) for said in completions]
+        return [float(_is_thought_and(_TO_ANSWER, text, "</answer>") and text.endswith("</answer>")) for text in completions]
 
 
 class ReActFormat(ORM):
@@ -79,7 +79,7 @@ class ReActFormat(ORM):
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
         """Return 1.0 or 0.0."""
-        return [float(_is_thought_and(_TO_ACTION, said, "Action Input:")) for said in completions]
+        return [float(_is_thought_and(_TO_ACTION, text, "Action Input:")) for text in completions]
 
 
 class CosineReward(ORM):
@@ -120,8 +120,8 @@ class RepetitionPenalty(ORM):
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
         """Return 0 or less for each completion."""
         scores: list[float | None] = []
-        for said in completions:
-            words = said.lower().split()
+        for text in completions:
+            words = text.lower().split()
             grams = [tuple(words[i : i + self.ngram_size]) for i in range(len(words) - self.ngram_size + 1)]
             scores.append((1 - len(set(grams)) / len(grams)) * self.max_penalty if grams else 0.0)
         return scores
@@ -149,7 +149,7 @@ class ReactORM(ORM):
 
     def __call__(self, completions: list[str], solution: Sequence[str], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Return 1.0 or 0.0."""
-        return [float(_same_action(said, gold)) for said, gold in zip(completions, solution, strict=True)]
+        return [float(_same_action(text, gold)) for text, gold in zip(completions, solution, strict=True)]
 
 
 class MathORM(ORM):
@@ -157,11 +157,11 @@ class MathORM(ORM):
 
     def __call__(self, infer_requests: Any, ground_truths: Any, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Score the last message of each request."""
-        said = [
+        texts = [
             one["messages"][-1]["content"] if isinstance(one, dict) else one.messages[-1]["content"]
             for one in infer_requests
         ]
-        return MathAccuracy()(said, solution=ground_truths)
+        return MathAccuracy()(texts, solution=ground_truths)
 
 
 class SwiftThinkingTips(ORM):
@@ -206,8 +206,8 @@ def _answer(text: str) -> str | None:
 
 def _is_thought_and(then: re.Pattern[str], text: str, last: str) -> bool:
     """Return whether a text is `<think>…`, what `then` finds behind it, and `last` somewhere after that."""
-    found = then.search(text, len("<think>")) if text.startswith("<think>") else None
-    return found is not None and text.find(last, found.end()) >= 0
+    match = then.search(text, len("<think>")) if text.startswith("<think>") else None
+    return match is not None and text.find(last, match.end()) >= 0
 
 
 def last_action(text: str) -> tuple[str, str] | None:
@@ -234,8 +234,8 @@ def last_action(text: str) -> tuple[str, str] | None:
     return last
 
 
-def _same_action(said: str, gold: str) -> bool:
-    ours, wanted = last_action(said), last_action(gold)
+def _same_action(text: str, gold: str) -> bool:
+    ours, wanted = last_action(text), last_action(gold)
     if ours is None or wanted is None or ours[0] != wanted[0]:
         return False
     mine, right = ours[1], wanted[1]

@@ -26,23 +26,23 @@ class PluginDict(dict[str, Any]):
             kind: Its name, for messages.
             shipped: What it holds from the start.
             shape: What a class that a row names must define; None where a config's loader checks those it names. Files
-                register what they never use, so nothing is asked of a class before somebody names it.
+                register what they never use, so a class is checked only when a run names it.
         """
         super().__init__(shipped or {})
         self.kind = kind
         self._shape = shape
 
     def __setitem__(self, name: str, entry: Any) -> None:
-        held = self.get(name)
-        if held is not None and held is not entry and not _is_shipped(held) and _file(held) != _file(entry):
+        old = self.get(name)
+        if old is not None and old is not entry and not _is_shipped(old) and _file(old) != _file(entry):
             raise ConfigError(
-                f"{self.kind}: two plug-ins register the name {name!r}: {_home(held)} ({_name(held)}) and {_home(entry)} "
+                f"{self.kind}: two plug-ins register the name {name!r}: {_home(old)} ({_name(old)}) and {_home(entry)} "
                 f"({_name(entry)}); rename one of them"
             )
         super().__setitem__(name, entry)
 
     def find(self, name: str) -> Any:
-        """Return what a name stands for.
+        """Return the plug-in with a name.
 
         Raises:
             UnknownNameError: nothing is registered under it.

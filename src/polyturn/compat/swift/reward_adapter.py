@@ -56,10 +56,10 @@ async def score(
     rows = reward_rows(trajectory)
     if not rows:
         return {"score": 0.0}
-    told = _told(trajectory, rows)
+    keyword_columns = _told(trajectory, rows)
     columns: dict[str, list[float | None]] = {}
     for name, function in zip(names, functions, strict=True):
-        columns[name] = _checked(await _call(function, told), name=name, num=len(rows))
+        columns[name] = _checked(await _call(function, keyword_columns), name=name, num=len(rows))
     if use_gym_env:
         columns[GYM] = [_total(row) for row in rows]
     totals = [_sum([column[i] for column in columns.values()], of) for i in range(len(rows))]
@@ -107,15 +107,15 @@ def _made(entry: Any, *, name: str, args: Any) -> Any:
     if not isinstance(entry, type):
         return entry
     offered = {"args": args}
-    given = offered if has_parameter(entry, "args") or takes_any_keyword(entry) else {}
+    arguments = offered if has_parameter(entry, "args") or takes_any_keyword(entry) else {}
     try:
-        return entry(**given)
+        return entry(**arguments)
     except Exception as problem:
         raise ConfigError(f"the reward function {name!r} cannot be made: {one_line(problem)}") from problem
 
 
 def _told(trajectory: Trajectory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a function is called with: `completions`, and each column as a list."""
+    """Return a function's arguments: `completions`, and each column as a list."""
     names = dict.fromkeys(name for row in rows for name in row)
     versions = [int(s.versions.max(initial=-1)) for s in trajectory.segments]
     return {
@@ -126,11 +126,13 @@ def _told(trajectory: Trajectory, rows: Sequence[Mapping[str, Any]]) -> dict[str
     }
 
 
-async def _call(function: Any, told: Mapping[str, Any]) -> Any:
+async def _call(function: Any, arguments: Mapping[str, Any]) -> Any:
     method = function.__call__
-    takes = dict(told) if takes_any_keyword(method) else {k: v for k, v in told.items() if has_parameter(method, k)}
+    takes = (
+        dict(arguments) if takes_any_keyword(method) else {k: v for k, v in arguments.items() if has_parameter(method, k)}
+    )
     takes.pop("completions", None)
-    return await _threads().call(functools.partial(method, told["completions"], **takes))
+    return await _threads().call(functools.partial(method, arguments["completions"], **takes))
 
 
 def _checked(returned: Any, *, name: str, num: int) -> list[float | None]:

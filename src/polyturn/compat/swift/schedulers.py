@@ -45,8 +45,8 @@ class MathTipsScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
         """End where the hint was given, or the answer is right."""
-        said = infer_request.messages[-1]["content"]
-        if self.tips_prompt in said or self.acc_func([said], [infer_request.data_dict["solution"]])[0] == 1:
+        text = infer_request.messages[-1]["content"]
+        if self.tips_prompt in text or self.acc_func([text], [infer_request.data_dict["solution"]])[0] == 1:
             return True
         return super().check_finished(infer_request, response_choice, current_turn)
 
@@ -54,9 +54,9 @@ class MathTipsScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
         """Cut at the answer and add the hint, whose tokens are masked."""
-        said = str(response_choice.message.content)
-        cut = min((at for mark in ("<answer>", "</think>") if (at := said.find(mark)) >= 0), default=len(said))
-        infer_request.messages[-1]["content"] = said[:cut] + self.tips_prompt
+        text = str(response_choice.message.content)
+        cut = min((at for mark in ("<answer>", "</think>") if (at := text.find(mark)) >= 0), default=len(text))
+        infer_request.messages[-1]["content"] = text[:cut] + self.tips_prompt
         if not response_choice.token_ids or self.tokenizer is None:
             return {"infer_request": infer_request}
         kept = _first_ids(self.tokenizer, response_choice.token_ids, len_text=cut)
@@ -88,16 +88,16 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
         assert self.infer_engine is not None
         while True:
             history = _without_reasoning(request.messages)
-            shown = RolloutInferRequest(**{**vars(request), "messages": history})
-            response = await self.infer_engine.infer_async(shown, request_config, **kwargs)
+            own_request = RolloutInferRequest(**{**vars(request), "messages": history})
+            response = await self.infer_engine.infer_async(own_request, request_config, **kwargs)
             choice = response.choices[0]
-            said = {"role": "assistant", "content": choice.message.content}
-            request.messages.append(said)
+            message = {"role": "assistant", "content": choice.message.content}
+            request.messages.append(message)
             turn = len(outputs) + 1
             outputs.append(
                 RolloutOutput(
                     response=response,
-                    messages=[*history, said],
+                    messages=[*history, message],
                     response_token_ids=choice.token_ids or [],
                     rollout_infos={"num_turns": turn},
                 )
@@ -248,10 +248,10 @@ class OpenEnvScheduler(GYMScheduler):
         """Return the action that a reply spells: a JSON object, else {"message": the reply}."""
         body = _unfenced(text)
         try:
-            found = json.loads(body)
+            arguments = json.loads(body)
         except ValueError:
-            found = None
-        return found if isinstance(found, dict) else {"message": body if found is None else str(found)}
+            arguments = None
+        return arguments if isinstance(arguments, dict) else {"message": body if arguments is None else str(arguments)}
 
     def format_observation(self, observation: Any) -> str:
         """Return an observation as the text that the model reads: JSON, also of a text."""
@@ -284,8 +284,8 @@ class OpenEnvScheduler(GYMScheduler):
             return {"done": True, "rollout_infos": {}}
         action = self.parse_action(str(response_choice.message.content))
         observation, reward, done, _ = await self._plain_or_async(env.step, action)
-        shown = None if done else self.format_observation(observation)
-        return await self._scored(infer_request.uuid, shown, float(reward or 0.0), bool(done))
+        observed = None if done else self.format_observation(observation)
+        return await self._scored(infer_request.uuid, observed, float(reward or 0.0), bool(done))
 
 
 def _first_ids(tokenizer: Any, ids: list[int], *, len_text: int) -> int:

@@ -66,8 +66,8 @@ def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest) -> 
 
         async def run(request: RolloutInferRequest, config: RequestConfig, **kwargs: Any) -> RolloutOutput:
             noted.add(request.uuid)  # noqa: B023  (called before the next round)
-            said = ChatMessage(role="assistant", content="")
-            choice = ChatCompletionResponseChoice(index=0, message=said, finish_reason="stop", token_ids=[])
+            message = ChatMessage(role="assistant", content="")
+            choice = ChatCompletionResponseChoice(index=0, message=message, finish_reason="stop", token_ids=[])
             response = ChatCompletionResponse(model="", choices=[choice], usage=UsageInfo(0, 0, 0), id=request.uuid or "")
             return RolloutOutput(response=response, messages=request.messages)
 

@@ -50,26 +50,28 @@ def settle(
     silent: set[int] = set()
     for output in outputs:
         if output.messages is None:
-            said = {"role": "assistant", "content": output.response.choices[0].message.content}
-            output.messages = [*_without_answer(prompt), said]
+            message = {"role": "assistant", "content": output.response.choices[0].message.content}
+            output.messages = [*_without_answer(prompt), message]
         last = turns.anchor(output)
         spoken = turns.of_messages(output.messages, last, start=_num_prompt(prompt, output.messages))
-        held = _held(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
-        if not held:
+        turn_weights = (
+            _held(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
+        )
+        if not turn_weights:
             raise SchedulerError(
                 f"an output of trajectory {episode.id!r} holds nothing that was sampled in it; return the response of an "
                 "infer_async, its token_ids, or its text in messages"
             )
-        for i, mine in held.items():
+        for i, mine in turn_weights.items():
             mine = np.ones(turns.asked[i].turn.num_tokens, np.float32) if mine is None else mine
             weights[i] = np.maximum(weights[i], mine) if i in weights else mine
         silent |= {i for at, i in spoken if _is_silent(output.messages[at])}
-        _record(output, [turns.asked[i].turn for i in sorted(held)])
-    for i, asked in enumerate(turns.asked):
+        _record(output, [turns.asked[i].turn for i in sorted(turn_weights)])
+    for i, call in enumerate(turns.asked):
         if i in silent or i not in weights:
-            episode.weigh(asked.turn, 0.0)
+            episode.weigh(call.turn, 0.0)
         elif is_own_loop and not weights[i].all():
-            episode.weigh(asked.turn, weights[i])
+            episode.weigh(call.turn, weights[i])
 
 
 class _TurnPlace(NamedTuple):
@@ -82,14 +84,14 @@ class _TurnPlace(NamedTuple):
 class _SampledTurns:
     """The turns of a trajectory, found again in what a scheduler returned."""
 
-    def __init__(self, asked: Sequence[InferCall]) -> None:
-        self.asked = asked
+    def __init__(self, calls: Sequence[InferCall]) -> None:
+        self.asked = calls
         self._ids = {
             id(token): _TurnPlace(i, at)
-            for i, one in enumerate(asked)
+            for i, one in enumerate(calls)
             for at, token in enumerate(one.ids[: one.turn.num_tokens])
         }
-        self._texts = {id(one.text): i for i, one in enumerate(asked)}
+        self._texts = {id(one.text): i for i, one in enumerate(calls)}
 
     def anchor(self, output: RolloutOutput) -> int:
         """Return the turn that the output's response belongs to; the last one for a response that is none of ours."""
@@ -97,17 +99,17 @@ class _SampledTurns:
             if one.response is output.response:
                 return i
         choice = output.response.choices[0]
-        of_ids = [place.turn for token in choice.token_ids or () if (place := self.place(token)) is not None]
+        of_ids = [source.turn for token in choice.token_ids or () if (source := self.place(token)) is not None]
         of_text = self._texts.get(id(choice.message.content), len(self.asked) - 1)
         return of_ids[0] if of_ids else of_text
 
     def place(self, token: int) -> _TurnPlace | None:
-        """Return where an id was sampled; None for a number that only looks like one."""
+        """Return the source of a sampled id; None for a number that only looks like one."""
         return self._ids.get(id(token)) if isinstance(token, SampledId) else None
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]], last: int, *, start: int) -> list[tuple[int, int]]:
         """Return (message, turn) for each turn up to `last` that a message from `start` on holds, in order."""
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         before = last + 1
         for at in reversed(range(start, len(messages))):
             content = messages[at].get("content")
@@ -117,21 +119,21 @@ class _SampledTurns:
             if turn is None:
                 turn = self._said(content, before)
             while turn is not None:  # with those that the same message went on from
-                found.append((at, turn))
+                spans.append((at, turn))
                 before = min(before, turn)
                 turn = turn - 1 if self.asked[turn].turn.said_before and turn > 0 else None
-        return found[::-1]
+        return spans[::-1]
 
     def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_TurnPlace | None]]:
-        """Return where each id of an output was sampled, list by list; None for ids of the scheduler's own."""
+        """Return the source of each id of an output, list by list; None for ids of the scheduler's own."""
         lists = [[self.place(token) for token in ids] for ids in output.response_token_ids]
         flat = [token for ids in output.response_token_ids for token in ids]
-        places = [place for one in lists for place in one]
+        places = [source for one in lists for source in one]
         # Those that the messages name come first: another turn may be the same, or the end of one.
         named = sorted({*spoken, last}, reverse=True)
         end = len(flat)
         for i in (*named, *(i for i in reversed(range(last)) if i not in named)):
-            own = [at for at, place in enumerate(places) if place is not None and place.turn == i]
+            own = [at for at, source in enumerate(places) if source is not None and source.turn == i]
             if own:
                 end = min(end, own[0]) if i in named else end
                 continue
@@ -175,30 +177,32 @@ def _held(
         raise SchedulerError(
             f"response_loss_mask of trajectory {name!r} holds {odd[0]!r:.40}; 1 trains an id and 0 leaves it out"
         )
-    held: dict[int, Floats | None] = {}
+    weights_by_turn: dict[int, Floats | None] = {}
     seen: set[_TurnPlace] = set()
     replies = [at for at, message in enumerate(output.messages or ()) if message.get("role") == "assistant"]
     replaced: set[int] = set()
     for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
         mask = masks[k] if masks else [1] * len(places)
-        known = [place for place in places if place is not None]
+        known = [source for source in places if source is not None]
         if any(mask) and not known:
             raise SchedulerError(
                 f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} holds no id that was sampled "
                 "in it, and would be trained; return the token_ids of a choice, or mask it with zeros"
             )
-        if (twice := [place for place in known if place in seen]) or len(set(known)) < len(known):
+        if (twice := [source for source in known if source in seen]) or len(set(known)) < len(known):
             turn = (twice or known)[0].turn
             raise SchedulerError(
                 f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} repeats ids of turn {turn}, "
                 "which the output holds already; return each sampled id once"
             )
         seen.update(known)
-        for place, value in zip(places, mask, strict=True):
-            if place is not None:
-                weights = held.setdefault(place.turn, np.zeros(turns.asked[place.turn].turn.num_tokens, np.float32))
+        for source, value in zip(places, mask, strict=True):
+            if source is not None:
+                weights = weights_by_turn.setdefault(
+                    source.turn, np.zeros(turns.asked[source.turn].turn.num_tokens, np.float32)
+                )
                 assert weights is not None
-                weights[place.at] = float(value > 0)
+                weights[source.at] = float(value > 0)
         from_end = len(lengths) - k
         if places and not known and from_end <= len(replies):
             replaced.add(replies[-from_end])
@@ -206,8 +210,8 @@ def _held(
         # Turns without ids beside those with ids: the messages hold them, so all that was sampled in them is trained.
         for at, i in spoken:
             if at not in replaced:
-                held.setdefault(i, None)
-    return held
+                weights_by_turn.setdefault(i, None)
+    return weights_by_turn
 
 
 def _record(output: RolloutOutput, turns: Sequence[Any]) -> None:
@@ -215,12 +219,12 @@ def _record(output: RolloutOutput, turns: Sequence[Any]) -> None:
     output.response.choices[0].messages = output.messages
     info = turns[-1].info
     info.update({k: v for k, v in output.rollout_infos.items() if k != "num_turns"})
-    told = {"messages": messages, "rollout_infos": dict(output.rollout_infos), "turns": [t.index for t in turns]}
-    info.setdefault(OUTPUTS, []).append(told)
+    record = {"messages": messages, "rollout_infos": dict(output.rollout_infos), "turns": [t.index for t in turns]}
+    info.setdefault(OUTPUTS, []).append(record)
 
 
 def _num_prompt(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many messages stand there because they stand in the row, replies of examples among them."""
+    """Return the number of messages that come from the row, replies of examples among them."""
     pairs = zip(messages, prompt, strict=False)
     alike = ((m.get("role"), m.get("content")) == (own.get("role"), own.get("content")) for m, own in pairs)
     return next((i for i, is_alike in enumerate(alike) if not is_alike), min(len(messages), len(prompt)))
@@ -237,7 +241,7 @@ def _is_silent(message: Mapping[str, Any]) -> bool:
 
 
 def _found(flat: Sequence[int], ids: Sequence[int], places: Sequence[_TurnPlace | None]) -> tuple[int, int]:
-    """Return where the longest beginning of `ids` stands last in `flat`, among what has no place yet, and its length."""
+    """Return the last position in `flat`, among the unassigned ids, of the longest prefix of `ids`, and its length."""
     best, length = 0, 0
     for at in _starts(flat, ids):
         n = 0

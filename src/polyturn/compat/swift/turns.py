@@ -86,9 +86,9 @@ def append_reply(messages: Messages, choice: ChatCompletionResponseChoice) -> bo
     """Append what was said; return whether it went on with the last message."""
     if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
         messages.pop()  # a placeholder, which the engine is shown and the history does not keep
-    said: Any = choice.message.content
+    text: Any = choice.message.content
     if messages and messages[-1]["role"] == "assistant":
-        messages[-1]["content"] += said
+        messages[-1]["content"] += text
         return True
-    messages.append({"role": "assistant", "content": said})
+    messages.append({"role": "assistant", "content": text})
     return False

@@ -20,9 +20,9 @@ def resolve_config_path(config_path: str) -> str:
     path = Path(config_path)
     if path.is_absolute():
         return config_path
-    if not (found := path.resolve()).exists():
-        raise FileNotFoundError(f"Agent loop configuration file not found: {config_path} (looked for {found})")
-    return str(found)
+    if not (resolved := path.resolve()).exists():
+        raise FileNotFoundError(f"Agent loop configuration file not found: {config_path} (looked for {resolved})")
+    return str(resolved)
 
 
 def format_gpt_oss_tool_response_manually(tool_response: str, tool_call_name: str) -> str:
@@ -37,8 +37,8 @@ def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
 
 def build_gpt_oss_tool_response_text(messages: Sequence[Mapping[str, Any]], tool_call_names: Sequence[str]) -> str:
     """Return the tools' messages to gpt-oss after a turn, each under its name, with the opening of the assistant's turn."""
-    said = [format_gpt_oss_tool_response_manually(m["content"], n) for m, n in zip(messages, tool_call_names, strict=True)]
-    return add_generation_prompt_for_gpt_oss("".join(said))
+    texts = [format_gpt_oss_tool_response_manually(m["content"], n) for m, n in zip(messages, tool_call_names, strict=True)]
+    return add_generation_prompt_for_gpt_oss("".join(texts))
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:

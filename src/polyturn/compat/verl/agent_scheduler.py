@@ -136,11 +136,11 @@ class _Loop:
         """Import the class that an entry of agent_loop_config_path names."""
         kwargs = dict(item)
         target = str(kwargs.pop("_target_", ""))
-        found = import_attr(target)
-        if not isinstance(found, type):
+        target_object = import_attr(target)
+        if not isinstance(target_object, type):
             raise ConfigError(f"the agent loop {name!r} names {target!r}, which is no class; inherit AgentLoopBase")
-        check_class(found, AGENT_LOOP, where=f"the agent loop {name!r}")
-        return _Loop(found, kwargs)
+        check_class(target_object, AGENT_LOOP, where=f"the agent loop {name!r}")
+        return _Loop(target_object, kwargs)
 
 
 class AgentLoopScheduler(MultiTurnScheduler):
@@ -236,18 +236,18 @@ class AgentLoopScheduler(MultiTurnScheduler):
         tokenizer = _list_tokenizer(episode.codec.tokenizer)
         if has_parameter(cls.__init__, "trainer_config") or not has_parameter(cls.__init__, "config"):
             named = _constructor_names(cls)
-            given: dict[str, Any] = {
+            arguments: dict[str, Any] = {
                 "dataset_config" if "dataset_config" in named else "data_config": DictConfigWrap(config.data)
             }
             if "tools" in named:  # of 0.8 on, which load none themselves
-                given["tools"] = ToolListWrap(tools_of(config.actor_rollout_ref.rollout.multi_turn))
+                arguments["tools"] = ToolListWrap(tools_of(config.actor_rollout_ref.rollout.multi_turn))
             loop = cls(
                 trainer_config=DictConfigWrap(config),
                 server_manager=server,
                 tokenizer=tokenizer,
                 processor=None,
                 dataset_cls=None,
-                **{**given, **chosen.kwargs},
+                **{**arguments, **chosen.kwargs},
             )
         else:
             old: Any = cls
@@ -305,28 +305,28 @@ def row_of(task: Task) -> dict[str, Any]:
 def _weigh(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None:
     """Weigh every sampled token by the outputs' masks; count what has mask 1 and was never sampled."""
     unsampled = 0
-    found: dict[int, Any] = {c.turn.index: np.zeros(c.turn.num_tokens, np.float32) for c in claims}
+    weights_by_turn: dict[int, Any] = {c.turn.index: np.zeros(c.turn.num_tokens, np.float32) for c in claims}
     for output in outputs:
         ids = np.array([*output.prompt_ids, *output.response_ids], np.int32)
         mask = np.zeros(len(ids), np.float32)
-        given = np.asarray(output.response_mask, np.float32)
-        if len(given) != len(output.response_ids):
+        marks = np.asarray(output.response_mask, np.float32)
+        if len(marks) != len(output.response_ids):
             raise SchedulerError(
-                f"the agent loop returned {len(output.response_ids)} response_ids and a response_mask of {len(given)}; they "
+                f"the agent loop returned {len(output.response_ids)} response_ids and a response_mask of {len(marks)}; they "
                 "must be as many"
             )
-        mask[len(output.prompt_ids) :] = given
+        mask[len(output.prompt_ids) :] = marks
         left = mask.copy()
         for claim in claims:
             here = _overlap(ids, claim)
             if here:
                 part = slice(claim.start, claim.start + here)
-                weights = found[claim.turn.index]
+                weights = weights_by_turn[claim.turn.index]
                 weights[:here] = np.maximum(weights[:here], mask[part])
                 left[part] = 0
         unsampled += int(np.count_nonzero(left))
     for claim in claims:
-        episode.weigh(claim.turn, found[claim.turn.index])
+        episode.weigh(claim.turn, weights_by_turn[claim.turn.index])
     last = claims[-1].turn
     last.info["unsampled_masked_tokens"] = unsampled
     if unsampled:
@@ -366,7 +366,7 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _config(episode: Episode, given: Any) -> Any:
+def _config(episode: Episode, config: Any) -> Any:
     """Return the config tree that a loop reads: the given one, under the lengths of the episode."""
     limits = episode.limits
     response = limits.max_tokens or limits.max_context or limits.max_tokens_per_turn or 1 << 20
@@ -400,8 +400,8 @@ def _config(episode: Episode, given: Any) -> Any:
         "data": {"apply_chat_template_kwargs": {}},
         "trainer": {},
     }
-    said = OmegaConf.create(_without_none(OmegaConf.to_container(given, resolve=True)))
-    return OmegaConf.merge(given, OmegaConf.create(own), said)
+    settings = OmegaConf.create(_without_none(OmegaConf.to_container(config, resolve=True)))
+    return OmegaConf.merge(config, OmegaConf.create(own), settings)
 
 
 def _without_none(values: Any) -> Any:

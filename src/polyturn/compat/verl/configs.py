@@ -23,9 +23,9 @@ class BaseConfig(Mapping[str, Any]):
 
     defaults: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         """Take the fields."""
-        vars(self).update({**self.defaults, **given})
+        vars(self).update({**self.defaults, **values})
 
     def __getitem__(self, key: str) -> Any:
         return vars(self)[key]
@@ -55,8 +55,8 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
         return instantiate(config, _convert_="partial")
     if not is_dataclass(dataclass_type):
         raise ConfigError(f"{dataclass_type!r} must be a dataclass")
-    given: Any = config
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), OmegaConf.create(given)))
+    value: Any = config
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), OmegaConf.create(value)))
 
 
 class AlgoConfig(BaseConfig):

@@ -76,9 +76,9 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
     name = _name(name_or_enum)
 
     def add(fn: AdvFn) -> AdvFn:
-        held = ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)
-        if not is_same_source(held, fn):
-            raise ConfigError(f"Adv estimator {name} has already been registered: {held} vs {fn}")
+        registered = ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)
+        if not is_same_source(registered, fn):
+            raise ConfigError(f"Adv estimator {name} has already been registered: {registered} vs {fn}")
         if name not in advantages:
             advantages.register(name)(as_estimator(fn))
         return fn
@@ -153,12 +153,12 @@ def _on_tokens(matrix: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> Polic
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        def given(key: str, default: Any) -> Any:
+        def setting(key: str, default: Any) -> Any:
             return default if config is None else config.get(key) or default
 
-        loss_mat, figures = matrix(old_log_prob, log_prob, advantages, given)
+        loss_mat, figures = matrix(old_log_prob, log_prob, advantages, setting)
         loss_mat = loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
-        loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **given("global_batch_info", {}))
+        loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **setting("global_batch_info", {}))
         return loss, {name: float(masked_mean(value, response_mask)) for name, value in figures.items()}
 
     compute.__name__, compute.__doc__ = matrix.__name__, matrix.__doc__
@@ -167,31 +167,31 @@ def _on_tokens(matrix: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> Polic
 
 @_on_tokens
 def compute_policy_loss_vanilla(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, given: Callable[[str, Any], Any]
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, option: Callable[[str, Any], Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the clipped loss of PPO with a bound for negative advantages, and its metrics."""
-    clip = given("clip_ratio", 0.2)
-    found = losses.ppo_clip(
+    clip = option("clip_ratio", 0.2)
+    loss = losses.ppo_clip(
         log_prob,
         old_log_prob,
         advantages,
-        clip_low=given("clip_ratio_low", clip),
-        clip_high=given("clip_ratio_high", clip),
-        dual_clip=given("clip_ratio_c", 3.0),
+        clip_low=option("clip_ratio_low", clip),
+        clip_high=option("clip_ratio_high", clip),
+        dual_clip=option("clip_ratio_c", 3.0),
     )
-    return found.loss_T, {"actor/pg_clipfrac": found.stats["clip_fraction"], "actor/ppo_kl": found.stats["approx_kl"]}
+    return loss.loss_T, {"actor/pg_clipfrac": loss.stats["clip_fraction"], "actor/ppo_kl": loss.stats["approx_kl"]}
 
 
 @_on_tokens
 def compute_policy_loss_dro(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, given: Callable[[str, Any], Any]
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, option: Callable[[str, Any], Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of direct reward optimisation (Richemond et al. 2024), -(log p A - beta / 2 (log p - log p_old)^2).
 
     Raises:
         ConfigError: `policy_loss.dro_beta` is not positive.
     """
-    beta = given("policy_loss", {}).get("dro_beta") or 0.0
+    beta = option("policy_loss", {}).get("dro_beta") or 0.0
     if not beta > 0:
         raise ConfigError(f"the loss dro needs a positive policy_loss.dro_beta; it is {beta}")
     log_ratio = log_prob - old_log_prob

@@ -145,19 +145,19 @@ def _kwargs(task: Task) -> dict[str, Any]:
 
 def _turn_spans(segment: Segment, num_prompt: int) -> list[dict[str, Any]]:
     """Return the spans of a response: [{"turn": 0, "source": "sampled", "start": 0, "end": 17}, …]."""
-    found, at = [], -num_prompt
+    spans, at = [], -num_prompt
     for span in segment.spans:
         if at >= 0 and len(span):
-            found.append({"turn": span.turn, "source": span.source.value, "start": at, "end": at + len(span)})
+            spans.append({"turn": span.turn, "source": span.source.value, "start": at, "end": at + len(span)})
         at += len(span)
-    return found
+    return spans
 
 
 def _media(segment: Segment) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    media: dict[str, list[Any]] = {}
     for medium in segment.media:
-        found.setdefault(medium.kind, []).append(medium)
-    return found
+        media.setdefault(medium.kind, []).append(medium)
+    return media
 
 
 def _width(lengths: Sequence[int], wanted: int | None, rows: Sequence[_Row], *, name: str) -> int:
@@ -186,8 +186,8 @@ def _tensors(
         has_logprobs &= all(span.logprobs is not None for span in segment.spans if span.policy_version is not None)
         scores[number, start + int(np.flatnonzero(segment.sampled_mask)[-1])] = row.reward
         if positions is not None:
-            found = positions(segment)
-            rope[number, :, here] = np.arange(len(segment)) if found is None else found
+            columns = positions(segment)
+            rope[number, :, here] = np.arange(len(segment)) if columns is None else columns
     plain = np.clip(attention.cumsum(axis=1) - 1, 0, None) * attention
     out = {
         "prompts": ids[:, :num_prompt],
@@ -214,7 +214,7 @@ def _tensordict(tensors: Mapping[str, NDArray[Any]], other: Mapping[str, Sequenc
             "a batch for verl's trainers is a tensordict; install it: pip install 'polyturn[verl]'"
         ) from problem
     size = len(next(iter(tensors.values())))
-    found = TensorDict({k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in tensors.items()}, batch_size=[size])
+    tensordict = TensorDict({k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in tensors.items()}, batch_size=[size])
     for key, values in other.items():
-        found.set(key, NonTensorStack(*values))
-    return found
+        tensordict.set(key, NonTensorStack(*values))
+    return tensordict

@@ -111,8 +111,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Take discounted returns and normalise them over all tokens; returns are carried across observations."""
-    given = config.get("gamma") if isinstance(config, Mapping) else None if config is None else config.gamma
-    gamma = 1.0 if given is None else given
+    discount = config.get("gamma") if isinstance(config, Mapping) else None if config is None else config.gamma
+    gamma = 1.0 if discount is None else discount
     returns, running = torch.zeros_like(token_level_rewards), torch.zeros_like(token_level_rewards[:, 0])
     mask = response_mask.bool()
     for t in reversed(range(token_level_rewards.shape[1])):
@@ -136,13 +136,13 @@ def compute_gae_advantage_return(
 ) -> tuple[Tensor, Tensor]:
     """Estimate generalised advantages over the unmasked tokens alone (Schulman et al. 2016), normalised; and returns."""
     mask, running = response_mask.to(values.dtype), torch.zeros_like(values[:, 0])
-    following, found = torch.zeros_like(values[:, 0]), torch.zeros_like(values)
+    following, advantages = torch.zeros_like(values[:, 0]), torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
         delta = token_level_rewards[:, t] + gamma * following - values[:, t]
         here = delta + gamma * lam * running
-        found[:, t] = running = mask[:, t] * here + (1 - mask[:, t]) * running
+        advantages[:, t] = running = mask[:, t] * here + (1 - mask[:, t]) * running
         following = mask[:, t] * values[:, t] + (1 - mask[:, t]) * following
-    return masked_whiten(found, response_mask), found + values
+    return masked_whiten(advantages, response_mask), advantages + values
 
 
 def _centred(scores_B: Tensor, index: Any) -> Tensor:
@@ -163,5 +163,5 @@ def _groups(index: Any, *, least: int = 1) -> list[list[int]]:
 
 def _spread(out_B: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return [B, R] each row's value on its unmasked tokens, as advantages and as returns."""
-    found = out_B.unsqueeze(-1) * response_mask
-    return found, found
+    spread = out_B.unsqueeze(-1) * response_mask
+    return spread, spread

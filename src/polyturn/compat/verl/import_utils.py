@@ -68,10 +68,10 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     module, _, name = fqn.rpartition(".")
     if not module:
         raise ValueError(f"the {description} {fqn!r} must be written package.module.Name")
-    found = importlib.import_module(module)
-    if not hasattr(found, name):
+    loaded = importlib.import_module(module)
+    if not hasattr(loaded, name):
         raise AttributeError(f"the {description} {name!r} is not in the module {module!r}")
-    return getattr(found, name)
+    return getattr(loaded, name)
 
 
 def deprecated(replacement: str = "") -> Callable[[Any], Any]:

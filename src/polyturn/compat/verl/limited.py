@@ -155,8 +155,8 @@ class RateLimitedRewardManager(RewardManagerBase):
         source, truth = columns["data_source"], columns["reward_model"]["ground_truth"]
         async with self._semaphore:
             try:
-                asked = self._compute_reward(source, text, truth, extra_info)
-                result = await asyncio.wait_for(asked, timeout=self.timeout)
+                future = self._compute_reward(source, text, truth, extra_info)
+                result = await asyncio.wait_for(future, timeout=self.timeout)
             except TimeoutError:
                 logger.warning("the reward of an answer of %s took longer than %s s: %.100r", source, self.timeout, text)
                 return {"reward_score": 0.0, "reward_extra_info": {"timeout": True, "acc": 0.0}}
@@ -176,11 +176,11 @@ class RateLimitedRewardManager(RewardManagerBase):
 
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         info: dict[str, list[Any]] = defaultdict(list)
-        for i, found in enumerate(self.loop.run_until_complete(all_rows())):
+        for i, score in enumerate(self.loop.run_until_complete(all_rows())):
             length = int(data[i].batch["attention_mask"][-rewards.shape[-1] :].sum())
             if length:
-                rewards[i, length - 1] = found["reward_score"]
-            for key, value in found["reward_extra_info"].items():
+                rewards[i, length - 1] = score["reward_score"]
+            for key, value in score["reward_extra_info"].items():
                 info[key].append(value)
         return {"reward_tensor": rewards, "reward_extra_info": info} if return_dict else rewards
 

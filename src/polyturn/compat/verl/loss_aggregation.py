@@ -53,8 +53,8 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
         config = Options({**known, "policy_loss": Options(options), **options})
         row_T, column_T = _places(torch.zeros_like(logprobs_T, dtype=torch.long) if sequence_T is None else sequence_T)
         shape = (int(row_T.max()) + 1, int(column_T.max()) + 1) if len(row_T) else (0, 0)
-        given = (old_logprobs_T, logprobs_T, advantages_T, torch.ones_like(logprobs_T))
-        rows = [t.new_zeros(shape).index_put((row_T, column_T), t) for t in given]
+        arguments = (old_logprobs_T, logprobs_T, advantages_T, torch.ones_like(logprobs_T))
+        rows = [t.new_zeros(shape).index_put((row_T, column_T), t) for t in arguments]
         seen: list[tuple[Tensor, Tensor]] = []
         token = _captured.set(seen)
         try:
@@ -145,8 +145,8 @@ def _aggregate(
     raise UnknownNameError(f"Invalid loss_agg_mode: {loss_agg_mode}.{did_you_mean(loss_agg_mode, modes)}")
 
 
-def _count(given: int | None, here: Tensor, dp_size: int, *, name: str) -> int | Tensor:
+def _count(count: int | None, here: Tensor, dp_size: int, *, name: str) -> int | Tensor:
     """Return the number of tokens or rows that a mean is over: those of the whole batch, which one process cannot count."""
-    if given is None and dp_size > 1:
+    if count is None and dp_size > 1:
         raise ConfigError(f"(global) {name} is required when dp_size > 1; dp_size is {dp_size}")
-    return here if given is None else given
+    return here if count is None else count

@@ -63,8 +63,8 @@ def score(
     described = json.dumps([manager, function, tokenizer, config or {}, manager_kwargs or {}, function_kwargs or {}])
     with _MAKING:
         judge = _judge(described)
-    found: dict[str, Any] = judge(trajectory=trajectory)
-    return found
+    result: dict[str, Any] = judge(trajectory=trajectory)
+    return result
 
 
 _MAKING = threading.Lock()
@@ -88,20 +88,20 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
     async def make() -> RewardManagerBase:
         return cls(config=OmegaConf.create(config), **own)
 
-    made = asyncio.run_coroutine_threadsafe(make(), _loop()).result()
+    manager = asyncio.run_coroutine_threadsafe(make(), _loop()).result()
 
     def judge(trajectory: Trajectory) -> dict[str, Any]:
-        found = asyncio.run_coroutine_threadsafe(made.run_single(as_batch(trajectory)), _loop()).result()
-        return {**(found.get("reward_extra_info") or {}), "score": float(found["reward_score"])}
+        result = asyncio.run_coroutine_threadsafe(manager.run_single(as_batch(trajectory)), _loop()).result()
+        return {**(result.get("reward_extra_info") or {}), "score": float(result["reward_score"])}
 
     return judge
 
 
 def judge_batch(trajectory: Trajectory, described: str) -> dict[str, Any]:
     """Score a trajectory with a manager of batches, in a process that runs no other code."""
-    found = _of_batches(described)(as_batch(trajectory), return_dict=True)
-    reported = found.get("reward_extra_info") or {}
-    return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}
+    result = _of_batches(described)(as_batch(trajectory), return_dict=True)
+    reported = result.get("reward_extra_info") or {}
+    return {**{key: values[0] for key, values in reported.items()}, "score": float(result["reward_tensor"].sum())}
 
 
 @functools.cache
@@ -127,8 +127,8 @@ def _by_name(function: Any, processes: Processes) -> Callable[..., Any]:
     signature, bound = inspect.signature(function), getattr(function, "keywords", {})
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        return processes(**{**bound, **dict(zip(signature.parameters, given.args, strict=False)), **given.kwargs})
+        arguments = signature.bind(*args, **kwargs)
+        return processes(**{**bound, **dict(zip(signature.parameters, arguments.args, strict=False)), **arguments.kwargs})
 
     return call
 
@@ -145,13 +145,13 @@ def as_batch(trajectory: Trajectory) -> DataProto:
     """Return a trajectory as a batch of one row: of the segment that is trained, the last one of several."""
     task = trajectory.task
     group = TrajectoryGroup(id=task.id, task=task, trajectories=(trajectory,))
-    found = to_dataproto([group])
-    trained = found["response_mask"].any(dim=-1).nonzero().flatten().tolist()
-    last = trained[-1] if trained else len(found) - 1
-    row = DataProto.from_tensordict(found.exclude("rm_scores"))[last : last + 1]
-    told = {key: value for turn in trajectory.turns for key, value in turn.info.items()}
-    columns = {**task.extra, "ground_truth": task.ground_truth, **told}
-    messages = (told if "messages" in told else row.non_tensor_batch["messages"][0])["messages"]
+    batch = to_dataproto([group])
+    trained = batch["response_mask"].any(dim=-1).nonzero().flatten().tolist()
+    last = trained[-1] if trained else len(batch) - 1
+    row = DataProto.from_tensordict(batch.exclude("rm_scores"))[last : last + 1]
+    info = {key: value for turn in trajectory.turns for key, value in turn.info.items()}
+    columns = {**task.extra, "ground_truth": task.ground_truth, **info}
+    messages = (info if "messages" in info else row.non_tensor_batch["messages"][0])["messages"]
     columns["messages"] = {"messages": _as_messages(messages["messages"] if isinstance(messages, Mapping) else messages)}
     more = DataProto.from_dict(non_tensors={key: [value] for key, value in columns.items()})
     row.non_tensor_batch = {**more.non_tensor_batch, **{k: v for k, v in row.non_tensor_batch.items() if k != "messages"}}

@@ -20,8 +20,8 @@ def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER
 ) -> tuple[bool, str]:
     """Return whether what stands behind the last `Answer:` is right, and what it is; the truth may stand in a box."""
-    found = re.findall(answer_pattern, solution_str)
-    answer = normalize_final_answer(found[-1]) if found else INVALID
+    matches = re.findall(answer_pattern, solution_str)
+    answer = normalize_final_answer(matches[-1]) if matches else INVALID
     truth = normalize_final_answer((last_boxed(gt) or INVALID) if gt_need_extract else str(gt))
     return answer == truth, answer
 
@@ -38,6 +38,6 @@ def verify(
 ) -> tuple[bool, str | None]:
     """Return whether a solution is right, and the answer that was read."""
     if strict_box_verify:
-        score, found = is_correct_strict_box(solution_str, answer, pause_tokens_index)
-        return score == 1, found
+        score, prediction = is_correct_strict_box(solution_str, answer, pause_tokens_index)
+        return score == 1, prediction
     return is_correct_minerva(solution_str, answer)

@@ -31,8 +31,8 @@ def run_test(
         RewardError: the sandbox cannot be asked.
     """
     sandbox, results = code.Sandbox(timeout_s=timeout), []
-    for given, expected in zip(in_outs["inputs"], in_outs["outputs"], strict=True):
-        one = {**in_outs, "inputs": [given], "outputs": [expected]}
+    for stdin, expected in zip(in_outs["inputs"], in_outs["outputs"], strict=True):
+        one = {**in_outs, "inputs": [stdin], "outputs": [expected]}
         results.append(code.compute_score(f"```python\n{test}\n```", one, sandbox=sandbox) == 1.0)
         if not results[-1]:
             break

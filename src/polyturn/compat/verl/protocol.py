@@ -91,11 +91,11 @@ class DataProto:
         """
         from tensordict import TensorDict
 
-        given = dict(tensors or {})
-        sizes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in given.items()}
+        tensors_by_name = dict(tensors or {})
+        sizes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in tensors_by_name.items()}
         check(len(set(sizes.values())) < 2, f"the tensors of a batch must have as many rows; these have {sizes}")
         check(num_batch_dims == 1 or not non_tensors, "columns of objects have one axis; num_batch_dims must be 1")
-        batch = TensorDict(given, batch_size=list(next(iter(sizes.values())))) if given else None
+        batch = TensorDict(tensors_by_name, batch_size=list(next(iter(sizes.values())))) if tensors_by_name else None
         columns = {key: _column(values) for key, values in (non_tensors or {}).items()}
         return cls(batch, columns, {} if meta_info is None else meta_info)
 
@@ -164,12 +164,12 @@ class DataProto:
         deepcopy: bool = False,
     ) -> Self:
         """Return a batch of some of the columns; None keeps all of a kind."""
-        found = type(self)(
+        selected = type(self)(
             self.batch if self.batch is None or batch_keys is None else self.batch.select(*batch_keys),
             _some(self.non_tensor_batch, non_tensor_batch_keys),
             _some(self.meta_info, meta_info_keys),
         )
-        return copy.deepcopy(found) if deepcopy else found
+        return copy.deepcopy(selected) if deepcopy else selected
 
     def pop(
         self,

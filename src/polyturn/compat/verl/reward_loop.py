@@ -68,14 +68,16 @@ class NaiveRowRewardManager(RewardManagerBase):
     async def run_single(self, data: Any) -> dict[str, Any]:
         row = data[0].non_tensor_batch
         seen = {"num_turns": row.get("__num_turns__"), "rollout_reward_scores": row.get("reward_scores", {})}
-        told = {
+        function_row = {
             "data_source": row["data_source"],
             "solution_str": texts(data, self.tokenizer)[0],
             "ground_truth": row["reward_model"]["ground_truth"],
             "extra_info": {**(row.get("extra_info") or {}), **(row.get("tool_extra_fields") or {}), **seen},
         }
         compute: Any = self.compute_score
-        result = await compute(**told) if self.is_async_reward_score else await asyncio.to_thread(compute, **told)
+        result = (
+            await compute(**function_row) if self.is_async_reward_score else await asyncio.to_thread(compute, **function_row)
+        )
         info = dict(result) if isinstance(result, Mapping) else {"acc": result}
         return {"reward_score": info["score"] if isinstance(result, Mapping) else result, "reward_extra_info": info}
 

@@ -56,10 +56,10 @@ def register(name: str) -> Callable[[_Class], _Class]:
     """
 
     def add(cls: _Class) -> _Class:
-        held = REWARD_MANAGER_REGISTRY.get(name, cls)
-        is_former = (held.__module__, held.__qualname__) == (cls.__module__, cls.__qualname__)
-        if not is_former and not is_same_source(held, cls):
-            raise ConfigError(f"Reward manager {name} has already been registered: {held} vs {cls}")
+        registered = REWARD_MANAGER_REGISTRY.get(name, cls)
+        is_former = (registered.__module__, registered.__qualname__) == (cls.__module__, cls.__qualname__)
+        if not is_former and not is_same_source(registered, cls):
+            raise ConfigError(f"Reward manager {name} has already been registered: {registered} vs {cls}")
         REWARD_MANAGER_REGISTRY[name] = cls
         return cls
 
@@ -100,7 +100,7 @@ class NaiveRewardManager(AbstractRewardManager):
             return with_known_rewards(data, return_dict)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         info: dict[str, list[Any]] = defaultdict(list)
-        shown: Counter[Any] = Counter()
+        num_shown: Counter[Any] = Counter()
         for i, (length, text, score) in enumerate(
             zip(_lengths(data), texts(data, self.tokenizer), self.verify(data), strict=True)
         ):
@@ -111,8 +111,8 @@ class NaiveRewardManager(AbstractRewardManager):
             if length:
                 rewards[i, length - 1] = value
             source = data.non_tensor_batch[self.reward_fn_key][i]
-            if shown[source] < self.num_examine:
-                shown[source] += 1
+            if num_shown[source] < self.num_examine:
+                num_shown[source] += 1
                 logger.info("%s: response %r, score %s", source, text, score)
         return {"reward_tensor": rewards, "reward_extra_info": info} if return_dict else rewards
 
@@ -174,9 +174,9 @@ class BatchRewardManager(NaiveRewardManager):
 class DAPORewardManager(NaiveRewardManager):
     """Calls a function of one answer for every row, and takes a penalty off long responses (arXiv:2503.14476, 3.4)."""
 
-    def __init__(self, *given: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **named: Any) -> None:
+    def __init__(self, *args: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **named: Any) -> None:
         """Take the buffer `len`, in which the penalty rises to `penalty_factor` at `max_resp_len` tokens."""
-        super().__init__(*given, **named)
+        super().__init__(*args, **named)
         self.max_resp_len, self.overlong_buffer_cfg = max_resp_len, overlong_buffer_cfg
         if overlong_buffer_cfg is None:
             return
@@ -258,12 +258,12 @@ def _kept(data: Any, scores: Sequence[Any]) -> list[Any]:
 def _lengths(data: Any) -> list[int]:
     """Return the length of each response in tokens."""
     num_prompt = data.batch["prompts"].shape[-1]
-    found: list[int] = data.batch["attention_mask"][:, num_prompt:].sum(dim=-1).tolist()
-    return found
+    lengths: list[int] = data.batch["attention_mask"][:, num_prompt:].sum(dim=-1).tolist()
+    return lengths
 
 
 def _extra_info(row: Any) -> dict[str, Any]:
     """Return a row's fields for the reward function, beside its answer."""
     columns = row.non_tensor_batch
-    told = {"num_turns": columns.get("__num_turns__"), "rollout_reward_scores": columns.get("reward_scores", {})}
-    return {**(columns.get("extra_info") or {}), **told}
+    info = {"num_turns": columns.get("__num_turns__"), "rollout_reward_scores": columns.get("reward_scores", {})}
+    return {**(columns.get("extra_info") or {}), **info}

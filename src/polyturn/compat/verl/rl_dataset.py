@@ -201,10 +201,10 @@ def get_dataset_class(data_config: Any) -> type[Dataset[Any]]:
 
 
 def _dataset_class(name: str) -> type[Dataset[Any]]:
-    found = import_attr(name)
-    if not isinstance(found, type) or not issubclass(found, Dataset):
+    dataset_class = import_attr(name)
+    if not isinstance(dataset_class, type) or not issubclass(dataset_class, Dataset):
         raise TypeError(f"The custom dataset class {name!r} must inherit from torch.utils.data.Dataset")
-    return found
+    return dataset_class
 
 
 def custom_tasks(
@@ -234,14 +234,14 @@ def custom_tasks(
     tokenizer: Any = None
     processor: Any = None
     try:
-        found: Any = _dataset_class(cls)
+        user_dataset: Any = _dataset_class(cls)
         if model is not None:
             tokenizer, processor = hf_tokenizer(model), hf_processor(model)
         if tokenizer is not None and template is not None:
             tokenizer.chat_template = template
         section: DictConfig = OmegaConf.create(dict(config))
-        most = {"max_samples": max_samples} if has_parameter(found.__init__, "max_samples") else {}
-        dataset = found(data_files=list(files), tokenizer=tokenizer, config=section, processor=processor, **most)
+        most = {"max_samples": max_samples} if has_parameter(user_dataset.__init__, "max_samples") else {}
+        dataset = user_dataset(data_files=list(files), tokenizer=tokenizer, config=section, processor=processor, **most)
     except (ConfigError, DataError):
         raise
     except Exception as problem:
@@ -274,7 +274,7 @@ class _Rows(TaskSequence):
         kept = {k: v for k, v in row.items() if k not in _OF_A_BATCH and not isinstance(v, torch.Tensor)}
         for kind, items in (row.get("multi_modal_data") or {}).items():
             kept.setdefault(f"{kind}s", items)
-        said = {key: kept.pop(key, None) for key in ("tools_kwargs", "interaction_kwargs")}
-        extra = {**(kept.get("extra_info") or {}), **{key: value for key, value in said.items() if value}}
+        values = {key: kept.pop(key, None) for key in ("tools_kwargs", "interaction_kwargs")}
+        extra = {**(kept.get("extra_info") or {}), **{key: value for key, value in values.items() if value}}
         columns = {**kept, "prompt": prompt, "extra_info": extra}
         return task_from_row(columns, index=index, split=self._split, source=self._source)

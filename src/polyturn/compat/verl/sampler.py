@@ -56,9 +56,9 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Sampler[int]:
     """Return the sampler that the section `data` names, else one in random or in the given order."""
     section = data_config.get("sampler") or {}
     if section.get("class_path") is not None:
-        found = import_attr(f"{str(section['class_path']).removeprefix('pkg://')}:{section['class_name']}")
-        sampler = found(data_source=dataset, data_config=data_config)
-        assert isinstance(sampler, AbstractSampler), f"{found!r} must inherit AbstractSampler"
+        sampler_class = import_attr(f"{str(section['class_path']).removeprefix('pkg://')}:{section['class_name']}")
+        sampler = sampler_class(data_source=dataset, data_config=data_config)
+        assert isinstance(sampler, AbstractSampler), f"{sampler_class!r} must inherit AbstractSampler"
         workers = data_config.get("dataloader_num_workers", 8)
         assert workers == 0, f"data.dataloader_num_workers is {workers}; it must be 0, so that no rows are drawn ahead"
         return sampler
@@ -154,20 +154,22 @@ class SamplerOrder(Curriculum):
         Raises:
             ConfigError: the name leads to neither, or the class cannot be made.
         """
-        found: Any = import_attr(sampler, base=base)
-        if isinstance(found, type) and issubclass(found, Curriculum):
-            check_class(found, CURRICULUM, where=f"the sampler {sampler!r}")
-            return found.maker(tasks, seed=seed, shuffle=shuffle, **kwargs)
-        if not isinstance(found, type) or not issubclass(found, AbstractSampler):
+        sampler_class: Any = import_attr(sampler, base=base)
+        if isinstance(sampler_class, type) and issubclass(sampler_class, Curriculum):
+            check_class(sampler_class, CURRICULUM, where=f"the sampler {sampler!r}")
+            return sampler_class.maker(tasks, seed=seed, shuffle=shuffle, **kwargs)
+        if not isinstance(sampler_class, type) or not issubclass(sampler_class, AbstractSampler):
             raise ConfigError(
                 f"data.sampler.class_name names {sampler!r}, which is no sampler; inherit "
                 "verl.experimental.dataset.sampler.AbstractSampler, or polyturn.data.sampler.Curriculum"
             )
         try:
-            made = found(data_source=_RowsOf(tasks), data_config=OmegaConf.create({"seed": seed, **dict(config or {})}))
+            instance = sampler_class(
+                data_source=_RowsOf(tasks), data_config=OmegaConf.create({"seed": seed, **dict(config or {})})
+            )
         except Exception as problem:
             raise ConfigError(f"the sampler {sampler!r} cannot be made: {one_line(problem)}") from problem
-        return functools.partial(cls, tasks, _Drawn(made, len(tasks)), seed=seed)
+        return functools.partial(cls, tasks, _Drawn(instance, len(tasks)), seed=seed)
 
     def next(self) -> Visit:
         """Return the next visit."""
@@ -227,8 +229,8 @@ class SamplerOrder(Curriculum):
 
 def _batch(groups: Sequence[TrajectoryGroup]) -> DataProto:
     """Return groups as the batch that a step of verl has."""
-    found = to_dataproto(groups)
-    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
-    others = {str(key): found.get(key).tolist() for key in found.keys() if key not in tensors}  # noqa: SIM118
+    batch = to_dataproto(groups)
+    tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    others = {str(key): batch.get(key).tolist() for key in batch.keys() if key not in tensors}  # noqa: SIM118
     scores = tensors["rm_scores"]
     return DataProto.from_dict({**tensors, "token_level_scores": scores, "token_level_rewards": scores}, others)

@@ -71,9 +71,9 @@ class VerlSandboxFusionTool(sandbox.SandboxFusionTool):
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
         """Run code and return the text that the model reads; called in a thread."""
-        asked = Sandbox(url=self.sandbox_fusion_url, memory_limit_mb=self.memory_limit_mb, timeout_s=timeout)
+        fusion = Sandbox(url=self.sandbox_fusion_url, memory_limit_mb=self.memory_limit_mb, timeout_s=timeout)
         try:
-            reply = ServiceReply(status="ok", data=asked.run(code, language=language))
+            reply = ServiceReply(status="ok", data=fusion.run(code, language=language))
         except (RewardError, ConfigError) as problem:
             reply = ServiceReply(status="unreachable", error=str(problem))
         return ToolResponse(text=sandbox.read_reply(reply, timeout_s=timeout)[1])

@@ -61,12 +61,12 @@ def check_correctness(
     Returns:
         A result and what is known of it, for each test.
     """
-    given = in_outs or {}
-    asserts, name = given.get("assert_case"), given.get("fn_name")
-    if not asserts and ("inputs" not in given or "outputs" not in given):
+    cases = in_outs or {}
+    asserts, name = cases.get("assert_case"), cases.get("fn_name")
+    if not asserts and ("inputs" not in cases or "outputs" not in cases):
         return [-1], [{"error": "Invalid input/output data"}]
-    inputs = given.get("inputs", [""] * len(asserts or ()))
-    outputs = given.get("outputs", [None] * len(inputs))
+    inputs = cases.get("inputs", [""] * len(asserts or ()))
+    outputs = cases.get("outputs", [None] * len(inputs))
     if len(inputs) != len(outputs) or (asserts and len(asserts) != len(inputs)):
         return [-1], [{"error": "Input/output count mismatch"}]
     limits = (timeout, memory_limit_mb, language, concurrent_semaphore)
@@ -83,8 +83,8 @@ def check_correctness(
     if not inputs:
         return [], []
     with ThreadPoolExecutor(min(len(inputs), NUM_THREADS)) as threads:
-        found = list(threads.map(run, range(len(inputs))))
-    return [result for result, _ in found], [known for _, known in found]
+        results = list(threads.map(run, range(len(inputs))))
+    return [result for result, _ in results], [known for _, known in results]
 
 
 def _process_single_case(  # under this name tools of one's own call it

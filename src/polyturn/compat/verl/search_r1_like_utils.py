@@ -66,13 +66,13 @@ def perform_single_search_batch(
     if problem is not None:
         return _said(f"Search error: {problem}"), known
     try:
-        found = result_lists(answer)
-        text = "\n---\n".join(map(passages_text, found))
+        results = result_lists(answer)
+        text = "\n---\n".join(map(passages_text, results))
     except (KeyError, TypeError, ValueError) as wrong:
         return _said(f"Error processing search results: {wrong!r:.200}"), {**known, "status": "processing_error"}
-    if not found:
+    if not results:
         return _said(NO_RESULTS), {**known, "status": "no_results"}
-    total = sum(map(len, found))
+    total = sum(map(len, results))
     return _said(text), {**known, "status": "success", "total_results": total, "formatted_result": text}
 
 

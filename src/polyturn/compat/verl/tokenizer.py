@@ -62,8 +62,8 @@ def normalize_token_ids(tokenized_output: Any) -> list[int]:
     Raises:
         TypeError: it holds no ids.
     """
-    found = tokenized_output["input_ids"] if isinstance(tokenized_output, Mapping) else tokenized_output
-    ids = found.tolist() if not isinstance(found, list | tuple) and hasattr(found, "tolist") else found
+    token_ids = tokenized_output["input_ids"] if isinstance(tokenized_output, Mapping) else tokenized_output
+    ids = token_ids.tolist() if not isinstance(token_ids, list | tuple) and hasattr(token_ids, "tolist") else token_ids
     if isinstance(ids, list | tuple) and len(ids) == 1 and isinstance(ids[0], list | tuple):
         ids = ids[0]
     if not isinstance(ids, list | tuple):

@@ -152,15 +152,15 @@ class ToolAgentLoop(AgentLoopBase):
         """Call the tools, at most `max_parallel_calls` at once, and append what they say."""
         calls, before = agent_data.tool_calls[: self.max_parallel_calls], list(agent_data.messages)
         with simple_timer("tool_calls", agent_data.metrics):
-            found = await asyncio.gather(*(self._call_tool(c, agent_data.tools_kwargs, agent_data) for c in calls))
-        for call, (response, reward, _) in zip(calls, found, strict=True):
+            results = await asyncio.gather(*(self._call_tool(c, agent_data.tools_kwargs, agent_data) for c in calls))
+        for call, (response, reward, _) in zip(calls, results, strict=True):
             if response.image or response.video:
                 raise ConfigError(
                     f"the tool {call.name!r} answers with media, which an agent loop does not show; let the native loop run "
                     "such rows"
                 )
-            given = {} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id}
-            agent_data.messages.append({"role": "tool", "content": response.text or "", **given})
+            arguments = {} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id}
+            agent_data.messages.append({"role": "tool", "content": response.text or "", **arguments})
             if reward is not None:
                 agent_data.tool_rewards.append(reward)
         merged, mask, logprobs = await self.ct_merge_context_msg(
@@ -222,15 +222,15 @@ class ToolAgentLoop(AgentLoopBase):
             return _problem(f"Invalid JSON in the arguments of {name!r}: {one_line(problem)}")
         instance_id = None
         try:
-            given = (tools_kwargs.get(name) or {}).get("create_kwargs") or {}
+            create_kwargs = (tools_kwargs.get(name) or {}).get("create_kwargs") or {}
             if has_parameter(tool.create, "instance_id"):
-                created = await methods_of(tool).create(str(uuid4()), **given)
+                created = await methods_of(tool).create(str(uuid4()), **create_kwargs)
             else:
-                created = await tool.create(create_kwargs=given)
+                created = await tool.create(create_kwargs=create_kwargs)
             instance_id = created[0] if isinstance(created, tuple) else created
             is_told = has_parameter(tool.execute, "agent_data") or takes_any_keyword(tool.execute)
-            told = {"agent_data": agent_data} if is_told else {}
-            response, reward, metrics = normalize(await tool.execute(instance_id, arguments, **told))
+            extra = {"agent_data": agent_data} if is_told else {}
+            response, reward, metrics = normalize(await tool.execute(instance_id, arguments, **extra))
         except Exception as problem:
             return _problem(f"The tool {name!r} failed: {one_line(problem)}")
         finally:
@@ -265,14 +265,14 @@ class ToolAgentLoop(AgentLoopBase):
 
 def tools_of(multi_turn: Mapping[str, Any]) -> list[Any]:
     """Return the tools of the files that a config names."""
-    found: list[Any] = []
+    tools: list[Any] = []
     for key, load in (
         ("tool_config_path", initialize_tools_from_config),
         ("function_tool_path", load_function_tools_from_path),
     ):
         if path := multi_turn.get(key):
-            found += _once(key, path, load)
-    return found
+            tools += _once(key, path, load)
+    return tools
 
 
 def _once(key: str, path: str, load: Any) -> Any:
@@ -293,5 +293,5 @@ def _call_of(call: FunctionCall) -> dict[str, Any]:
     except (ValueError, TypeError):
         read = None
     arguments = read if isinstance(read, dict) else call.arguments
-    given = {} if call.tool_call_id is None else {"id": call.tool_call_id}
-    return {"type": "function", "function": {"name": call.name, "arguments": arguments}, **given}
+    call_id = {} if call.tool_call_id is None else {"id": call.tool_call_id}
+    return {"type": "function", "function": {"name": call.name, "arguments": arguments}, **call_id}

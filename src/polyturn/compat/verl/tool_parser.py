@@ -133,9 +133,9 @@ class KimiToolParser(NativeToolParser):
         content, calls = super()._calls(text, tools)
         names = {_name_of(tool) for tool in tools or ()}
         for call in calls:
-            found = [name for name in names if name in call.name.replace("-", "_")]
-            if call.name not in names and len(found) == 1:
-                call.name = found[0]
+            matches = [name for name in names if name in call.name.replace("-", "_")]
+            if call.name not in names and len(matches) == 1:
+                call.name = matches[0]
         return content, calls
 
 

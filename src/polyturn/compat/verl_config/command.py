@@ -32,9 +32,9 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
 def run_main_ppo(arguments: Sequence[str], *, dry_run: bool = False) -> None:
     """Do what `python -m verl.trainer.main_ppo` is asked to do by its command line."""
     find_like("verl")
-    asked = parse_arguments(arguments)
-    folder = None if asked.folder is None else config_path(asked.folder)
-    tree = compose_name(asked.name, folder=folder, overrides=asked.overrides, more=asked.more)
+    arguments_read = parse_arguments(arguments)
+    folder = None if arguments_read.folder is None else config_path(arguments_read.folder)
+    tree = compose_name(arguments_read.name, folder=folder, overrides=arguments_read.overrides, more=arguments_read.more)
     command = [*program(), "run-as", "verl", "--", "python", "-m", "verl.trainer.main_ppo", *arguments]
     train(tree, folder=folder, command=command, resume=False, dry_run=dry_run)
 
@@ -60,14 +60,14 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
     from polyturn.cli import train as native
 
     quiet_transformers()
-    place = ConfigSource(config=loaded.config, base=(folder or Path()).resolve())
+    source = ConfigSource(config=loaded.config, base=(folder or Path()).resolve())
     when: bool | Literal["auto"] = "auto" if translation.resumes and not resume else resume
 
     def again(name: str) -> list[str]:
         renamed = [] if name == loaded.config.name else [f"+polyturn.name={name}"]
         return [*command, *renamed, "trainer.resume_mode=auto"]
 
-    native.train(place, loaded.resolved, again=again, resume=when, dry_run=dry_run)
+    native.train(source, loaded.resolved, again=again, resume=when, dry_run=dry_run)
 
 
 def tell_unread_checkout() -> None:
@@ -122,9 +122,9 @@ def parse_arguments(arguments: Sequence[str]) -> HydraArguments:
             folder = Path(value).expanduser()
         else:
             more.append(Path(value).expanduser())
-    for given in more:
-        if not given.is_dir():
-            raise ConfigError(f"--config-dir is {str(given)!r}, which is no folder; check the path")
+    for argument in more:
+        if not argument.is_dir():
+            raise ConfigError(f"--config-dir is {str(argument)!r}, which is no folder; check the path")
     return HydraArguments(folder, name, overrides, more)
 
 

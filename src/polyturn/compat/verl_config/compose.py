@@ -105,22 +105,22 @@ def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (
     refuse_backend(name, what="the config")
     file = f"{name.removesuffix('.yaml')}.yaml"
     folders = [folder or base_folder(), *more]
-    found = next((f for f in folders if len(file) < MAX_NAME and "\0" not in file and (f / file).is_file()), None)
-    if found is None and file.removesuffix(".yaml") in BASE_NAMES:
-        found = base_folder()
-    if found is None:
+    path = next((f for f in folders if len(file) < MAX_NAME and "\0" not in file and (f / file).is_file()), None)
+    if path is None and file.removesuffix(".yaml") in BASE_NAMES:
+        path = base_folder()
+    if path is None:
         if folder is None and not more:
             known = [*(p.stem for p in base_folder().glob("*.yaml")), *BASE_NAMES]
             raise ConfigError(f"verl has no config {name!r}; name its folder with --config-path.{did_you_mean(name, known)}")
         return compose_file(folders[-1] / file, overrides)
-    return _composed(found / file, overrides, more=more)
+    return _composed(path / file, overrides, more=more)
 
 
 def base_folder() -> Path:
     """Return the folder of `ppo_trainer`: that of the checkout of verl around the working directory, or on Python's path,
     else the shipped one."""
     here = Path.cwd()
-    trees = (place / OF_VERL for place in (here, *here.parents, *map(Path, sys.path)))
+    trees = (folder / OF_VERL for folder in (here, *here.parents, *map(Path, sys.path)))
     return next((tree for tree in trees if (tree / f"{BASE_NAME}.yaml").is_file()), BASE)
 
 
@@ -170,9 +170,9 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
 def _about_hydra(own: Mapping[str, Any], changes: Sequence[Override]) -> dict[str, Any]:
     """Return the arguments for Hydra itself, without its search path."""
     section = own.get("hydra")
-    said = dict(section) if isinstance(section, Mapping) else {}
-    said |= {c.key.removeprefix("hydra")[1:]: c.value for c in changes if c.key.startswith(("hydra.", "hydra/"))}
-    return {key: value for key, value in said.items() if key != "searchpath"}
+    settings = dict(section) if isinstance(section, Mapping) else {}
+    settings |= {c.key.removeprefix("hydra")[1:]: c.value for c in changes if c.key.startswith(("hydra.", "hydra/"))}
+    return {key: value for key, value in settings.items() if key != "searchpath"}
 
 
 def _verls_own(base: Path, name: str) -> DictConfig:
@@ -234,10 +234,10 @@ class _Hydra:
             except RecursionError:
                 raise ConfigError(f"{self._path}: its defaults lead back to themselves, or it is nested too deep") from None
             except MissingConfigException as error:
-                said, searched = str(error).partition("\n")[0].rstrip("."), ", ".join(map(str, self._folders))
+                reason, searched = str(error).partition("\n")[0].rstrip("."), ", ".join(map(str, self._folders))
                 known = error.options or [BASE_NAME, *(p.stem for f in self._folders for p in f.glob("*.yaml"))]
                 near = did_you_mean(str(error.missing_cfg_file or "").rpartition("/")[2], known)
-                raise ConfigError(f"{self._path}: {said} in {searched}.{near}") from error
+                raise ConfigError(f"{self._path}: {reason} in {searched}.{near}") from error
             except wrong as error:
                 raise ConfigError(f"{self._path}: Hydra cannot compose it: {' '.join(str(error).split()):.400}") from error
 
@@ -265,21 +265,21 @@ def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> list[Pa
         raise ConfigError(f"hydra.searchpath is {names!r:.200}; it must be a list of file://FOLDER and pkg://MODULE")
     folders: list[Path] = []
     for name in map(str, OmegaConf.create(names or [])):
-        found = [folder for folder in _folders_of(name) if folder.is_dir()]
-        if not found and not name.startswith("pkg://verl.") and not name.endswith(OF_VERL.as_posix()):
+        existing = [folder for folder in _folders_of(name) if folder.is_dir()]
+        if not existing and not name.startswith("pkg://verl.") and not name.endswith(OF_VERL.as_posix()):
             logger.warning("hydra.searchpath names %s, which does not exist", name)
-        folders += found
+        folders += existing
     return folders
 
 
-def _folders_of(place: str) -> list[Path]:
+def _folders_of(location: str) -> list[Path]:
     """Return the folders that file://FOLDER, FOLDER or pkg://MODULE means."""
-    if not place.startswith("pkg://"):
-        return [Path(place.removeprefix("file://")).expanduser()]
-    if place.startswith("pkg://verl."):
+    if not location.startswith("pkg://"):
+        return [Path(location.removeprefix("file://")).expanduser()]
+    if location.startswith("pkg://verl."):
         return []
     try:
-        spec = importlib.util.find_spec(place.removeprefix("pkg://").replace("/", "."))
+        spec = importlib.util.find_spec(location.removeprefix("pkg://").replace("/", "."))
     except (ImportError, ValueError):
         return []
     return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]

@@ -86,11 +86,11 @@ def files(s: Source) -> None:
             if key in s.written and value is not None:
                 s.refuse(key, "it names no file")
             continue
-        given = [value] if isinstance(value, str) else value
-        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
             s.refuse(key, "it must be a file, or a list of files")
             continue
-        names = [str(Path(name).expanduser()) for name in given]
+        names = [str(Path(name).expanduser()) for name in values]
         if where is not None:
             kwargs = {
                 "cls": placed(f"{module_of(str(where))}:{name}"),
@@ -195,7 +195,7 @@ def limits(s: Source) -> None:
     s.put("rollout.limits.max_tokens_per_turn", _response(s), by=f"{ROLLOUT}.response_length")
     s.put("rollout.limits.max_context", _max_context(s), by=f"{ROLLOUT}.max_model_len")
     for key, length in (("data.max_prompt_length", _prompt(s)), ("data.max_response_length", _response(s))):
-        if s.found.get(key) == length:
+        if s.values.get(key) == length:
             s.read.add(key)
 
 
@@ -280,10 +280,10 @@ def parser(s: Source) -> None:
     key = f"{MULTI_TURN}.format"
     names = {"chatml": "auto", "kimi": "kimi_k2", "minimax": "minimax-m2"}
     name = s.text(key, "auto")
-    found = names.get(name, name)
+    native = names.get(name, name)
     known = [*parsers, "auto"]
-    if found in known:
-        s.put("rollout.parser", found, by=key)
+    if native in known:
+        s.put("rollout.parser", native, by=key)
     else:
         s.refuse(key, f"there is no parser of that name.{did_you_mean(name, [*known, *names])}")
 
@@ -293,9 +293,9 @@ def advantage(s: Source) -> None:
     key = "algorithm.adv_estimator"
     names = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
     name = s.text(key, "grpo")
-    found = names.get(name, name)
-    if found in advantages or ":" in found:
-        _put_function(s, "algorithm.advantage.name", found, by=key)
+    native = names.get(name, name)
+    if native in advantages or ":" in native:
+        _put_function(s, "algorithm.advantage.name", native, by=key)
     else:
         s.refuse(key, f"there is no such estimator; {_OWN}.{did_you_mean(name, advantages)}")
     if not s.get("algorithm.filter_groups.enable"):
@@ -321,7 +321,7 @@ def policy_loss(s: Source) -> None:
     if name in _MEANS_OF_SEQUENCES:
         s.put("algorithm.aggregate", "seq-mean-token-mean", by=key)
     section = key.removesuffix("loss_mode")
-    of_section = {k.removeprefix(section): v for k, v in s.found.items() if k.startswith(section)}
+    of_section = {k.removeprefix(section): v for k, v in s.values.items() if k.startswith(section)}
     own = {k: v for k, v in of_section.items() if k not in ("loss_mode", "_target_")}
     if name in policy_losses:  # the section holds the options of every loss
         own |= {k: v for k in ("tau_pos", "tau_neg") if (v := s.get(f"{ACTOR}.{k}")) is not None}

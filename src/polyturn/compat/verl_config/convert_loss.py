@@ -75,13 +75,13 @@ def _lora_of_megatron(s: Source, rank: int) -> None:
     names = s.get(f"{MODEL}.lora.target_modules", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
     for name in (name for name in names if name not in _LAYERS):
         s.refuse(f"{MODEL}.lora.target_modules", f"there is no layer {name!r}.{did_you_mean(str(name), _LAYERS)}")
-    found = {
+    settings = {
         "rank": rank,
         "alpha": s.number(f"{MODEL}.lora.alpha", 32),
         "dropout": s.number(f"{MODEL}.lora.dropout", 0.0),
         "target_modules": [layer for name in names for layer in _LAYERS.get(name, ())],
     }
-    for name, value in found.items():
+    for name, value in settings.items():
         s.put(f"model.lora.{name}", value, by=f"{MODEL}.lora.{name}")
 
 
@@ -89,16 +89,16 @@ def correction(s: Source) -> None:
     """Set the off-policy correction from whichever spelling says one."""
     weight, reject = s.get(f"{CORRECTION}.rollout_is"), s.get(f"{CORRECTION}.rollout_rs")
     veto = s.get(f"{CORRECTION}.rollout_token_veto_threshold")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if weight not in _NOTHING:
-        found |= _weight(s, f"{CORRECTION}.rollout_is", str(weight), s.get(f"{CORRECTION}.rollout_is_threshold", 2.0))
-        found["normalize"] = s.switch(f"{CORRECTION}.rollout_is_batch_normalize")
+        settings |= _weight(s, f"{CORRECTION}.rollout_is", str(weight), s.get(f"{CORRECTION}.rollout_is_threshold", 2.0))
+        settings["normalize"] = s.switch(f"{CORRECTION}.rollout_is_batch_normalize")
     if reject not in _NOTHING:
-        found["reject"] = _rejections(s, str(reject))
+        settings["reject"] = _rejections(s, str(reject))
     if veto not in _NOTHING:
-        found["veto"] = veto
-    if found:
-        found.setdefault("weight", "none")
+        settings["veto"] = veto
+    if settings:
+        settings.setdefault("weight", "none")
         if s.get(f"{CORRECTION}.bypass_mode"):
             s.refuse(
                 f"{CORRECTION}.bypass_mode",
@@ -106,8 +106,8 @@ def correction(s: Source) -> None:
                 "leave out rollout_is and rollout_rs, or bypass_mode",
             )
             return
-        by = "rollout_is" if "cap" in found else "rollout_rs"
-        s.put("algorithm.loss.correction", found, by=f"{CORRECTION}.{by}")
+        by = "rollout_is" if "cap" in settings else "rollout_rs"
+        s.put("algorithm.loss.correction", settings, by=f"{CORRECTION}.{by}")
     elif (cap := s.get(f"{ACTOR}.tis_imp_ratio_cap", -1)) not in _NOTHING and float(cap) > 0:
         s.put("algorithm.loss.correction", {"weight": "token", "cap": float(cap)}, by=f"{ACTOR}.tis_imp_ratio_cap")
     elif s.get("algorithm.rollout_is") and s.get("algorithm.rollout_is_threshold") is not None:
@@ -139,7 +139,7 @@ def _rejections(s: Source, names: str) -> dict[str, Any]:
     if len(bounds) != len(chosen):
         s.refuse(key, f"there are {len(bounds)} thresholds for {len(chosen)} rejections; give one for each, or one for all")
         return {}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, bound in zip(chosen, bounds, strict=True):
         low, _, high = bound.rpartition("_")
         try:
@@ -149,8 +149,8 @@ def _rejections(s: Source, names: str) -> dict[str, Any]:
             return {}
         if name.endswith("k1") and lower is not None:
             ends = [float(lower), ends[-1]]
-        found[name] = ends if len(ends) == 2 else ends[0]
-    return found
+        settings[name] = ends if len(ends) == 2 else ends[0]
+    return settings
 
 
 def _of_first_release(s: Source) -> dict[str, Any]:
@@ -158,9 +158,9 @@ def _of_first_release(s: Source) -> dict[str, Any]:
     upper = float(s.number("algorithm.rollout_is_threshold", 2.0))
     level = s.text("algorithm.rollout_is_level", "token")
     veto = s.get("algorithm.rollout_is_veto_threshold")
-    found: dict[str, Any] = {"weight": level, "cap": upper}
+    settings: dict[str, Any] = {"weight": level, "cap": upper}
     if s.get("algorithm.rollout_is_mode", "truncate") == "mask":
         lower = s.get("algorithm.rollout_is_threshold_lower")
-        found = {"weight": level, "cap": upper, "beyond": "drop"}
-        found["reject"] = {_LEVELS.get(level, "token_k1"): [1 / upper if lower is None else float(lower), upper]}
-    return found if veto in _NOTHING else {**found, "veto": veto}
+        settings = {"weight": level, "cap": upper, "beyond": "drop"}
+        settings["reject"] = {_LEVELS.get(level, "token_k1"): [1 / upper if lower is None else float(lower), upper]}
+    return settings if veto in _NOTHING else {**settings, "veto": veto}

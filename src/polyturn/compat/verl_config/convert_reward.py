@@ -51,9 +51,9 @@ def module_of(where: str) -> str:
     return str(Path(where.removeprefix("file://")).expanduser())
 
 
-def _arguments(s: Source, given: Mapping[str, Any], *, by: str) -> None:
+def _arguments(s: Source, arguments: Mapping[str, Any], *, by: str) -> None:
     """Set what the function is called with beside the trajectory."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name == "name":
             s.refuse(by, "an argument called `name` cannot stand beside the function's; call it something else")
         else:

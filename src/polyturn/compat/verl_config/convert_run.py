@@ -36,7 +36,7 @@ def run_folder(s: Source) -> None:
     folder = Path(s.text(key, "checkpoints/verl_examples/gsm8k")).expanduser()
     s.put("out", str(folder.parent), by=key)
     s.put("name", folder.name, by=key)
-    s.read |= {k for k in ("trainer.project_name", "trainer.experiment_name") if str(s.found.get(k)) in folder.parts}
+    s.read |= {k for k in ("trainer.project_name", "trainer.experiment_name") if str(s.values.get(k)) in folder.parts}
 
 
 def every(s: Source) -> None:
@@ -51,20 +51,20 @@ def trackers(s: Source) -> None:
     if key not in s.written:
         return
     value = s.get(key, [])
-    found: list[dict[str, Any]] = []
+    trackers: list[dict[str, Any]] = []
     missing: list[str] = []
     for name in [value] if isinstance(value, str) else list(value):
         if name in TRACKERS and importlib.util.find_spec(TRACKERS[name][0]) is not None:
             project = TRACKERS[name][1]
-            found.append({"name": name, **({project: s.get("trainer.project_name")} if project else {})})
+            trackers.append({"name": name, **({project: s.get("trainer.project_name")} if project else {})})
         elif name in TRACKERS or name in NO_TRACKERS:
             missing.append(str(name))
         elif name not in ("console", "file"):
             s.refuse(
                 key, f"there is no logger {name!r}.{did_you_mean(str(name), ['console', 'file', *TRACKERS, *NO_TRACKERS])}"
             )
-    if found:
-        s.put("tracking", found, by=key)
+    if trackers:
+        s.put("tracking", trackers, by=key)
     if missing:
         s.notes[key] = (
             f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not here, so the terminal and metrics.jsonl in "

@@ -24,7 +24,7 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
         ConfigError: a path leads nowhere.
     """
 
-    def place(path: str, key: str) -> str:
+    def rebase(path: str, key: str) -> str:
         near = Path(path)
         in_folder = None if folder is None else folder / near
         # os.path.exists is also false of what can be no file's name, where a Path would raise
@@ -35,7 +35,7 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
         places = " or ".join(str(one) for one in (Path.cwd(), folder) if one is not None)
         raise ConfigError(f"{key} is {path!r:.200}, and there is no such file in {places}; check the path")
 
-    return _changed(translation, place)
+    return _changed(translation, rebase)
 
 
 def relative_to(translation: Translation, folder: Path, *, config: Path) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def relative_to(translation: Translation, folder: Path, *, config: Path) -> dict
         config: The folder of the config that was translated; paths in its section `polyturn` start from there.
     """
 
-    def place(path: str, _: str) -> str:
+    def rebase(path: str, _: str) -> str:
         if Path(path).is_absolute():
             return path
-        found = config / path if not Path(path).exists() and (config / path).exists() else Path(path)
-        return os.path.relpath(found.absolute(), folder.absolute())
+        resolved = config / path if not Path(path).exists() and (config / path).exists() else Path(path)
+        return os.path.relpath(resolved.absolute(), folder.absolute())
 
-    native = _changed(translation, place)
+    native = _changed(translation, rebase)
     for path in translation.native_paths:
         at: Any = native
         for part in path[:-1]:
@@ -77,8 +77,8 @@ def moved(values: Any, *, start: Path, end: Path) -> Any:
     return os.path.relpath(path.absolute(), end.absolute()) + (f":{name}" if colon else "")
 
 
-def _changed(translation: Translation, place: Callable[[str, str], str]) -> dict[str, Any]:
-    """Return the native configuration with every path, and the key that it was made of, given to `place`."""
+def _changed(translation: Translation, rename: Callable[[str, str], str]) -> dict[str, Any]:
+    """Return the native configuration with every path, and the key that it was made of, given to `rename`."""
 
     def change(value: Any, key: str) -> Any:
         if isinstance(value, list):
@@ -86,7 +86,7 @@ def _changed(translation: Translation, place: Callable[[str, str], str]) -> dict
         if not isinstance(value, str):
             return value
         file, colon, name = value.partition(".py:")
-        return f"{place(f'{file}.py', key)}:{name}" if colon else place(value, key)
+        return f"{rename(f'{file}.py', key)}:{name}" if colon else rename(value, key)
 
     native = copy.deepcopy(translation.native)
     for path in translation.paths:

@@ -16,7 +16,7 @@ from typing import Any
 class Source:
     """The input and output of a converter."""
 
-    found: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     """Every key of the tree, other spellings resolved."""
     written: set[str] = field(default_factory=set)
     """Those that a file or an override wrote."""
@@ -34,12 +34,12 @@ class Source:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; the default where there is none, or null."""
         self.read.add(key)
-        value = self.found.get(key)
+        value = self.values.get(key)
         return default if value is None else value
 
     def polyturn(self, key: str) -> Any:
         """Return a native key of the section `polyturn`; None where it is not set."""
-        at: Any = self.found.get("polyturn")
+        at: Any = self.values.get("polyturn")
         for part in key.split("."):
             at = at.get(part) if isinstance(at, Mapping) else None
         return at
@@ -47,7 +47,7 @@ class Source:
     def sections(self, *names: str) -> dict[str, Any]:
         """Return whole sections of the tree as they were composed."""
         out: dict[str, Any] = {}
-        for key, value in self.found.items():
+        for key, value in self.values.items():
             *above, last = key.split(".")
             if (above or [last])[0] in names:
                 at = out

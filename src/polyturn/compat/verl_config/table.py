@@ -122,13 +122,13 @@ class Table:
 @functools.cache
 def release_keys() -> Mapping[str, frozenset[str]]:
     """Return every key of the trees of verl's releases, with the releases that have it and the kinds of its values."""
-    found: dict[str, frozenset[str]] = {}
+    keys_by_release: dict[str, frozenset[str]] = {}
     for line in NAMES.read_text(encoding="utf-8").splitlines():
         head, _, keys = line.partition(": ")
         section, *releases = head.split()
         for name, _, kinds in (key.partition("=") for key in keys.split()):
-            found[f"{section}.{name}".removeprefix("-.")] = frozenset((*releases, *kinds.split(",")))
-    return found
+            keys_by_release[f"{section}.{name}".removeprefix("-.")] = frozenset((*releases, *kinds.split(",")))
+    return keys_by_release
 
 
 def kind_of(value: Any) -> str:
@@ -163,12 +163,12 @@ def table() -> Table:
 
 def read_table(*paths: Path) -> Table:
     """Read a table; a row goes before one of its key in a later file."""
-    found: dict[str, KeyRule] = {}
+    rules: dict[str, KeyRule] = {}
     for path in paths:
         for item in yaml.safe_load(path.read_text(encoding="utf-8")):
             for one in _spread(item):
-                found.setdefault(one["key"], KeyRule(**_row(one)))
-    rows = tuple(found.values())
+                rules.setdefault(one["key"], KeyRule(**_row(one)))
+    rows = tuple(rules.values())
     exact = {r.key: r for r in rows if "*" not in r.key}
     patterns = [(_pattern(r.key), r) for r in rows if "*" in r.key]
     return Table(rows, exact, tuple(patterns))

@@ -60,11 +60,11 @@ class Translation:
 
     def notices(self) -> list[str]:
         """Return a line for every reason that the author of these keys should read, each reason once."""
-        said: dict[str, list[str]] = {}
+        notes: dict[str, list[str]] = {}
         for fate in self.fates:
             if fate.where and fate.notice:
-                said.setdefault(f"{'ignored: ' if fate.kind == 'ignored' else ''}{fate.notice}", []).extend(fate.written)
-        return [f"{', '.join(keys)}: {reason}" for reason, keys in said.items()]
+                notes.setdefault(f"{'ignored: ' if fate.kind == 'ignored' else ''}{fate.notice}", []).extend(fate.written)
+        return [f"{', '.join(keys)}: {reason}" for reason, keys in notes.items()]
 
 
 def translate(
@@ -85,7 +85,7 @@ def translate(
     problems = list(_collect(tree, source, known))
     refused: list[tuple[str, str]] = []
     wanted: dict[str, None] = {}
-    for key, value in source.found.items():
+    for key, value in source.values.items():
         row = known.find(key)
         if row is None or row.native:
             continue
@@ -102,12 +102,12 @@ def translate(
             except PolyturnError:
                 raise
             except (ArithmeticError, AttributeError, OSError, LookupError, RuntimeError, TypeError, ValueError) as problem:
-                keys_of = [k for k in source.found if (row := known.find(k)) is not None and row.convert == name]
-                said = ", ".join(f"{k} = {_show(source.found[k])}" for k in keys_of)
-                raise ConfigError(f"one of {said} is not what it should be ({one_line(problem):.200})") from problem
+                keys_of = [k for k in source.values if (row := known.find(k)) is not None and row.convert == name]
+                values = ", ".join(f"{k} = {_show(source.values[k])}" for k in keys_of)
+                raise ConfigError(f"one of {values} is not what it should be ({one_line(problem):.200})") from problem
         refused = source.problems
-    problems += _sentences(refused, source.found, tree)
-    section = source.found.get("polyturn")
+    problems += _sentences(refused, source.values, tree)
+    section = source.values.get("polyturn")
     if section is not None and not isinstance(section, Mapping):
         problems.append(f"polyturn is {_show(section)}{tree.where('polyturn')}; it is a section of native keys")
     if problems:
@@ -123,7 +123,7 @@ def translate(
         paths=tuple(path for path in source.paths if path not in dict(own)),
         native_paths=tuple(path for path, _ in own),
         fates=tuple(_fates(tree, source, known)),
-        resumes=source.found.get("trainer.resume_mode") == "auto",
+        resumes=source.values.get("trainer.resume_mode") == "auto",
     )
 
 
@@ -150,7 +150,7 @@ def _without_unread(source: Source, own: Collection[Sequence[Any]]) -> None:
 
 
 def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
-    """Fill `source.found`, and yield what is unknown, unresolved or said twice."""
+    """Fill `source.values`, and yield what is unknown, unresolved or said twice."""
     aliases: list[tuple[str, Any, KeyRule]] = []
     for key, value in _keys(tree.values, known):
         row = known.find(key)
@@ -165,21 +165,21 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
         elif row.means is not None:
             aliases.append((key, value, row))
         else:
-            source.found[key] = _resolved(value)
+            source.values[key] = _resolved(value)
             if tree.is_written(key):
                 source.written.add(key)
     for key, value, row in aliases:
         target = row.means or ""
-        source.found[key] = value
+        source.values[key] = value
         if value is None:
             continue
-        other = source.found.get(target) if target in source.written else None
+        other = source.values.get(target) if target in source.written else None
         mine, theirs = tree.where(key), tree.where(target)
         if other is not None and other != value and _is_override(mine) == _is_override(theirs):
             why = f"and {target}, which means the same, is {other!r}; keep one"
             yield from _sentences([(key, why)], {key: value}, tree)
         if other is None or _is_override(mine) or not _is_override(theirs):
-            source.found[target] = value
+            source.values[target] = value
             source.written.add(target)
 
 
@@ -250,11 +250,11 @@ def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
 def _wrong_kind(key: str, value: Any, row: KeyRule, tree: Composed) -> str | None:
     """Return the fault of a written value of the wrong kind; a key that is accepted without effect also takes null."""
     if row.to or row.means is not None:
-        given = [] if value is None and row.may_be_null else [(key, value)]
+        null_pairs = [] if value is None and row.may_be_null else [(key, value)]
     else:
         nulls = leaves(value) if row.rejected is not None else ()
-        given = [(".".join((key, *path)), one) for path, one in nulls if one is None]
-    return next((why for k, one in given if tree.is_written(k) and (why := wrong_kind(k, one)) is not None), None)
+        null_pairs = [(".".join((key, *path)), one) for path, one in nulls if one is None]
+    return next((why for k, one in null_pairs if tree.is_written(k) and (why := wrong_kind(k, one)) is not None), None)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -262,7 +262,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
-    for key, value in source.found.items():
+    for key, value in source.values.items():
         row = known.find(key)
         if row is None:
             continue
@@ -289,11 +289,11 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
         )
 
 
-def _sentences(refused: Sequence[tuple[str, str]], found: Mapping[str, Any], tree: Composed) -> list[str]:
+def _sentences(refused: Sequence[tuple[str, str]], settings: Mapping[str, Any], tree: Composed) -> list[str]:
     """Return one sentence for each reason, whatever the number of its keys."""
     by_reason: dict[str, list[str]] = {}
     for key, why in refused:
-        by_reason.setdefault(why, []).append(f"{key} is {_show(found.get(key))}{tree.where(key)}")
+        by_reason.setdefault(why, []).append(f"{key} is {_show(settings.get(key))}{tree.where(key)}")
     return [f"{'; '.join(dict.fromkeys(keys))}: {why}" for why, keys in by_reason.items()]
 
 

@@ -58,26 +58,26 @@ class Compaction(MultiTurnScheduler):
                 episode.rewrite(shorter)
         return reply
 
-    async def _shorter(self, policy: str, episode: Episode, said: Sequence[Message]) -> list[Message]:
+    async def _shorter(self, policy: str, episode: Episode, messages: Sequence[Message]) -> list[Message]:
         history, start = list(episode.messages), len(episode.prompt)
         turns = [i for i, m in enumerate(history) if m.role == "assistant" and i >= start]
         if not turns:
             return history
         if policy == "drop_reasoning":
             return [without_reasoning(m) if i != turns[-1] else m for i, m in enumerate(history)]
-        if policy == "summarise" and (summary := await self._summary(episode, said)) is not None:
+        if policy == "summarise" and (summary := await self._summary(episode, messages)) is not None:
             return [*_with_notes(history[:start], summary), *history[turns[-1] :]]
         shorter = history[:start] + history[turns[-1] :]
         for first in turns:
             candidate = history[:start] + history[first:]
-            if episode.count_tokens([*candidate, *said]) <= self.budget:
+            if episode.count_tokens([*candidate, *messages]) <= self.budget:
                 return candidate
         return shorter
 
-    async def _summary(self, episode: Episode, said: Sequence[Message]) -> str | None:
+    async def _summary(self, episode: Episode, messages: Sequence[Message]) -> str | None:
         """Let the model write a summary behind its history, in a fork; None where a limit leaves no room for one."""
         fork = episode.fork(
-            messages=[*episode.messages, *said, Message(role="user", content=self.request, origin=Origin.OWNER)]
+            messages=[*episode.messages, *messages, Message(role="user", content=self.request, origin=Origin.OWNER)]
         )
         if await fork.prepare() is not None:
             return None

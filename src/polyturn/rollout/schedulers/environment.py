@@ -57,11 +57,11 @@ class EnvironmentLoop(MultiTurnScheduler):
         self._session, seed = self.begin(episode)
         await self.open(episode, await self._session.reset(seed=seed), name=self._session.name)
 
-    async def open(self, episode: Episode, shown: Any, *, name: str) -> None:
+    async def open(self, episode: Episode, first_observation: Any, *, name: str) -> None:
         """Show what the environment `name` showed first: a text behind the prompt, or messages in its place."""
-        if isinstance(shown, str):
-            episode.rewrite(with_text(episode.messages, shown))
-        elif messages := observed(shown, name=name):
+        if isinstance(first_observation, str):
+            episode.rewrite(with_text(episode.messages, first_observation))
+        elif messages := observed(first_observation, name=name):
             episode.rewrite(messages)
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
@@ -147,12 +147,12 @@ class Gym(EnvironmentLoop):
         return config
 
     def _class(self, name: str) -> Callable[..., Env]:
-        found = envs.resolve(name, base=self._base)
-        if not callable(found):
-            raise ConfigError(f"the environment {name!r} is {found!r:.100}; it must be a class with reset, step and close")
-        if isinstance(found, type):
-            check_class(found, ENV, where=f"the environment {name!r}")
-        return found
+        cls = envs.resolve(name, base=self._base)
+        if not callable(cls):
+            raise ConfigError(f"the environment {name!r} is {cls!r:.100}; it must be a class with reset, step and close")
+        if isinstance(cls, type):
+            check_class(cls, ENV, where=f"the environment {name!r}")
+        return cls
 
 
 def with_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:

@@ -38,8 +38,10 @@ class ImageTools(MultiTurnScheduler):
         parts: list[dict[str, Any]] = []
         for message in reply.messages:
             content = message.content
-            said = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(part) for part in content]
-            parts += [{"type": "text", "text": self.opening}, *said, {"type": "text", "text": self.closing}]
+            content_parts = (
+                [{"type": "text", "text": content}] if isinstance(content, str) else [dict(part) for part in content]
+            )
+            parts += [{"type": "text", "text": self.opening}, *content_parts, {"type": "text", "text": self.closing}]
         if all(part["type"] == "text" for part in parts):
             return Reply(messages=(Message(role="user", content="".join(part["text"] for part in parts)),))
         return Reply(messages=(Message(role="user", content=tuple(parts)),))

@@ -126,31 +126,31 @@ class Lookahead(MultiTurnScheduler):
         if reason.is_failure:
             return reason
         self._is_looking = True
-        forks = [(place, self._fork(episode, place, i)) for place in self._places for i in range(self._count)]
+        forks = [(point, self._fork(episode, point, i)) for point in self._places for i in range(self._count)]
         with first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._continue(fork), name=fork.id) for _, fork in forks]
         verdicts = [task.result() for task in running]
-        for number, place in enumerate(self._places):
+        for number, point in enumerate(self._places):
             mine = verdicts[number * self._count : (number + 1) * self._count]
-            place.turn.scores[LABEL] = math.fsum(v.score for v in mine) / len(mine)
-            place.turn.info[LABEL] = {
+            point.turn.scores[LABEL] = math.fsum(v.score for v in mine) / len(mine)
+            point.turn.info[LABEL] = {
                 "scores": [v.score for v in mine],
                 "reasons": [v.reason for v in mine],
                 "judge_tokens": sum(v.tokens for v in mine),
             }
         if self._reward == "turns":
-            scores = [place.turn.scores[LABEL] for place in self._places]
+            scores = [point.turn.scores[LABEL] for point in self._places]
             value = math.fsum(scores) / len(scores) if scores else 0.0
             episode.given_reward = GivenReward(score=value)
         return reason
 
-    def _fork(self, episode: Episode, place: BranchPoint, number: int) -> Episode:
+    def _fork(self, episode: Episode, point: BranchPoint, number: int) -> Episode:
         """Return a run that stands behind the turn of a place, which nothing has answered yet."""
-        seed = derive_seed(episode.seed, LABEL, place.turn.index, number)
+        seed = derive_seed(episode.seed, LABEL, point.turn.index, number)
         aside = None if self._train_forks else Aside(label=LABEL, seed=seed)
-        fork = episode.fork(at=place.mark, aside=aside, is_unanswered=True)
-        last = len(place.mark.history.turns) + self._window
+        fork = episode.fork(at=point.mark, aside=aside, is_unanswered=True)
+        last = len(point.mark.history.turns) + self._window
         most = fork.limits.max_turns
         fork.limits = dataclasses.replace(fork.limits, max_turns=last if most is None else min(last, most))
         return fork

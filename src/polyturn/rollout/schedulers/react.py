@@ -74,14 +74,14 @@ class React(MultiTurnScheduler):
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Run the call; a turn without one ends the episode."""
-        if (found := _CALL.search(turn.text)) is None:
+        if (match := _CALL.search(turn.text)) is None:
             return None
-        kept = turn.text[: found.end()]
-        call = read_call(found["name"].strip(), found["input"], schemas=episode.tool_schemas, id=f"call_{turn.index}")
+        kept = turn.text[: match.end()]
+        call = read_call(match["name"].strip(), match["input"], schemas=episode.tool_schemas, id=f"call_{turn.index}")
         turn.message = dataclasses.replace(turn.message, tool_calls=(call,))
         reply = await episode.call_tools(turn)
-        said = " ".join(message.text for message in reply.messages)
-        return episode.go_on(f"{self.prefix}{said}{self.suffix}", keep=kept)
+        text = " ".join(message.text for message in reply.messages)
+        return episode.go_on(f"{self.prefix}{text}{self.suffix}", keep=kept)
 
 
 def describe(schemas: Sequence[Mapping[str, Any]]) -> str:

@@ -41,10 +41,12 @@ class ThinkingTips(MultiTurnScheduler):
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Give a hint, unless the answer is right or all hints are given."""
-        given = len(episode.turns) - 1
-        if given >= self.max_tips or is_right(await episode.call(self, self._judge, turn.text, episode.task.ground_truth)):
+        num_before = len(episode.turns) - 1
+        if num_before >= self.max_tips or is_right(
+            await episode.call(self, self._judge, turn.text, episode.task.ground_truth)
+        ):
             return None
-        shown = tuple(without_reasoning(m) for m in episode.messages)
-        if shown != episode.messages:
-            episode.rewrite(shown)
+        messages_seen = tuple(without_reasoning(m) for m in episode.messages)
+        if messages_seen != episode.messages:
+            episode.rewrite(messages_seen)
         return self.tip

@@ -66,8 +66,8 @@ async def run_command(
         inherited = (_readable_once(address.reward_key.encode()),)
         variables["POLYTURN_REWARD_FD"] = str(inherited[0])
     environ = {**passed_on(), **{k: str(v) for k, v in env.items()}, **variables}
-    said = bytearray()
-    async with _tail(said) as (writes, is_read):
+    output = bytearray()
+    async with _tail(output) as (writes, is_read):
         try:
             process = await asyncio.create_subprocess_exec(
                 *dies_with_parent(command, env=environ, cwd=cwd, number=signal.SIGKILL),
@@ -95,7 +95,7 @@ async def run_command(
         await asyncio.wait([is_read], timeout=LAST_WORDS_S)
     code = process.returncode
     if code != 0:
-        last = " / ".join(said.decode(errors="replace").strip().splitlines()[-3:])
+        last = " / ".join(output.decode(errors="replace").strip().splitlines()[-3:])
         raise SchedulerError(f"the agent's command {command[0]!r} ended with exit code {code}: {last or 'it said nothing'}")
 
 
@@ -117,8 +117,8 @@ async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
 
 
 @asynccontextmanager
-async def _tail(said: bytearray) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
-    """Keep in `said` the last of what is written to a pipe.
+async def _tail(output: bytearray) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
+    """Keep in `output` the last of what is written to a pipe.
 
     Gives its writable end, which the caller closes, and a task that ends once no process holds it. Behind the context
     nothing is read, even if another process still holds it.
@@ -131,7 +131,7 @@ async def _tail(said: bytearray) -> AsyncIterator[tuple[int, asyncio.Task[None]]
 
     async def keep() -> None:
         while piece := await reader.read(1 << 16):
-            said[:] = (said + piece)[-TAIL_BYTES:]
+            output[:] = (output + piece)[-TAIL_BYTES:]
 
     keeping = asyncio.create_task(keep())
     try:

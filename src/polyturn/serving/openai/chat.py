@@ -107,29 +107,29 @@ def may_call(choice: Any, ignored: frozenset[str]) -> bool:
     )
 
 
-def reply(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
+def reply(body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
     """Return the answer to a request."""
     answer: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [_choice(index, one, body) for index, one in enumerate(said)],
-        "usage": usage(said),
+        "choices": [_choice(index, one, body) for index, one in enumerate(responses)],
+        "usage": usage(responses),
     }
     if body.get("return_token_ids"):
-        answer["prompt_token_ids"] = said[0].prompt_ids.tolist()
+        answer["prompt_token_ids"] = responses[0].prompt_ids.tolist()
     return answer
 
 
-def events(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str) -> Iterator[bytes]:
+def events(body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model: str) -> Iterator[bytes]:
     """Yield the answer to a request as server-sent events."""
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk", "created": int(time.time())}
 
     def event(choices: list[dict[str, Any]], **rest: Any) -> bytes:
         return b"data: " + dumps({**head, "model": model, "choices": choices, **rest}) + b"\n\n"
 
-    for index, one in enumerate(said):
+    for index, one in enumerate(responses):
 
         def chunk(delta: dict[str, Any], finish: str | None = None, index: int = index, **rest: Any) -> bytes:
             return event([{"index": index, "delta": delta, "finish_reason": finish, "logprobs": None, **rest}])
@@ -140,15 +140,15 @@ def events(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str)
         for piece in pieces(one.content):
             yield chunk({"content": piece})
         for number_, call in enumerate(one.calls):
-            made = call_of(call)
-            opened = {**made, "index": number_, "function": {"name": call.name, "arguments": ""}}
+            call_delta = call_of(call)
+            opened = {**call_delta, "index": number_, "function": {"name": call.name, "arguments": ""}}
             yield chunk({"tool_calls": [opened]})
-            for piece in pieces(made["function"]["arguments"]):
+            for piece in pieces(call_delta["function"]["arguments"]):
                 yield chunk({"tool_calls": [{"index": number_, "function": {"arguments": piece}}]})
         last = _choice(index, one, body)
         yield chunk({}, one.finish, **{k: v for k, v in last.items() if k in ("logprobs", "token_ids")})
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield event([], usage=usage(said))
+        yield event([], usage=usage(responses))
     yield b"data: [DONE]\n\n"
 
 
@@ -158,9 +158,9 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : start + PIECE]
 
 
-def usage(said: Sequence[ChatResponse]) -> dict[str, Any]:
+def usage(responses: Sequence[ChatResponse]) -> dict[str, Any]:
     """Return the numbers of tokens that were read and written; the prompt counts once."""
-    prompt, written = len(said[0].prompt_ids), sum(len(s.token_ids) for s in said)
+    prompt, written = len(responses[0].prompt_ids), sum(len(s.token_ids) for s in responses)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
@@ -177,8 +177,8 @@ def error(refused: BadRequest) -> dict[str, Any]:
     """Return an error in the form that the openai client reads."""
     codes = {"context_full": "context_length_exceeded", "unauthorized": "invalid_api_key"}
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    told = {"message": refused.message, "type": kind, "param": refused.param, "code": codes.get(refused.code, refused.code)}
-    return {"error": told}
+    body = {"message": refused.message, "type": kind, "param": refused.param, "code": codes.get(refused.code, refused.code)}
+    return {"error": body}
 
 
 def _choice(index: int, one: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,50 +98,50 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 # Messages.
 
 
-def normal_messages(given: Any) -> list[dict[str, Any]]:
+def normal_messages(value: Any) -> list[dict[str, Any]]:
     """Return checked messages: roles that templates know, text as a string, media as data URIs.
 
     Raises:
         BadRequest: something is not as the chat API has it, or a medium is no data URI.
     """
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"messages is {_short(given)}; give a list of at least one message", param="messages")
-    return [_normal_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    if not isinstance(value, list) or not value:
+        raise BadRequest(f"messages is {_short(value)}; give a list of at least one message", param="messages")
+    return [_normal_message(message, f"messages[{index}]") for index, message in enumerate(value)]
 
 
-def _normal_message(given: Any, where: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise BadRequest(f"{where} is {_short(given)}; a message is an object with a role", param=where)
-    role, content = given.get("role"), given.get("content")
+def _normal_message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where} is {_short(value)}; a message is an object with a role", param=where)
+    role, content = value.get("role"), value.get("content")
     if role not in ROLES:
         raise BadRequest(f"{where}.role is {_short(role)}; use one of {', '.join(ROLES)}", param=f"{where}.role")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     message["content"] = normal_content(content, where=f"{where}.content")
     if role == "assistant":
-        reasoning = given.get("reasoning_content") or given.get("reasoning")
+        reasoning = value.get("reasoning_content") or value.get("reasoning")
         if isinstance(reasoning, str):
             message["reasoning_content"] = reasoning
-        calls = given.get("tool_calls")
+        calls = value.get("tool_calls")
         if calls:
             message["tool_calls"] = [
                 _normal_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(listed(calls, f"{where}.tool_calls"))
             ]
     elif role == "tool":
-        if not isinstance(given.get("tool_call_id"), str):
+        if not isinstance(value.get("tool_call_id"), str):
             raise BadRequest(f"{where} answers a tool call and has no tool_call_id", param=f"{where}.tool_call_id")
-        message["tool_call_id"] = given["tool_call_id"]
-    if isinstance(given.get("name"), str):
-        message["name"] = given["name"]
+        message["tool_call_id"] = value["tool_call_id"]
+    if isinstance(value.get("name"), str):
+        message["name"] = value["name"]
     return message
 
 
-def normal_content(given: Any, *, where: str) -> str | list[dict[str, Any]]:
+def normal_content(value: Any, *, where: str) -> str | list[dict[str, Any]]:
     """Return a message's content: a string, or parts where it shows media."""
-    if isinstance(given, str):
-        return given
-    if given is None:
+    if isinstance(value, str):
+        return value
+    if value is None:
         return ""
-    parts = [_normal_part(p, f"{where}[{i}]") for i, p in enumerate(listed(given, where))]
+    parts = [_normal_part(p, f"{where}[{i}]") for i, p in enumerate(listed(value, where))]
     if all(p["type"] == "text" for p in parts):
         return "\n".join(p["text"] for p in parts)
     return parts
@@ -177,27 +177,27 @@ def _data_uri(url: Any, where: str) -> str:
     return url
 
 
-def _normal_call(given: Any, where: str) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
+def _normal_call(value: Any, where: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRequest(f"{where} is {_short(given)}; a call has a function with a name", param=where)
+        raise BadRequest(f"{where} is {_short(value)}; a call has a function with a name", param=where)
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments or {})
-    identity = given.get("id") if isinstance(given.get("id"), str) else ""
+    identity = value.get("id") if isinstance(value.get("id"), str) else ""
     return {"id": identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def normal_tools(given: Any) -> list[dict[str, Any]]:
+def normal_tools(value: Any) -> list[dict[str, Any]]:
     """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API.
 
     Raises:
         BadRequest: one is no function, or two have one name.
     """
-    if given is None:
+    if value is None:
         return []
     tools: list[dict[str, Any]] = []
-    for index, tool in enumerate(listed(given, "tools")):
+    for index, tool in enumerate(listed(value, "tools")):
         where = f"tools[{index}]"
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
         if is_of_server(tool):
@@ -234,11 +234,11 @@ def _tell_of_left_out(kind: str) -> None:
 def key_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the key that identifies a message. Reasoning is not part of it: most agents send a turn back without it."""
     content, calls = message.get("content") or "", message.get("tool_calls")
-    shown = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     if calls:
-        made = tuple((c["id"], c["function"]["name"], _canonical(c["function"]["arguments"])) for c in calls)
-        return (message["role"], shown, made)
-    return (message["role"], shown, message.get("tool_call_id"), message.get("name"))
+        calls_key = tuple((c["id"], c["function"]["name"], _canonical(c["function"]["arguments"])) for c in calls)
+        return (message["role"], text, calls_key)
+    return (message["role"], text, message.get("tool_call_id"), message.get("name"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -301,10 +301,10 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
         BadRequest: it is neither, or one is empty.
     """
     value = body.get(name)
-    found = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(t, str) and t for t in found) or len(found) > 16:
+    values = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(values, list | tuple) or not all(isinstance(t, str) and t for t in values) or len(values) > 16:
         raise BadRequest(f"{name} is {_short(value)}; it is a text or a list of at most 16, none of them empty", param=name)
-    return tuple(found)
+    return tuple(values)
 
 
 def check_parameters(
@@ -335,15 +335,15 @@ def check_parameters(
             )
 
 
-def listed(given: Any, where: str) -> list[Any]:
+def listed(value: Any, where: str) -> list[Any]:
     """Return a list of a request.
 
     Raises:
         BadRequest: it is none.
     """
-    if not isinstance(given, list):
-        raise BadRequest(f"{where} is {_short(given)}; it is a list", param=where)
-    return given
+    if not isinstance(value, list):
+        raise BadRequest(f"{where} is {_short(value)}; it is a list", param=where)
+    return value
 
 
 def _short(value: Any) -> str:

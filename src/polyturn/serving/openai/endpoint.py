@@ -250,20 +250,20 @@ class ModelEndpoint:
         model = self._check_model(body)
         with readable():
             ask = chat.parse(body, self.options.ignore)
-        said = await while_wanted(request, tenant.answerer.ask(ask))
+        responses = await while_wanted(request, tenant.answerer.ask(ask))
         if body.get("stream"):
-            return stream_answer(chat.events(body, said, model=model))
-        return json_answer(chat.reply(body, said, model=model))
+            return stream_answer(chat.events(body, responses, model=model))
+        return json_answer(chat.reply(body, responses, model=model))
 
     async def _responses(self, request: Request) -> Response:
         tenant, body = await self._open(request)
         model = self._check_model(body)
         with readable():
             ask = responses.parse(body, tenant.kept, self.options.ignore)
-        said = await while_wanted(request, tenant.answerer.ask(ask))
-        answer = responses.reply(body, said, model=model)
+        answers = await while_wanted(request, tenant.answerer.ask(ask))
+        answer = responses.reply(body, answers, model=model)
         history = list(ask.messages[1:] if body.get("instructions") else ask.messages)
-        tenant.kept.keep(answer["id"], [*history, said[0].message])
+        tenant.kept.keep(answer["id"], [*history, answers[0].message])
         return stream_answer(responses.events(answer)) if body.get("stream") else json_answer(answer)
 
     async def _messages(self, request: Request) -> Response:
@@ -271,8 +271,8 @@ class ModelEndpoint:
         model = self._check_model(body)
         with readable():
             ask = messages.parse(body, self.options.ignore)
-        said = await while_wanted(request, tenant.answerer.ask(ask))
-        answer = messages.reply(body, said, model=model)
+        responses = await while_wanted(request, tenant.answerer.ask(ask))
+        answer = messages.reply(body, responses, model=model)
         return stream_answer(messages.events(answer)) if body.get("stream") else json_answer(answer)
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -353,8 +353,8 @@ def _refusal(path: str, refusal: Refusal) -> dict[str, Any]:
 
 
 def _model(name: str) -> dict[str, Any]:
-    told = {"id": name, "object": "model", "created": 0, "owned_by": "polyturn"}
-    return {**told, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    body = {"id": name, "object": "model", "created": 0, "owned_by": "polyturn"}
+    return {**body, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 async def _health(request: Request) -> Response:
@@ -362,10 +362,10 @@ async def _health(request: Request) -> Response:
 
 
 async def _nowhere(request: Request, problem: Exception) -> Response:
-    said = BadRequest(
+    message = BadRequest(
         f"there is nothing at {request.method} {request.scope['path'][-80:]}; a base_url ends with /v1 for OpenAI's clients "
         "and without it for Anthropic's",
         status=404,
         code="not_found",
     )
-    return json_answer(chat.error(said), status=404, headers={"x-should-retry": "false"})
+    return json_answer(chat.error(message), status=404, headers={"x-should-retry": "false"})

@@ -112,18 +112,18 @@ def readable() -> Iterator[None]:
         ) from problem
 
 
-def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
+def read_reward(value: Any) -> tuple[float, dict[str, Any]]:
     """Return a reward and what is recorded beside it, from a number or a mapping with "reward" or "score".
 
     Raises:
         BadRequest: there is no finite number.
     """
-    values = dict(given) if isinstance(given, Mapping) else {"reward": given}
+    values = dict(value) if isinstance(value, Mapping) else {"reward": value}
     score = values.pop("reward", values.pop("score", None))
     number = as_score(score) if isinstance(score, bool | int | float) else None
     if number is None:
         raise BadRequest(
-            f"the reward is {given!r:.100}; give a finite number of at most {MAX_REWARD:g}, or an object with "
+            f"the reward is {value!r:.100}; give a finite number of at most {MAX_REWARD:g}, or an object with "
             "one as `reward`",
             param="reward",
         )
@@ -139,8 +139,8 @@ def check_key(request: Request, keys: Sequence[bytes], *, wants: str) -> None:
     if not keys:
         return
     headers = {name: request.headers.get(name, "") for name in ("authorization", "x-api-key")}
-    given = [one.encode("utf-8", "surrogateescape") for one in given_tokens(headers)]
-    if not sum(hmac.compare_digest(one, key) for one in given for key in keys):  # all of them, whichever is right
+    offered_keys = [one.encode("utf-8", "surrogateescape") for one in given_tokens(headers)]
+    if not sum(hmac.compare_digest(one, key) for one in offered_keys for key in keys):  # all of them, whichever is right
         raise BadRequest(wants, status=401, code="unauthorized")
 
 

@@ -49,14 +49,14 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
     if _keeps_all(body.get("context_management")):
         ignored |= {"context_management"}
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"messages is {given!r:.80}; give a list of at least one message", param="messages")
+    value = body.get("messages")
+    if not isinstance(value, list) or not value:
+        raise BadRequest(f"messages is {value!r:.80}; give a list of at least one message", param="messages")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         system = body["system"]
         messages.append({"role": "system", "content": system if isinstance(system, str) else _blocks(system, "system")})
-    for index, message in enumerate(given):
+    for index, message in enumerate(value):
         messages += _messages_of(message, f"messages[{index}]")
     messages = normal_messages(messages)
     if needs_max_tokens and body.get("max_tokens") is None:
@@ -94,11 +94,11 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _blocks(given: Any, where: str) -> list[dict[str, Any]]:
+def _blocks(value: Any, where: str) -> list[dict[str, Any]]:
     """Return text and image blocks as parts of the chat API."""
-    if not isinstance(given, list) or not all(isinstance(b, dict) for b in given):
-        raise BadRequest(f"{where} is {given!r:.80}; it is a text or a list of blocks", param=where)
-    return [_part(block, where) for block in given]
+    if not isinstance(value, list) or not all(isinstance(b, dict) for b in value):
+        raise BadRequest(f"{where} is {value!r:.80}; it is a text or a list of blocks", param=where)
+    return [_part(block, where) for block in value]
 
 
 def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -125,23 +125,23 @@ def _messages_of(message: Any, where: str) -> list[dict[str, Any]]:
         return [_turn(content, where)]
     if role == "system":
         return [{"role": role, "content": _blocks(content, where)}]
-    found: list[dict[str, Any]] = []
-    shown = []
+    messages: list[dict[str, Any]] = []
+    parts = []
     for block in content:
         if block.get("type") == "tool_result":
-            said = block.get("content") or ""
-            said = said if isinstance(said, str) else _blocks(said, where)
-            found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+            block_content = block.get("content") or ""
+            block_content = block_content if isinstance(block_content, str) else _blocks(block_content, where)
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block_content})
         else:
-            shown.append(_part(block, where))
-    if shown:
-        found.append({"role": "user", "content": shown})
-    return found
+            parts.append(_part(block, where))
+    if parts:
+        messages.append({"role": "user", "content": parts})
+    return messages
 
 
 def _turn(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": "assistant"}
-    shown, calls = [], []
+    parts, calls = [], []
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":
@@ -150,16 +150,16 @@ def _turn(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
         elif kind == "thinking":
             turn["reasoning_content"] = block.get("thinking")
         elif kind != "redacted_thinking":
-            shown.append(_part(block, where))
-    turn["content"] = shown
+            parts.append(_part(block, where))
+    turn["content"] = parts
     if calls:
         turn["tool_calls"] = calls
     return turn
 
 
-def reply(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
+def reply(body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
     """Return the answer to a request."""
-    (one,) = said
+    (one,) = responses
     content: list[dict[str, Any]] = []
     if one.reasoning is not None:
         content.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})

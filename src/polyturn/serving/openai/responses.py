@@ -88,10 +88,10 @@ def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] 
     """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     before = kept.before(body.get("previous_response_id"))
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    value = body.get("input")
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not (items or before):
-        raise BadRequest(f"input is {given!r:.80}; give a text or a list of items", param="input")
+        raise BadRequest(f"input is {value!r:.80}; give a text or a list of items", param="input")
     messages = normal_messages([*before, *messages_of(items)])
     if body.get("instructions"):
         messages.insert(0, {"role": "system", "content": str(body["instructions"])})
@@ -131,8 +131,8 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
                 call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
             else:
-                shown = item.get("content") or item.get("summary") or []
-                turn["reasoning_content"] = "\n".join(str(p.get("text", "")) for p in shown)
+                content = item.get("content") or item.get("summary") or []
+                turn["reasoning_content"] = "\n".join(str(p.get("text", "")) for p in content)
             continue
         turn = None
         if kind == "message":
@@ -151,9 +151,11 @@ def _output(output: Any) -> Any:
     return output if isinstance(output, str | list) else dumps(output).decode()
 
 
-def reply(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str, status: str | None = None) -> dict[str, Any]:
+def reply(
+    body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model: str, status: str | None = None
+) -> dict[str, Any]:
     """Return the answer to a request."""
-    one, counted = said[0], usage(said)
+    one, counted = responses[0], usage(responses)
     is_cut = one.finish == "length"
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -187,8 +189,8 @@ def reply(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str, 
 def _items(one: ChatResponse, *, wants_logprobs: bool) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if one.reasoning is not None:
-        shown = [{"type": "reasoning_text", "text": one.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": shown})
+        parts = [{"type": "reasoning_text", "text": one.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": parts})
     if one.content or not one.calls:
         logprobs = token_logprobs(one) if wants_logprobs else []
         part = {"type": "output_text", "text": one.content, "annotations": [], "logprobs": logprobs}
@@ -196,9 +198,9 @@ def _items(one: ChatResponse, *, wants_logprobs: bool) -> list[dict[str, Any]]:
         message = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "status": status, "role": "assistant"}
         items.append({**message, "content": [part]})
     for call in one.calls:
-        made = call_of(call)["function"]
+        function = call_of(call)["function"]
         head = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, "status": "completed"}
-        items.append({**head, **made})
+        items.append({**head, **function})
     return items
 
 

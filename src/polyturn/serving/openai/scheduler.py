@@ -202,7 +202,7 @@ class BlackBox(SessionScheduler):
                 id=episode.id,
             )
             return None
-        told = {
+        body = {
             "base_url": address.base_url,
             "anthropic_base_url": address.anthropic_base_url,
             "api_key": address.api_key,
@@ -211,7 +211,7 @@ class BlackBox(SessionScheduler):
             "model": self._endpoint.options.models[0],
             "episode_id": episode.id,
         }
-        arguments = {name: told[name] for name in self._wanted} | self._kwargs
+        arguments = {name: body[name] for name in self._wanted} | self._kwargs
         try:
             return await episode.call(self, self._function, has_deadline=False, of="the agent", **arguments)
         except SchedulerError:
@@ -238,7 +238,7 @@ def _wanted(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, .
                 f"black_box: the agent {name!r} has a parameter {parameter.name!r}, which nothing fills; it may take "
                 f"{', '.join(TOLD)}, and what scheduler_kwargs.kwargs names"
             )
-    for given in kwargs:
-        if given not in parameters:
-            raise ConfigError(f"black_box: the agent {name!r} has no parameter {given!r}, which kwargs names")
+    for row in kwargs:
+        if row not in parameters:
+            raise ConfigError(f"black_box: the agent {name!r} has no parameter {row!r}, which kwargs names")
     return tuple(t for t in TOLD if t in parameters and t not in kwargs)

@@ -60,7 +60,7 @@ class _Conversation:
     reply: asyncio.Future[ChatResponse] | None
     """The reply that the agent waits for; None while the loop waits for the agent."""
     task: asyncio.Task[None] | None = None
-    place: _AfterTurn | None = None
+    waiting_after: _AfterTurn | None = None
     """The turn that the loop waits behind."""
     heard: asyncio.Future[Reply] | None = None
     """The request that the loop waits for."""
@@ -204,34 +204,34 @@ class AgentSession:
 
     def _begin(self, ask: ChatRequest, choices: range) -> list[_Begun]:
         node = self._tries.setdefault(json.dumps(ask.tools, sort_keys=True) if ask.tools else "", _Node())
-        place, depth, above = None, 0, node
+        place_in_tree, depth, above = None, 0, node
         for index, message in enumerate(ask.messages):
             key = key_of(message)
             if (following := node.children.get(key)) is None:
                 following = node.children[key] = _Node()
             node, above = following, node
             if node.places:
-                place, depth = _waiting(node.places), index + 1
+                place_in_tree, depth = _waiting(node.places), index + 1
         new = ask.messages[depth:]
         if not self._episode.shows_media and not all(isinstance(m["content"], str) for m in ask.messages):
             raise BadRequest("a message shows media, and this model reads text only", param="messages")
         if ask.goes_on or not new or any(m["role"] == "assistant" for m in new):
-            place = None
-        if place is None:
+            place_in_tree = None
+        if place_in_tree is None:
             messages = typed_messages(ask.messages)
             node = above if ask.goes_on else node  # the answer takes the last message's place
             return [self._open(ask, node, messages, choice) for choice in choices]
-        said = typed_messages(new, place.calls)
-        return [self._continue(ask, node, place, said, choice) for choice in choices]
+        typed = typed_messages(new, place_in_tree.calls)
+        return [self._continue(ask, node, place_in_tree, typed, choice) for choice in choices]
 
-    def _continue(self, ask: ChatRequest, node: _Node, place: _AfterTurn, new: tuple[Message, ...], choice: int) -> _Begun:
+    def _continue(self, ask: ChatRequest, node: _Node, branch: _AfterTurn, new: tuple[Message, ...], choice: int) -> _Begun:
         """Go on behind a turn: where its loop waits, or in a fork."""
-        conversation = place.conversation
-        if conversation.place is not place or conversation.heard is None:
-            episode = conversation.episode.fork(at=place.mark)
+        conversation = branch.conversation
+        if conversation.waiting_after is not branch or conversation.heard is None:
+            episode = conversation.episode.fork(at=branch.mark)
             episode.record(episode.turns[-1], Reply(messages=new))
             return self._drive(_Conversation(episode, ask, node, None), choice)
-        heard, conversation.heard, conversation.place = conversation.heard, None, None
+        heard, conversation.heard, conversation.waiting_after = conversation.heard, None, None
         conversation.ask, conversation.node = ask, node
         reply = conversation.reply = asyncio.get_running_loop().create_future()
         self._set(conversation.episode, ask, choice)
@@ -247,11 +247,11 @@ class AgentSession:
             episode.list_tools(ask.tools)
         except TemplateError as problem:
             raise BadRequest(str(problem), param="tools") from problem
-        asked = messages[:-1] if ask.goes_on else messages
+        messages_before = messages[:-1] if ask.goes_on else messages
         try:
             episode.rewrite(messages, goes_on=ask.goes_on)
             if is_root:
-                episode.count_tokens(asked)  # before the loop, where a history that no template takes ends the run
+                episode.count_tokens(messages_before)  # before the loop, where a history that no template takes ends the run
         except (TemplateError, DataError, SchedulerError) as problem:
             raise unrenderable(problem) from problem
         self._has_root = True
@@ -265,8 +265,8 @@ class AgentSession:
         if ask.seed is not None:
             values["seed"] = ask.seed if choice == 0 and ask.seed >= 0 else derive_seed(ask.seed, choice)
         if self.rules.samples_as_asked:
-            asked = {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k}
-            values.update({k: v for k, v in asked.items() if v is not None})
+            sampling_fields = {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k}
+            values.update({k: v for k, v in sampling_fields.items() if v is not None})
         sampling: SamplingParams = dataclasses.replace(own, **values) if values else own
         episode.sample_as(sampling, stops=ask.stops)
 
@@ -305,7 +305,7 @@ class AgentSession:
 
     def _limit(self, episode: Episode, reason: StopReason) -> BadRequest:
         limits = episode.limits
-        told = {
+        limit_fields = {
             StopReason.CONTEXT_FULL: f"the context of {limits.max_context} tokens is full",
             StopReason.MAX_TURNS: f"the conversation has had its {limits.max_turns} turns (rollout.limits.max_turns)",
             StopReason.MAX_TOKENS: f"the conversation has had its {limits.max_tokens} tokens (rollout.limits.max_tokens)",
@@ -313,26 +313,26 @@ class AgentSession:
         }
         code = "context_full" if reason is StopReason.CONTEXT_FULL else "limit"
         return BadRequest(
-            f"{told.get(reason, f'the episode is over: {reason.value}')}; shorten the history or end", code=code
+            f"{limit_fields.get(reason, f'the episode is over: {reason.value}')}; shorten the history or end", code=code
         )
 
     async def answered(self, episode: Episode, turn: OpenTurn) -> Reply:
         """Tell the agent what was said and wait for what it answers: the `step` of the loop."""
         conversation = self._conversations[episode.id]
-        said, message = as_told(episode, turn, conversation.ask)
-        place = _AfterTurn(conversation, episode.mark(), {c.id: c.name for c in said.calls})
+        response, message = as_told(episode, turn, conversation.ask)
+        after_turn = _AfterTurn(conversation, episode.mark(), {c.id: c.name for c in response.calls})
         node = conversation.node.children.setdefault(key_of(message), _Node())
-        node.places.append(place)
+        node.places.append(after_turn)
         reply, conversation.reply = conversation.reply, None
         if reply is None or reply.done():
             episode.weigh(turn, 0.0)  # the client is gone, so nothing comes of it
             turn.info["is_unread"] = True
         else:
-            reply.set_result(said)
+            reply.set_result(response)
             self._over = turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
         if self.ended is not None:
             return Reply()
-        conversation.place, conversation.heard = place, asyncio.get_running_loop().create_future()
+        conversation.waiting_after, conversation.heard = after_turn, asyncio.get_running_loop().create_future()
         return await conversation.heard
 
     def _leave(self, begun: _Begun) -> None:
@@ -365,4 +365,4 @@ def _fail(conversation: _Conversation, problem: BadRequest) -> None:
 
 def _waiting(places: Sequence[_AfterTurn]) -> _AfterTurn:
     """Return, of turns that said the same, one behind which the loop waits; else the latest."""
-    return next((p for p in places if p.conversation.place is p), places[-1])
+    return next((p for p in places if p.conversation.waiting_after is p), places[-1])

@@ -30,16 +30,16 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
         BadRequest: one cannot be read.
     """
     names = dict(calls or {})
-    found = []
+    typed = []
     for message in messages:
         names.update({c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()})
         name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
         try:
-            told = message if name is None else {**message, "name": name}
-            found.append(Message.from_openai(told, origin=Origin.ENVIRONMENT))
+            fields = message if name is None else {**message, "name": name}
+            typed.append(Message.from_openai(fields, origin=Origin.ENVIRONMENT))
         except DataError as problem:
             raise BadRequest(str(problem), param="messages") from problem
-    return tuple(found)
+    return tuple(typed)
 
 
 async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
@@ -87,7 +87,7 @@ def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatRes
     content = "\n".join([t for t in (message.text, *unread) if t]) if unread else message.text
     completion, context = turn.completion, episode.context_ids
     is_cut = turn.finish_reason is FinishReason.LENGTH
-    said = ChatResponse(
+    response = ChatResponse(
         content=content,
         reasoning=message.reasoning,
         calls=calls,
@@ -99,8 +99,8 @@ def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatRes
         texts=[episode.codec.decode([i]) for i in completion.token_ids.tolist()] if ask.wants_texts else (),
     )
     if ask.goes_on and not calls and content.startswith(turn.said_before):
-        return dataclasses.replace(said, content=content[len(turn.said_before) :]), said.message
-    return said, said.message
+        return dataclasses.replace(response, content=content[len(turn.said_before) :]), response.message
+    return response, response.message
 
 
 def unrenderable(problem: Exception) -> BadRequest:

@@ -52,25 +52,25 @@ async def check_interaction(
         ContractError: it breaks its contract; the message lists how.
     """
     usual, kwargs = in_usual_form(interaction), {"name": interaction.name, **row}
-    async with Findings(f"interaction {type(interaction).__name__}") as found:
-        suite = _InteractionSuite(usual, found, prompt=prompt, kwargs=kwargs)
+    async with Findings(f"interaction {type(interaction).__name__}") as findings:
+        suite = _InteractionSuite(usual, findings, prompt=prompt, kwargs=kwargs)
         await suite.check_ids()
         alone = await suite.play("alone", says)
-        if is_deterministic and not found.problems:
+        if is_deterministic and not findings.problems:
             await suite.check_isolation(says, alone)
             await suite.check_going_on(interaction, says, alone)
         for kind, text in AWKWARD.items():
             await suite.play(f"awkward-{kind}", [text], where=f" after a message that is {kind}")
         await suite.check_nothing_is_left(interaction, says)
-        await _check_episode(interaction, found, says=says, prompt=prompt, kwargs=kwargs)
+        await _check_episode(interaction, findings, says=says, prompt=prompt, kwargs=kwargs)
 
 
 class _InteractionSuite:
     """The calls into one interaction."""
 
-    def __init__(self, interaction: Interaction, found: Findings, *, prompt: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, interaction: Interaction, findings: Findings, *, prompt: str, kwargs: dict[str, Any]) -> None:
         self._interaction = interaction
-        self._found = found
+        self._found = findings
         self._prompt = {"role": "user", "content": prompt}
         self._kwargs = kwargs
 
@@ -78,7 +78,9 @@ class _InteractionSuite:
         """Check `start_interaction`, and that an episode may end before its first turn."""
         ids: list[Any] = []
         async with self._found.calling("start_interaction", advice="it is given the row's kwargs, so take **kwargs"):
-            ids = [await self._interaction.start_interaction(given, **self._kwargs) for given in (None, None, "mine")]
+            ids = [
+                await self._interaction.start_interaction(requested, **self._kwargs) for requested in (None, None, "mine")
+            ]
         if not ids:
             self._found.stop()
         self._found.expect(
@@ -152,10 +154,12 @@ class _InteractionSuite:
         return replies
 
     async def _reply(self, instance_id: str, messages: list[dict[str, Any]], where: str) -> Reply | None:
-        given = copy.deepcopy(messages)
-        answer = await self._interaction.generate_response(instance_id, given, **self._kwargs)
+        messages_copied = copy.deepcopy(messages)
+        answer = await self._interaction.generate_response(instance_id, messages_copied, **self._kwargs)
         expect = self._found.expect
-        expect(given == messages, "generate_response changed the messages that it was given; make a list of your own")
+        expect(
+            messages_copied == messages, "generate_response changed the messages that it was given; make a list of your own"
+        )
         if not expect(
             isinstance(answer, tuple | list) and len(answer) == 4,
             f"generate_response returned {answer!r:.80}{where}; return (should_terminate, content, score, metadata)",
@@ -215,19 +219,19 @@ class _InteractionSuite:
 
 
 async def _check_episode(
-    interaction: Interaction, found: Findings, *, says: Sequence[str], prompt: str, kwargs: dict[str, Any]
+    interaction: Interaction, findings: Findings, *, says: Sequence[str], prompt: str, kwargs: dict[str, Any]
 ) -> None:
     """Run one real episode, which is what all of this is for."""
     context = scripted_context(list(says), interactions={interaction.name: interaction})
     ref = InteractionRef(name=interaction.name, kwargs=kwargs)
     one = dataclasses.replace(task(prompt, data_source=None), interaction=ref)
-    async with found.calling("a whole episode"):
+    async with findings.calling("a whole episode"):
         trajectory = await run_episode(context, one, id="episode")
-        found.expect(
+        findings.expect(
             not trajectory.is_failed,
             f"a whole episode failed: {trajectory.error}",
         )
-        found.expect(
+        findings.expect(
             not trajectory.metrics.get("close_errors"), "finalize_interaction failed at the end of an episode; see the log"
         )
 

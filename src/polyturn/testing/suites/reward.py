@@ -57,11 +57,11 @@ async def check_reward(
     router = RewardRouter(function=RewardRef(target=function, kwargs=kwargs or {}), calls=options)
     row = task(ground_truth=ground_truth, data_source=data_source, extra=dict(extra_info or {}))
     scores = expected if isinstance(expected, Mapping) else dict.fromkeys(expected)
-    async with Findings(f"reward {router_name(function)}") as found:
+    async with Findings(f"reward {router_name(function)}") as findings:
 
         async def score(*texts: str, what: str, observed: str = "") -> Reward | None:
             reward: Reward | None = None
-            async with found.calling(f"the score of {what}"):
+            async with findings.calling(f"the score of {what}"):
                 reward = await router.score(_trajectory(row, texts, observed=observed))
             return reward
 
@@ -70,26 +70,26 @@ async def check_reward(
             if reward is None or value is None:
                 continue
             got = reward.components["outcome"]
-            found.expect(math.isclose(got, value, abs_tol=1e-9), f"{text!r:.60} is scored {got:g}, not {value:g}")
+            findings.expect(math.isclose(got, value, abs_tol=1e-9), f"{text!r:.60} is scored {got:g}, not {value:g}")
         for kind, text in AWKWARD.items():
             await score(text, what=f"a message that is {kind}")
         await score(what="a trajectory without a turn, which a limit may leave")
         await score(*(text for text in scores), what="a conversation of several turns", observed="Try again.")
-        if is_deterministic and not found.problems:
-            await _check_same(found, score, list(scores))
+        if is_deterministic and not findings.problems:
+            await _check_same(findings, score, list(scores))
 
 
-async def _check_same(found: Findings, score: Callable[..., Any], texts: Sequence[str]) -> None:
+async def _check_same(findings: Findings, score: Callable[..., Any], texts: Sequence[str]) -> None:
     """Score each answer alone, again, beside the others, and after a tool said all of them."""
     alone = [await score(text, what=f"{text!r:.60}") for text in texts]
     beside = await asyncio.gather(*(score(text, what=f"{text!r:.60}, beside others") for text in texts))
     for text, one, other in zip(texts, alone, beside, strict=True):
-        found.expect(one == other, f"{text!r:.60} is scored differently beside others; hold no state between calls")
-    if found.problems or len(texts) < 2:
+        findings.expect(one == other, f"{text!r:.60} is scored differently beside others; hold no state between calls")
+    if findings.problems or len(texts) < 2:
         return
     for text, one in zip(texts, alone, strict=True):
         reward = await score(text, what=f"{text!r:.60}", observed="\n".join(texts))
-        found.expect(
+        findings.expect(
             reward is not None and reward.components["outcome"] == one.components["outcome"],
             f"{text!r:.60} is scored differently when a tool said the other answers; score what the model wrote",
         )

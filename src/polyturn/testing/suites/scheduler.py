@@ -61,32 +61,34 @@ async def check_scheduler(
         "scheduler": scheduler,
         "rewards": {"check": lambda trajectory: 0.0},
     }
-    async with Findings(f"scheduler {type(scheduler).__name__}") as found:
+    async with Findings(f"scheduler {type(scheduler).__name__}") as findings:
         context = scripted_context(list(says), limits=Limits(max_turns=MAX_TURNS), **common)
-        alone = await _play(found, context, row, id="alone")
+        alone = await _play(findings, context, row, id="alone")
         await _play(
-            found, scripted_context(list(says), limits=Limits(max_turns=1), **common), row, id="short", max_turns=1,
+            findings, scripted_context(list(says), limits=Limits(max_turns=1), **common), row, id="short", max_turns=1,
             where=" of one turn",
         )  # fmt: skip
         cut = Limits(max_turns=MAX_TURNS, max_tokens_per_turn=1)
-        await _play(found, scripted_context(list(says), limits=cut, **common), row, id="cut", where=" with cut completions")
+        await _play(
+            findings, scripted_context(list(says), limits=cut, **common), row, id="cut", where=" with cut completions"
+        )
         broken = scripted_context([*says[:1], EngineError("the engine is gone")], **common)
-        await _play(found, broken, row, id="broken", where=" whose engine fails", may_fail=True)
+        await _play(findings, broken, row, id="broken", where=" whose engine fails", may_fail=True)
         if alone is None:
-            found.stop()
+            findings.stop()
         assert alone is not None
-        async with found.calling("episodes side by side"):
+        async with findings.calling("episodes side by side"):
             beside = await asyncio.gather(*(run_episode(context, row, id=f"side-{i}") for i in range(4)))
             if is_deterministic:
-                _check_same(found, alone, beside)
-        found.expect(
+                _check_same(findings, alone, beside)
+        findings.expect(
             context.num_live_interactions == 0 and not context.tools.live_ids,
             "tools or interactions of episodes that ended are still alive; let `run` return instead of waiting for ever",
         )
 
 
 async def _play(
-    found: Findings,
+    findings: Findings,
     context: RolloutContext,
     row: Task,
     *,
@@ -97,30 +99,30 @@ async def _play(
 ) -> Trajectory | None:
     """Run one episode and check its record."""
     trajectory: Trajectory | None = None
-    async with found.calling(f"an episode{where}"):
+    async with findings.calling(f"an episode{where}"):
         trajectory = await run_episode(context, dataclasses.replace(row, id=id), id=id)
     if trajectory is None:
         return None
-    found.expect(may_fail or not trajectory.is_failed, f"an episode{where} failed: {trajectory.error}")
-    found.expect(
+    findings.expect(may_fail or not trajectory.is_failed, f"an episode{where} failed: {trajectory.error}")
+    findings.expect(
         len(trajectory.turns) <= max_turns,
         f"an episode{where} took {len(trajectory.turns)} turns where {max_turns} are allowed; await episode.prepare() "
         "before each turn and end where it returns a reason",
     )
     for segment in trajectory.segments:
-        found.expect(
+        findings.expect(
             not np.any(segment.loss_weights[~segment.sampled_mask]),
             f"an episode{where} gives weight to tokens that the model did not write",
         )
         sampled = [s for s in segment.spans if s.source is SpanSource.SAMPLED]
-        found.expect(all(s.turn >= 0 for s in sampled), f"an episode{where} has sampled tokens that belong to no turn")
+        findings.expect(all(s.turn >= 0 for s in sampled), f"an episode{where} has sampled tokens that belong to no turn")
     return trajectory
 
 
-def _check_same(found: Findings, alone: Trajectory, beside: Sequence[Trajectory]) -> None:
+def _check_same(findings: Findings, alone: Trajectory, beside: Sequence[Trajectory]) -> None:
     wanted = to_openai(alone.messages)
     different = next((to_openai(t.messages) for t in beside if to_openai(t.messages) != wanted), None)
-    found.expect(
+    findings.expect(
         different is None,
         f"an episode beside others went differently: {different!r:.200} instead of {wanted!r:.200}; a scheduler is copied "
         "for each trajectory, but not what its attributes hold: keep state in attributes that `run` sets, or in turn.info",

@@ -46,14 +46,14 @@ async def check_tool(
     Raises:
         ContractError: it breaks its contract; the message lists how.
     """
-    told = ToolKwargs(**row)
-    async with Findings(f"tool {tool.name}") as found:
-        _check_schema(tool, found)
+    kwargs = ToolKwargs(**row)
+    async with Findings(f"tool {tool.name}") as findings:
+        _check_schema(tool, findings)
         box = ToolBox([tool], ToolOptions(timeout_s=DEADLINE_S, max_result_chars=None))
-        suite = _ToolSuite(box, tool, found, told)
+        suite = _ToolSuite(box, tool, findings, kwargs)
         alone = await suite.play("alone", calls)
         await suite.play("unused", [], where=" in an episode without a call")
-        if is_deterministic and not found.problems:
+        if is_deterministic and not findings.problems:
             await suite.check_isolation(calls, alone)
             await suite.check_going_on(calls, alone)
         await suite.check_bad_arguments(calls[0])
@@ -61,31 +61,33 @@ async def check_tool(
         for number in range(NUM_EPISODES):
             await suite.play(f"many-{number}", calls[:1])
         for name in grown(before, holdings(tool)):
-            found.expect(False, f"{name!r} holds something of every episode that ended; free it in release")
-        await _check_episode(tool, found, call=calls[0], told=told)
+            findings.expect(False, f"{name!r} holds something of every episode that ended; free it in release")
+        await _check_episode(tool, findings, call=calls[0], kwargs=kwargs)
 
 
-def _check_schema(tool: Tool, found: Findings) -> None:
+def _check_schema(tool: Tool, findings: Findings) -> None:
     schema = tool.schema
     try:
         json.dumps(schema)
     except (TypeError, ValueError):
-        found.expect(False, "its schema is no JSON; use plain values")
-        found.stop()
+        findings.expect(False, "its schema is no JSON; use plain values")
+        findings.stop()
     function = schema.get("function")
-    if not found.expect(
+    if not findings.expect(
         schema.get("type") == "function" and isinstance(function, Mapping),
         f"its schema is {schema!r:.80}; write {{type: function, function: {{name, description, parameters}}}}",
     ):
-        found.stop()
+        findings.stop()
     assert isinstance(function, Mapping)
-    found.expect(
+    findings.expect(
         function.get("name") == tool.name, f"its name is {tool.name!r} and its schema says {function.get('name')!r}"
     )
-    found.expect(bool(function.get("description")), "its schema has no description, which is all that the model knows of it")
+    findings.expect(
+        bool(function.get("description")), "its schema has no description, which is all that the model knows of it"
+    )
     properties = (function.get("parameters") or {}).get("properties") or {}
     for name, of in properties.items():
-        found.expect(
+        findings.expect(
             isinstance(of, Mapping) and bool(of.get("description")),
             f"the parameter {name!r} has no description in the schema; the model reads it",
         )
@@ -94,11 +96,11 @@ def _check_schema(tool: Tool, found: Findings) -> None:
 class _ToolSuite:
     """Episodes with one tool."""
 
-    def __init__(self, box: ToolBox, tool: Tool, found: Findings, told: ToolKwargs) -> None:
+    def __init__(self, box: ToolBox, tool: Tool, findings: Findings, kwargs: ToolKwargs) -> None:
         self._box = box
         self._tool = tool
-        self._found = found
-        self._task = dataclasses.replace(task(), tools=(tool.name,), tools_kwargs={tool.name: told})
+        self._found = findings
+        self._task = dataclasses.replace(task(), tools=(tool.name,), tools_kwargs={tool.name: kwargs})
 
     async def play(self, id: str, calls: Sequence[Mapping[str, Any]], *, where: str = "") -> list[tuple[Any, float | None]]:
         """Play one episode, call by call, and return the observations and the step rewards."""
@@ -191,17 +193,17 @@ class _ToolSuite:
         await session.close()
 
 
-async def _check_episode(tool: Tool, found: Findings, *, call: Mapping[str, Any], told: ToolKwargs) -> None:
+async def _check_episode(tool: Tool, findings: Findings, *, call: Mapping[str, Any], kwargs: ToolKwargs) -> None:
     """Run one real episode in which a model calls the tool."""
     text = f"<tool_call>\n{json.dumps({'name': tool.name, 'arguments': dict(call)})}\n</tool_call>"
     context = scripted_context([text, "Done."], tools=[tool], rewards={"check": lambda trajectory: 0.0})
-    one = dataclasses.replace(task(data_source="check"), tools=(tool.name,), tools_kwargs={tool.name: told})
-    async with found.calling("a whole episode"):
+    one = dataclasses.replace(task(data_source="check"), tools=(tool.name,), tools_kwargs={tool.name: kwargs})
+    async with findings.calling("a whole episode"):
         tiny_codec().template.render(one.prompt, tools=(tool.schema,), add_generation_prompt=True)
         trajectory = await run_episode(context, one, id="episode")
-        found.expect(not trajectory.is_failed, f"a whole episode failed: {trajectory.error}")
+        findings.expect(not trajectory.is_failed, f"a whole episode failed: {trajectory.error}")
         results = [r for turn in trajectory.turns for r in turn.tool_results]
-        found.expect(
+        findings.expect(
             trajectory.is_failed or [r.error for r in results] == [None],
             f"a model that calls it with {dict(call)!r:.100} reads {[r.content for r in results]!r:.200}",
         )

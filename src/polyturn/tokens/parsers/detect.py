@@ -70,8 +70,8 @@ class _Probe:
     def is_read_by(self, parser: ToolCallParser) -> bool:
         """Return whether the parser reads exactly the turn's calls, and content where the template writes it."""
         turn = _parse(parser, self.text)
-        said = [(c.name, dict(c.arguments), c.error) for c in turn.tool_calls]
-        if said != [(c.name, dict(c.arguments), None) for c in self.message.tool_calls]:
+        read_calls = [(c.name, dict(c.arguments), c.error) for c in turn.tool_calls]
+        if read_calls != [(c.name, dict(c.arguments), None) for c in self.message.tool_calls]:
             return False
         # A template may write what is said beside a call as reasoning, or not at all; reasoning has tags of its own.
         content = turn.content.strip()
@@ -108,16 +108,16 @@ def build_parser(
                 f"tools; name the parser in rollout.parser (known: {known}; or your own as file.py:Class, or registered by "
                 '@polyturn.tokens.parsers.parsers.register("name")), or use a template that renders tool calls'
             )
-    found = parsers.resolve(name, base=base, key="rollout.parser")
-    if not inspect.isclass(found) or not issubclass(found, TurnParser):
+    parser = parsers.resolve(name, base=base, key="rollout.parser")
+    if not inspect.isclass(parser) or not issubclass(parser, TurnParser):
         if options.reasoning is not None or options.calls_in_reasoning:
             raise ConfigError(
                 f"the parser {name!r} takes no options; leave out rollout.parser.reasoning and "
                 "rollout.parser.calls_in_reasoning, or derive it from polyturn.tokens.parsers.TurnParser"
             )
-        return found()
+        return parser()
     chosen = options.reasoning or detect_reasoning(codec, name, base=base)
-    return found(
+    return parser(
         reasoning=chosen,
         reasoning_is_open=_is_open(codec, reasoning_formats.resolve(chosen)),
         calls_in_reasoning=options.calls_in_reasoning,
@@ -127,10 +127,10 @@ def build_parser(
 def detect(codec: Codec) -> str:
     """Return the name of the parser that reads back what the template writes for tool calls; "none" if there is none."""
     families = {parsers.resolve(name): name for name in reversed(list(parsers)) if name != "none"}
-    made = [(name, family()) for family, name in reversed(families.items())]
+    instances = [(name, family()) for family, name in reversed(families.items())]
     for ids, is_prompt in itertools.product(_ID_SHAPES, (True, False)):
         probes = _probes(codec, ids, is_prompt)
-        for name, parser in made if probes else ():
+        for name, parser in instances if probes else ():
             if all(p.is_read_by(parser) for p in probes):
                 return name
     return "none"

@@ -40,8 +40,8 @@ class GptOssParser(TurnParser):
     def parse(self, text: str, *, id_prefix: str = "call", tools: Tools = ()) -> ParsedTurn:
         """Read one turn; see `ToolCallParser.parse`."""
         if _MARK.search(text) is None:
-            found = self.read(text, tools)
-            return ParsedTurn("".join(found.pieces), self._with_ids(found.calls, id_prefix))
+            parsed = self.read(text, tools)
+            return ParsedTurn("".join(parsed.pieces), self._with_ids(parsed.calls, id_prefix))
         thoughts = []
         pieces = []
         calls: list[ToolCall] = []

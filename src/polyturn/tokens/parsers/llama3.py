@@ -36,8 +36,8 @@ class Llama3Parser(TurnParser):
         if not tag:
             return _read_bare(text, tools) if _LOOKS_LIKE.match(text) else ParsedText([text], [])
         if _PYTHON.match(rest):
-            found = read_python_calls(rest, tag=tag)
-            return ParsedText([content, *found.pieces], found.calls)
+            python_calls = read_python_calls(rest, tag=tag)
+            return ParsedText([content, *python_calls.pieces], python_calls.calls)
         calls, behind = _read_objects(rest)
         if not calls:
             calls = [broken(tag + rest, f'{_TAG} must be followed by {{"name": …, "parameters": {{…}}}}')]

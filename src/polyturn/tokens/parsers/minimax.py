@@ -44,12 +44,12 @@ class MinimaxM2Parser(TurnParser):
             close = text.rfind(_CLOSE, start, limit)
             end = limit if close < 0 else close
             position = limit if close < 0 else close + len(_CLOSE)
-            found = _read_block(text[start + len(_OPEN) : end], tools)
-            if not found:
-                found.append(
+            block = _read_block(text[start + len(_OPEN) : end], tools)
+            if not block:
+                block.append(
                     broken(text[start:position], f"the {_OPEN} block calls nothing; write {_INVOKE_FORM} inside it")
                 )
-            calls += found
+            calls += block
         pieces.append(text[position:])
         return ParsedText(pieces, calls)
 

@@ -40,8 +40,8 @@ class MistralParser(TurnParser):
         calls: list[ToolCall] = []
         for section in sections:
             rest = section.lstrip()
-            found, behind = _read_objects(rest) if rest[:1] in ("[", "{") else _read_named(section)
-            calls += found
+            objects, behind = _read_objects(rest) if rest[:1] in ("[", "{") else _read_named(section)
+            calls += objects
             pieces.append(behind)
         return ParsedText(pieces, calls)
 

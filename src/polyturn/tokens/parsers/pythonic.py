@@ -54,13 +54,13 @@ class PythonicParser(TurnParser):
         """Read the list behind a tag, or the first line that is one."""
         tag = _OPEN.search(text)
         if tag is not None:
-            found = read_python_calls(text[tag.end() :], tag=tag[0])
-            return ParsedText([text[: tag.start()], *found.pieces], found.calls)
+            calls = read_python_calls(text[tag.end() :], tag=tag[0])
+            return ParsedText([text[: tag.start()], *calls.pieces], calls.calls)
         start = _BARE.search(text)
         if start is None:
             return ParsedText([text], [])
-        found = read_python_calls(text[start.start() :])
-        return ParsedText([text[: start.start()], *found.pieces], found.calls)
+        calls = read_python_calls(text[start.start() :])
+        return ParsedText([text[: start.start()], *calls.pieces], calls.calls)
 
 
 def read_python_calls(text: str, *, tag: str = "") -> ParsedText:

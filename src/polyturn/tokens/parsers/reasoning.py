@@ -54,22 +54,22 @@ def split_reasoning(
     """
     if not tags.opens or not (is_open or tags.opens in text or tags.closes in text):
         return None, text
-    found = list(_tags(tags, call_tags).finditer(text))
+    tags_found = list(_tags(tags, call_tags).finditer(text))
     is_open = is_open and not text.lstrip().startswith(tags.opens)
-    if not found and not is_open:
+    if not tags_found and not is_open:
         return None, text
     open_call, close_call = call_tags
     thoughts: list[str] = []
     kept: list[str] = []
     position = 0
     inside = tags.opens if is_open else ""  # the tag that is open
-    for index, tag in enumerate(found):
+    for index, tag in enumerate(tags_found):
         if inside == tags.opens:
             if tag[0] == tags.closes:
                 thoughts.append(text[position : tag.start()])
                 position, inside = tag.end(), ""
         elif tag[0] == tags.closes:
-            following = found[index + 1][0] if index + 1 < len(found) else ""
+            following = tags_found[index + 1][0] if index + 1 < len(tags_found) else ""
             if not thoughts and not (inside and close_call and following == close_call):  # opened by the generation prompt
                 thoughts.append(text[: tag.start()])
                 kept.clear()

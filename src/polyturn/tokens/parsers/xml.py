@@ -85,8 +85,8 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
-            found = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            return found if isinstance(found, Mapping) else {}
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return properties if isinstance(properties, Mapping) else {}
     return {}
 
 

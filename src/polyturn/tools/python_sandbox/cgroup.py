@@ -53,14 +53,14 @@ def make_group(
     name: str, *, memory_mb: int, processes: int, cpus: float | None = None, root: Path = ROOT
 ) -> ControlGroup | None:
     """Return a new group with these limits; None where the kernel lends none."""
-    made: list[Path] = []
+    groups: list[Path] = []
     try:
         for parents, must, may in _trees(root, memory_mb=memory_mb, processes=processes, cpus=cpus):
-            made.append(_make(parents, name, must, may))
+            groups.append(_make(parents, name, must, may))
     except OSError:
-        ControlGroup(made).remove()
+        ControlGroup(groups).remove()
         return None
-    return ControlGroup(made)
+    return ControlGroup(groups)
 
 
 def sweep(root: Path = ROOT) -> None:
@@ -68,11 +68,11 @@ def sweep(root: Path = ROOT) -> None:
     own = _own_paths()
     places = {root, root / "memory", root / "pids", root / "cpu"}
     places |= {root / kind / path for kind, path in own.items()}
-    for place in places:
+    for group_folder in places:
         with contextlib.suppress(OSError):
-            for folder in place.iterdir():
-                found = _NAME.match(folder.name)
-                if found and not Path(f"/proc/{found[1]}").exists():
+            for folder in group_folder.iterdir():
+                match = _NAME.match(folder.name)
+                if match and not Path(f"/proc/{match[1]}").exists():
                     with contextlib.suppress(OSError):
                         folder.rmdir()
 
@@ -134,9 +134,9 @@ def _write(path: Path, value: int | str) -> None:
 
 def _own_paths() -> dict[str, str]:
     """Return this process's path in each tree: {"memory": "a/b", "": "in the one tree"}."""
-    found = {}
+    paths = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            found.update(dict.fromkeys(kinds.split(","), path.lstrip("/")))
-    return found
+            paths.update(dict.fromkeys(kinds.split(","), path.lstrip("/")))
+    return paths

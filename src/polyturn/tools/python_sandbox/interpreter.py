@@ -152,15 +152,15 @@ class Interpreter:
         Where it has the same user as the code, which can then write into its memory, the same limits are to hold for it.
         """
         with open(info, "rb"):
-            said = b""
+            output = b""
             until = time.monotonic() + START_S
-            while b"}" not in said and is_readable(info, timeout_s=until - time.monotonic()):
+            while b"}" not in output and is_readable(info, timeout_s=until - time.monotonic()):
                 chunk = os.read(info, 4096)
                 if not chunk:
                     break
-                said += chunk
+                output += chunk
         with contextlib.suppress(ValueError, KeyError, OSError):
-            pid = json.loads(said)["child-pid"]
+            pid = json.loads(output)["child-pid"]
             self._init_fd = os.pidfd_open(pid)
             self._init_pid = pid
         if confines and self._init_fd is not None:
@@ -414,12 +414,12 @@ class _Reply:
     @property
     def files(self) -> dict[str, str]:
         """The files that are there, in base64."""
-        found, at = {}, 0
+        files, at = {}, 0
         for name, size in zip(self._fetch, self._sizes or (), strict=False):
             if size is not None:
-                found[name] = base64.b64encode(self._held[at : at + size]).decode()
+                files[name] = base64.b64encode(self._held[at : at + size]).decode()
                 at += size
-        return found
+        return files
 
     def _read(self, line: bytes) -> None:
         if len(line) > self._max_line or self._token.encode() not in line:

@@ -119,10 +119,10 @@ def interpreter_folders(python: str) -> Sequence[str]:
     """
     code = "import sys; print(sys.base_prefix, sys.prefix, sep='\\n')"
     try:
-        said = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=20, check=True)
+        completed = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as problem:
         raise ConfigError(f"python is {python!r}, which is no interpreter that starts: {problem}") from problem
-    folders = {*said.stdout.split("\n"), *_environment(python)} - {""}
+    folders = {*completed.stdout.split("\n"), *_environment(python)} - {""}
     return tuple(sorted(f for f in folders if not Path(f).is_relative_to("/usr")))
 
 
@@ -133,5 +133,5 @@ def _environment(python: str) -> list[str]:
 
 def bare_python() -> str:
     """Return this process's interpreter without its virtual environment: the standard library alone is visible."""
-    found = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return str(found) if found.exists() else sys.executable
+    path = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return str(path) if path.exists() else sys.executable

@@ -120,11 +120,11 @@ class WarmPool:
     def _take(self, until: float) -> Interpreter:
         with self._changed:
             while self._ready:
-                found = self._ready.popleft()
+                interpreter = self._ready.popleft()
                 self._changed.notify_all()
-                if found.is_alive:
-                    return found
-                found.close()
+                if interpreter.is_alive:
+                    return interpreter
+                interpreter.close()
             wanted: Future[Interpreter] = Future()
             self._wanted.append(wanted)
             self._grow()
@@ -193,10 +193,10 @@ class WarmPool:
         return self._num_users > 0 and len(self._ready) + self._num_warming < self._size and not self._is_broken
 
     def _start_one(self, wanted: Future[Interpreter] | None, crew: _Crew) -> None:
-        made: Interpreter | None = None
+        interpreter: Interpreter | None = None
         error: SandboxStartError | None = None
         try:
-            made = self._start()
+            interpreter = self._start()
         except Exception as problem:
             error = problem if isinstance(problem, SandboxStartError) else SandboxStartError(str(problem))
         with self._changed:
@@ -205,12 +205,12 @@ class WarmPool:
             crew.num_idle += 1
             if wanted is None or wanted.cancelled():
                 self._is_broken = self._is_broken or error is not None
-                if made is not None:
-                    self._ready.append(made)
+                if interpreter is not None:
+                    self._ready.append(interpreter)
             elif error is not None:
                 wanted.set_exception(error)
             else:
-                assert made is not None
+                assert interpreter is not None
                 self._is_broken = False
-                wanted.set_result(made)
+                wanted.set_result(interpreter)
             self._changed.notify_all()

@@ -29,10 +29,10 @@ def stand_still(first: int) -> bool:
     """Stop a process and all below it; False if they do not stand still in time."""
     until, pause_s, num_still = time.monotonic() + LIMIT_S, 0.0, 0
     while num_still < 2:  # the end of one that was looked at late may have let another go on
-        found = _below(first)
-        moving = [pid for pid in found if not _is_still(pid)]
+        processes = _below(first)
+        moving = [pid for pid in processes if not _is_still(pid)]
         for pid in moving:
-            _signal(pid, found, signal.SIGSTOP)
+            _signal(pid, processes, signal.SIGSTOP)
         num_still = 0 if moving else num_still + 1
         if time.monotonic() > until:
             return False
@@ -44,45 +44,45 @@ def stand_still(first: int) -> bool:
 
 def go_on(first: int) -> None:
     """Let a process and all below it go on."""
-    found = _below(first)
-    for pid in found:
-        _signal(pid, found, signal.SIGCONT)
+    processes = _below(first)
+    for pid in processes:
+        _signal(pid, processes, signal.SIGCONT)
 
 
 def _below(first: int) -> Mapping[int, int]:
     """Return a process and all below it, each with its parent."""
-    found, todo = {first: 0}, [first]
+    depths, todo = {first: 0}, [first]
     while todo:
         parent = todo.pop()
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{parent}/task").iterdir():
                 with contextlib.suppress(OSError):
                     for pid in map(int, (task / "children").read_text().split()):
-                        if pid not in found:
-                            found[pid] = parent
+                        if pid not in depths:
+                            depths[pid] = parent
                             todo.append(pid)
-    return found
+    return depths
 
 
-def _signal(pid: int, found: Mapping[int, int], number: signal.Signals) -> None:
+def _signal(pid: int, processes: Mapping[int, int], number: signal.Signals) -> None:
     """Send a signal to a process, unless its number is another's by now."""
     with contextlib.suppress(OSError):
-        held = os.pidfd_open(pid)
+        handle = os.pidfd_open(pid)
         try:
-            if not found[pid] or _stat(pid)[1] in found:
-                signal.pidfd_send_signal(held, number)
+            if not processes[pid] or _stat(pid)[1] in processes:
+                signal.pidfd_send_signal(handle, number)
         finally:
-            os.close(held)
+            os.close(handle)
 
 
 def _is_still(pid: int) -> bool:
     """Return whether a process is stopped or gone, or has one thread and will do nothing more before it is stopped."""
     try:
-        said = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
     except OSError:
         return True
-    is_told = int(said["ShdPnd"], 16) >> (signal.SIGSTOP - 1) & 1
-    return said["State"][0] in _STILL or (said["Threads"].strip() == "1" and bool(is_told))
+    is_told = int(fields["ShdPnd"], 16) >> (signal.SIGSTOP - 1) & 1
+    return fields["State"][0] in _STILL or (fields["Threads"].strip() == "1" and bool(is_told))
 
 
 def _stat(pid: int) -> tuple[str, int]:

@@ -79,7 +79,7 @@ class PythonSandbox(BaseTool):
             "type": "string",
             "description": "Python code; print what you want to see. Variables are kept between calls.",
         }
-        return OpenAIFunctionToolSchema.of("python", "Run Python code and return what it prints.", {"code": code})
+        return OpenAIFunctionToolSchema.of("python", "Run Python code and return its output.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
         """End a program within three quarters of a call's deadline: the rest is for starting a sandbox."""
@@ -173,15 +173,15 @@ def describe(result: RunResult, limits: SandboxLimits) -> str:
         "output": "The code printed without end and was stopped.",
         "killed": f"The code was killed (exit code {result.exit_code}), maybe for want of memory ({limits.memory_mb} MB).",
     }
-    said = [f"{result.stdout}{result.stderr}"]
+    sections = [f"{result.stdout}{result.stderr}"]
     if result.is_truncated:
-        said.append("[The rest of the output is left out.]")
-    said.append(ends[result.status])
+        sections.append("[The rest of the output is left out.]")
+    sections.append(ends[result.status])
     if not result.is_alive:
-        said.append("Its variables are gone.")
+        sections.append("Its variables are gone.")
     text = (
-        said[0]
-        + ("\n" if said[0] and not said[0].endswith("\n") and any(said[1:]) else "")
-        + " ".join(filter(None, said[1:]))
+        sections[0]
+        + ("\n" if sections[0] and not sections[0].endswith("\n") and any(sections[1:]) else "")
+        + " ".join(filter(None, sections[1:]))
     )
     return text or "The code ran and printed nothing."

@@ -110,7 +110,7 @@ def is_late(number, frame):
 
 def fetch(names, most):
     """Return the content of each file; None for one that is not there or too large."""
-    found = []
+    files = []
     for name in names:
         content = None
         try:
@@ -120,9 +120,9 @@ def fetch(names, most):
             pass
         if content is not None and len(content) > most:
             content = None
-        found.append(content)
+        files.append(content)
         most -= len(content or b"")
-    return found
+    return files
 
 
 def main():

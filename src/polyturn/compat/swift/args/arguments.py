@@ -114,8 +114,8 @@ def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> C
             raise ConfigError(f"the argument --{name} is given twice; keep one of them")
         if name in _TEXTS and not raw:
             raise ConfigError(f"the argument --{name} has no value; write --{name} VALUE, or leave it out")
-        found = [_given(name, one) for one in raw]
-        values[name] = True if not found else found[0] if len(found) == 1 else found
+        parsed = [_given(name, one) for one in raw]
+        values[name] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
         origin[name] = f"from the argument '--{name}'"
     return over_defaults(values, origin, defaults)
 
@@ -171,19 +171,19 @@ def _given(name: str, text: str) -> Any:
     """Return the value of an argument's text: the text itself or a list, which must be JSON for free texts."""
     if name not in _TEXTS or text in ("None", "null"):
         return read_value(text)
-    found = read_value(text) if text.startswith('["' if name in {"stop_words", "system", "api_key"} else "[") else text
-    return found if isinstance(found, list) else text
+    value = read_value(text) if text.startswith('["' if name in {"stop_words", "system", "api_key"} else "[") else text
+    return value if isinstance(value, list) else text
 
 
 def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with native keys that are written with dots as a tree."""
-    found = {k: v for k, v in values.items() if not k.startswith("polyturn.")}
+    nested = {k: v for k, v in values.items() if not k.startswith("polyturn.")}
     for key in (k for k in values if k.startswith("polyturn.")):
         tree: Any = values[key]
         for part in reversed(key.split(".")):
             tree = {part: tree}
-        found["polyturn"] = _joined(found.get("polyturn"), tree["polyturn"], "polyturn")
-    return found
+        nested["polyturn"] = _joined(nested.get("polyturn"), tree["polyturn"], "polyturn")
+    return nested
 
 
 def _joined(one: Any, other: Any, key: str) -> Any:
@@ -211,8 +211,8 @@ def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str], defaults
     Raises:
         ConfigError: a native key is a value and a section at once, or is given twice.
     """
-    found = {**defaults, **_as_tree(values)}
-    return Composed(values=found, origin=dict(origin))
+    merged = {**defaults, **_as_tree(values)}
+    return Composed(values=merged, origin=dict(origin))
 
 
 @functools.cache
@@ -230,10 +230,10 @@ def rollout_to_native(arguments: Sequence[str]) -> Translation:
     is_file = len(arguments) == 1 and not arguments[0].startswith("-")
     tree = read(Path(arguments[0])) if is_file else parse(arguments)
     names = dict.fromkeys(name.partition(".")[0] if name.startswith("polyturn.") else name for name in tree.origin)
-    given = {name: tree.values[name] for name in names}
-    if not given.get("model"):
+    own_values = {name: tree.values[name] for name in names}
+    if not own_values.get("model"):
         raise ConfigError("the argument model is missing; name a folder or hub id of a model")
-    values = {"multi_turn_scheduler": None, "max_turns": None, **given}
+    values = {"multi_turn_scheduler": None, "max_turns": None, **own_values}
     return translate(Composed(values=values, origin=tree.origin), keys=rollout_table(), converters=CONVERTERS)
 
 

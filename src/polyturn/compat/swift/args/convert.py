@@ -77,15 +77,17 @@ def val_dataset(s: Source) -> None:
 
 def columns(s: Source) -> None:
     """Set the names of columns, which ms-swift writes the other way round; its `query` is a prompt."""
-    given = s.get("columns", {})
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for pair in given.items() for name in pair):
+    columns = s.get("columns", {})
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(name, str) and name for pair in columns.items() for name in pair
+    ):
         s.refuse("columns", 'give the names of the files with those that they stand for, as JSON: {"question": "query"}')
         return
-    names = ["prompt" if name == "query" else name for name in given.values()]
+    names = ["prompt" if name == "query" else name for name in columns.values()]
     if twice := next((name for name in names if names.count(name) > 1), None):
         s.refuse("columns", f"two columns would be {twice!r}; keep one of them")
         return
-    renamed = {name: own for name, own in zip(names, given, strict=True) if name != own}
+    renamed = {name: own for name, own in zip(names, columns, strict=True) if name != own}
     for part, of in (("data.train", "dataset"), ("evaluation.data", "val_dataset")):
         if renamed and s.get(of):
             s.put(f"{part}.columns", renamed, by="columns")
@@ -127,7 +129,7 @@ def rewards(s: Source) -> None:
     kwargs: dict[str, Any] = {"names": names, "use_gym_env": use_gym}
     if weights is not None:
         kwargs["weights"] = [float(w) for w in as_list(weights)]
-    if options := {name: s.found[name] for name in REWARD_OPTIONS if s.get(name) is not None}:
+    if options := {name: s.values[name] for name in REWARD_OPTIONS if s.get(name) is not None}:
         kwargs["options"] = options
     s.put("reward.function", {"name": "polyturn.compat.swift.reward_adapter:score", **kwargs}, by="reward_funcs")
 
@@ -201,8 +203,8 @@ def batches(s: Source) -> None:
     device = s.whole("per_device_train_batch_size", 1, least=1)
     accumulation = s.whole("gradient_accumulation_steps", 1, least=1)
     processes = s.whole("nproc_per_node", 1, least=1)
-    given, steps = s.get("generation_batch_size"), s.get("steps_per_generation")
-    if given is not None and steps is not None:
+    generation_size, steps = s.get("generation_batch_size"), s.get("steps_per_generation")
+    if generation_size is not None and steps is not None:
         s.refuse("generation_batch_size", "steps_per_generation says the same; keep one of them")
         return
     steps = s.whole("steps_per_generation", accumulation, least=1)
@@ -218,7 +220,11 @@ def batches(s: Source) -> None:
             + (f"; possible are {near}" if near else f"; give generation_batch_size {group}"),
         )
         return
-    s.put("train.groups_per_step", total // group, by="generation_batch_size" if given else "per_device_train_batch_size")
+    s.put(
+        "train.groups_per_step",
+        total // group,
+        by="generation_batch_size" if generation_size else "per_device_train_batch_size",
+    )
     update = processes * device * accumulation
     updates = max(1, total // update)
     if total % update:

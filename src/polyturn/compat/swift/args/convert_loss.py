@@ -38,14 +38,14 @@ _OWN_SCALE = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
 
 def advantage(s: Source) -> None:
     """Set the estimator: a native one where it computes the same, else ms-swift's."""
-    name, given = str(s.get("advantage_estimator", "grpo")), s.get("scale_rewards")
+    name, estimator = str(s.get("advantage_estimator", "grpo")), s.get("scale_rewards")
     if name not in _ESTIMATORS:
         s.refuse("advantage_estimator", f"there is no such estimator.{did_you_mean(name, _ESTIMATORS)}")
         return
-    scale = _OWN_SCALE[name] if given is None else _SCALES.get(given)
-    by = "scale_rewards" if given is not None else "advantage_estimator"
+    scale = _OWN_SCALE[name] if estimator is None else _SCALES.get(estimator)
+    by = "scale_rewards" if estimator is not None else "advantage_estimator"
     if scale is None:
-        s.refuse("scale_rewards", f"there is no such scale.{did_you_mean(str(given), _OWN_SCALE_NAMES)}")
+        s.refuse("scale_rewards", f"there is no such scale.{did_you_mean(str(estimator), _OWN_SCALE_NAMES)}")
     elif scale == "gdpo" and name == "reinforce_plus_plus":
         s.refuse("scale_rewards", "gdpo has no effect with reinforce_plus_plus there; take grpo, or another scale")
     elif scale == "gdpo" and s.get("kl_in_reward"):
@@ -109,22 +109,22 @@ def loss_type(s: Source) -> None:
 def correction(s: Source) -> None:
     """Set the off-policy correction."""
     mode, delta = s.get("rollout_importance_sampling_mode"), s.get("off_policy_sequence_mask_delta")
-    found: dict[str, Any] = {"weight": "none"}
+    settings: dict[str, Any] = {"weight": "none"}
     if mode is not None:
         level, _, what = str(mode).partition("_")
         if level not in ("token", "sequence") or what not in ("truncate", "mask"):
             s.refuse("rollout_importance_sampling_mode", f"{mode!r} is none of token or sequence, with _truncate or _mask")
             return
-        found = {
+        settings = {
             "weight": "geometric" if level == "sequence" else "token",
             "cap": s.number("rollout_importance_sampling_threshold", 2.0),
             "beyond": "drop" if what == "mask" else "truncate",
         }
     if delta is not None:
-        found["negative_bound"] = s.number("off_policy_sequence_mask_delta", 0.0)
-    if len(found) > 1:
+        settings["negative_bound"] = s.number("off_policy_sequence_mask_delta", 0.0)
+    if len(settings) > 1:
         by = "off_policy_sequence_mask_delta" if mode is None else "rollout_importance_sampling_mode"
-        s.put("algorithm.loss.correction", found, by=by)
+        s.put("algorithm.loss.correction", settings, by=by)
 
 
 def lora(s: Source) -> None:
