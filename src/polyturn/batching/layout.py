@@ -293,10 +293,10 @@ def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, len
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     # One flat array that is cut at the end: a write per micro-batch instead of one per sample.
     flat = np.zeros(starts[-1], dtype=np.float32)
-    for batch, value_S in zip(batches, values, strict=True):
-        if batch.is_padding:
-            continue
-        flat[starts[batch.sample_S] + batch.token_S] = value_S.detach().to("cpu", torch.float32).numpy()
+    pairs = [(batch, value_S) for batch, value_S in zip(batches, values, strict=True) if not batch.is_padding]
+    if pairs:  # one copy from the device, because each waits for it
+        at = np.concatenate([starts[batch.sample_S] + batch.token_S for batch, _ in pairs])
+        flat[at] = torch.cat([value_S.detach() for _, value_S in pairs]).to("cpu", torch.float32).numpy()
     return [flat[a:b] for a, b in itertools.pairwise(starts)]
 
 

@@ -152,8 +152,9 @@ class ValueTerms(Objective):
                 return Terms(values_S, values_S.detach())
             places = starts[batch.sample_S] + batch.token_S
             # A token without a return has the coefficient 0, and 0 times NaN would be NaN.
-            target_S = torch.from_numpy(np.nan_to_num(returns[places])).to(values_S)
-            loss_S, is_clipped_S = self._loss(values_S, target_S, torch.from_numpy(old[places]).to(values_S))
+            target_S = torch.from_numpy(np.nan_to_num(returns[places])).to(values_S, non_blocking=True)
+            old_S = torch.from_numpy(old[places]).to(values_S, non_blocking=True)
+            loss_S, is_clipped_S = self._loss(values_S, target_S, old_S)
             return Terms(loss_S, values_S.detach(), parts_S={"critic/clip_fraction": is_clipped_S})
 
         return terms

@@ -10,8 +10,9 @@ per token, their coefficients were normalised over the global batch before, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,8 @@ class Terms(NamedTuple):
     """Detached log-probabilities under the weights that the step began with, where the engine's are there to compare."""
     metrics: Mapping[str, Metric] = {}
     """Of the pass as a whole."""
+    sums: Mapping[str, tuple[Tensor, Callable[[float], Metric]]] = {}
+    """Further detached numbers [] that are still on the device, and the metrics that they become."""
     observation: Tensor | None = None
     """The observation loss of the micro-batch, its coefficients applied; None without one."""
 
@@ -157,8 +160,8 @@ class PolicyTerms(Objective):
             if batch.read is None:
                 return self._terms(batch, scores, weights)
             bound = self._terms(batch, scores.at(batch.read.at_S), weights)
-            observation, metrics = _observation_loss(batch.read, scores.logprobs_S)
-            return bound._replace(observation=observation, metrics={**bound.metrics, **metrics})
+            observation, sums = _observation_loss(batch.read, scores.logprobs_S)
+            return bound._replace(observation=observation, sums=sums)
 
         return terms
 
@@ -170,7 +173,7 @@ class PolicyTerms(Objective):
             raise TrainingError("the samples have no advantages; run an advantage estimator before forward_backward")
         # On policy the ratio is 1 by definition, and its gradient is that of the log-probability (REINFORCE).
         old_S = logprobs_S.detach() if batch.old_logprobs_S is None else batch.old_logprobs_S
-        sequence_S = torch.from_numpy(batch.sample_S).to(old_S.device)
+        sequence_S = torch.from_numpy(batch.sample_S).to(old_S.device, non_blocking=True)
         policy = self._policy_loss(logprobs_S, old_S, batch.advantages_S, sequence_S, batch.marks_S)
         # Decoupled PPO: rho = pi / mu stands outside of the clipped minimum (Hilton et al. 2022, equation 3).
         loss_S = policy.loss_T if batch.correction_S is None else policy.loss_T * batch.correction_S
@@ -209,20 +212,21 @@ class PolicyTerms(Objective):
         return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.metrics)
 
 
-def _observation_loss(read: ReadTargets, logprobs_R: Tensor) -> tuple[Tensor, Metrics]:
-    """Return the observation loss of a micro-batch, and its figures.
+def _observation_loss(
+    read: ReadTargets, logprobs_R: Tensor
+) -> tuple[Tensor, dict[str, tuple[Tensor, Callable[[float], Metric]]]]:
+    """Return the observation loss of a micro-batch, and its `Terms.sums`.
 
     sum over observed tokens of coef * -log pi(o_t | all tokens before), coef = observation_coef / (observed tokens of the
     step). Source: Shrivastava et al. 2026, ECHO (arXiv 2605.24517), here as a mean over the tokens of a step.
     """
     nll_O = -logprobs_R[read.at_O]
     loss = (nll_O * read.coef_O).sum()
-    total, nll = torch.stack([loss.detach(), nll_O.detach().sum()]).tolist()
     count = len(nll_O)
     return loss, {
-        "loss/observation": Sum(total),
-        "policy/observation_nll": Mean(nll, count),
-        "tokens/observed": Sum(count),
+        "loss/observation": (loss.detach(), Sum),
+        "policy/observation_nll": (nll_O.detach().sum(), partial(Mean, count=count)),
+        "tokens/observed": (loss.new_tensor(count), Sum),
     }
 
 
@@ -239,23 +243,51 @@ class SupervisedTerms(Objective):
         return Terms(loss_S, logprobs_S.detach(), parts_S={"loss/sft": loss_S.detach()})
 
 
-def batch_metrics(batch: MicroBatch, terms: Terms, total: float) -> Metrics:
-    """Return the sums of one micro-batch."""
-    # Stacked, so that the device is waited for once and not for each of a dozen figures.
-    names = [*terms.stats_S, *terms.parts_S]
-    values = [v.sum() for v in terms.stats_S.values()]
-    values += [(v * batch.loss_coef_S).sum() for v in terms.parts_S.values()]
-    numbers = dict(zip(names, torch.stack(values).tolist(), strict=True))
-    metrics: Metrics = {name: Mean(numbers[name], batch.num_targets) for name in terms.stats_S}
-    metrics |= {name: Sum(numbers[name]) for name in terms.parts_S}
+class PassFigures:
+    """The figures of a pass's micro-batches. They stay on the device until all are there, so it is waited for once."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[MicroBatch, Terms, Tensor]] = []
+
+    def add(self, batch: MicroBatch, terms: Terms, loss: Tensor) -> None:
+        """Add a micro-batch and its loss []."""
+        values = [v.sum() for v in terms.stats_S.values()]
+        values += [(v * batch.loss_coef_S).sum() for v in terms.parts_S.values()]
+        values += [value for value, _ in terms.sums.values()]
+        if "policy/ratio" in terms.stats_S:
+            values.append(terms.stats_S["policy/ratio"].max())
+        # Detached, because a graph would keep what the backward pass frees.
+        kept = terms._replace(loss_S=terms.loss_S.detach(), observation=None)
+        self._batches.append((batch, kept, torch.stack([loss.detach(), *values]).double()))
+
+    def read(self) -> tuple[list[Metrics], tuple[MicroBatch, Terms] | None]:
+        """Wait for the device; return the metrics of each micro-batch, and the first one whose loss is not finite."""
+        if not self._batches:
+            return [], None
+        numbers = torch.cat([values for *_, values in self._batches]).tolist()
+        parts: list[Metrics] = []
+        spoilt: tuple[MicroBatch, Terms] | None = None
+        for batch, terms, values in self._batches:
+            total, *rest = numbers[: len(values)]
+            del numbers[: len(values)]
+            parts.append(_batch_metrics(batch, terms, total, iter(rest)))
+            if spoilt is None and not math.isfinite(total):
+                spoilt = batch, terms
+        return parts, spoilt
+
+
+def _batch_metrics(batch: MicroBatch, terms: Terms, total: float, numbers: Iterator[float]) -> Metrics:
+    metrics: Metrics = {name: Mean(next(numbers), batch.num_targets) for name in terms.stats_S}
+    metrics |= {name: Sum(next(numbers)) for name in terms.parts_S}
     metrics |= terms.metrics
+    metrics |= {name: metric(next(numbers)) for name, (_, metric) in terms.sums.items()}
     metrics["loss/total"] = Sum(total)
     metrics["loss/micro_batches"] = Sum(1)
     metrics["tokens/trained"] = Sum(batch.num_targets)
     metrics["tokens/processed"] = Sum(batch.num_tokens)
     metrics["tokens/padding_share"] = Mean(batch.input_ids_BT.numel() - batch.num_tokens, batch.input_ids_BT.numel())
     if "policy/ratio" in terms.stats_S:
-        metrics["policy/ratio_max"] = Max(float(terms.stats_S["policy/ratio"].max()))
+        metrics["policy/ratio_max"] = Max(next(numbers))
     return metrics
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,9 +39,10 @@ from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
-from polyturn.training.loss_terms import Objective, as_step, batch_metrics
+from polyturn.training.loss_terms import Objective, PassFigures, as_step
 from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.pass_clock import PassClock
 from polyturn.training.reference import Scorer
 from polyturn.training.shards import (
     flat,
@@ -229,41 +229,39 @@ class ModelBackend:
         """
         start = time.perf_counter()
         batches = self.lay_out(samples, coefs)
-        seconds = {"time/layout": time.perf_counter() - start, "time/forward": 0.0, "time/backward": 0.0}
+        layout_s = time.perf_counter() - start
         real = [b for b in batches if not b.is_padding]
-        parts: list[Metrics] = []
+        figures, clock = PassFigures(), PassClock(self._placement.device(self.network))
         own: list[Tensor] = []
         entropies: list[Tensor] = []
         self.network.train()
-        problem: str | None = None
         minimised = self._objectives[objective]
         terms_of = minimised.bind(samples, weights)
         try:
             for number, batch in enumerate(batches):
-                start = time.perf_counter()
                 # Around both passes, because the backward one computes layers again.
                 with self.network.routed(batch), self._placement.drawing(self.step_count, number):
-                    terms = terms_of(self.network, batch)
-                    loss = terms.total(batch.loss_coef_S)
-                    value = float(loss.detach())
-                    if not batch.is_padding:
-                        parts.append(batch_metrics(batch, terms, value))
-                        if problem is None and not math.isfinite(value):
-                            problem = minimised.problem(samples, batch, terms, step=self.step_count)
-                        if terms.own_S is not None:
-                            own.append(terms.own_S)
-                            entropies += [terms.stats_S["policy/entropy"]] if "policy/entropy" in terms.stats_S else []
-                    middle = time.perf_counter()
+                    with clock.lap("time/forward"):
+                        terms = terms_of(self.network, batch)
+                        loss = terms.total(batch.loss_coef_S)
+                        if not batch.is_padding:
+                            figures.add(batch, terms, loss)
+                            if terms.own_S is not None:
+                                own.append(terms.own_S)
+                                entropies += [terms.stats_S["policy/entropy"]] if "policy/entropy" in terms.stats_S else []
                     # Also of a loss that is not finite: over ranks the pass is collective, and all of them must make it.
-                    loss.backward()
-                self.optimizer.collect()
-                seconds["time/forward"] += middle - start
-                seconds["time/backward"] += time.perf_counter() - middle
+                    with clock.lap("time/backward"):
+                        loss.backward()
+                        self.optimizer.collect()
         except TrainingError:
             self.optimizer.zero_grad()
             raise
+        parts, spoilt = figures.read()  # the only wait for the device
+        problem = None if spoilt is None else minimised.problem(samples, *spoilt, step=self.step_count)
+        seconds = clock.seconds()
         metrics: Metrics = as_step(merge(parts)) | {name: Sum(spent) for name, spent in seconds.items()}
-        metrics["time/forward_backward"] = Sum(seconds["time/forward"] + seconds["time/backward"])
+        metrics["time/layout"] = Sum(layout_s)
+        metrics["time/forward_backward"] = Sum(sum(seconds.values()))
         metrics["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in real))
         if self._is_packing_refused:
             metrics["tokens/packing_refused"] = Sum(1)

@@ -75,7 +75,8 @@ class PackedView:
             if self._device.type == "cuda":
                 make = _compiled(make)
             share = self.share
-            until_N = torch.from_numpy(self.packing.until_N).to(self._device) if share is None else share.until_M
+            of_all = torch.from_numpy(self.packing.until_N).to(self._device, non_blocking=True)
+            until_N = of_all if share is None else share.until_M
             at_L = torch.arange(self.num_tokens, device=self._device) if share is None else share.own_L
 
             def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
