@@ -31,6 +31,9 @@ from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
 
 Decode = Callable[[Ids], str]
 
+_MAX_TOGETHER = 16
+"""Tokens that may share characters with one another: a character has four bytes at most, some signs several characters."""
+
 
 @dataclass(kw_only=True)
 class SampledTurn:
@@ -46,10 +49,20 @@ class SampledTurn:
     @cached_property
     def starts(self) -> list[int]:
         """[N] where in `text` each token begins."""
-        parts = [self.decode(self.ids[i : i + 1]) for i in range(len(self.ids))]
-        if "".join(parts) != self.text:  # characters of several tokens decode only together
-            return [_num_shared(self.decode(self.ids[:i]), self.text) for i in range(len(self.ids))]
-        return np.cumsum([0, *map(len, parts[:-1])]).tolist() if parts else []
+        starts: list[int] = []
+        at = 0
+        while len(starts) < len(self.ids):
+            first = len(starts)
+            for num in range(1, _MAX_TOGETHER + 1):  # characters of several tokens decode only together
+                text = self.decode(self.ids[first : first + num])
+                if self.text.startswith(text, at) and (text or num == 1):
+                    break
+            else:  # a decoder that looks further back
+                return [_num_shared(self.decode(self.ids[:i]), self.text) for i in range(len(self.ids))]
+            inside = range(1, min(num, len(self.ids) - first))
+            starts += [at, *(at + _num_shared(self.decode(self.ids[first : first + i]), self.text[at:]) for i in inside)]
+            at += len(text)
+        return starts
 
     @cached_property
     def text(self) -> str:

@@ -237,10 +237,12 @@ def _spread(batches: Sequence[PlannedBatch], lengths: Sequence[int], num_ranks: 
     # Equally many for each, because a rank with one more would wait alone in a collective.
     room = -(-len(batches) // num_ranks)
     shares: list[list[PlannedBatch]] = [[] for _ in range(num_ranks)]
+    costs = [0] * num_ranks
     for batch in sorted(batches, key=lambda b: -b.cost):
         open_ranks = [r for r in range(num_ranks) if len(shares[r]) < room]
-        rank = min(open_ranks, key=lambda r: (sum(b.cost for b in shares[r]), r))
+        rank = min(open_ranks, key=lambda r: (costs[r], r))
         shares[rank].append(batch)
+        costs[rank] += batch.cost
     shortest = min((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i])
     is_packed = bool(batches[0].shared)
     padding = PlannedBatch(samples=(shortest,), shared=(0,) if is_packed else (), cost=lengths[shortest], is_padding=True)

@@ -42,17 +42,17 @@ class RayRankGroup:
         """
         with self._lock:  # a checkpoint is asked after from another thread, and all ranks must hear the same order
             refs = [rank.handle.run.remote(command, share) for rank, share in zip(self._ranks, shares, strict=True)]
-        waiting = list(refs)
+        waiting, values = list(refs), {}
         while waiting:  # in the order in which they end: one that died would be waited for behind one that waits for it
             (done, *_), waiting = ray.wait(waiting, num_returns=1)
             try:
-                ray.get(done)
+                values[done] = ray.get(done)
             except RayActorError as problem:
                 raise RankLostError(self._ranks[refs.index(done)].crash_report()) from problem
             except RayError as problem:
                 dead = next((r for r in self._ranks if r.is_dead()), self._ranks[refs.index(done)])
                 raise RankLostError(f"{dead.crash_report()}\n({type(problem).__name__} during {command!r})") from problem
-        return values_of(ray.get(refs))
+        return values_of([values[ref] for ref in refs])
 
     def close(self) -> None:
         """Let the ranks end, and give their places back."""

@@ -135,3 +135,16 @@ def test_tokens_that_share_a_character_have_their_starts() -> None:
     turn = SampledTurn(turn=None, ids=ids, is_last_round=True, decode=codec.decode)  # type: ignore[arg-type]
     assert len(turn.starts) == len(ids) and turn.starts == sorted(turn.starts)
     assert turn.weights_of([(turn.text.index("b"), len(turn.text), 0.0)]).tolist() == [1.0] * (len(ids) - 1) + [0.0]
+
+
+def test_starts_of_tokens_decode_each_token_a_few_times() -> None:
+    codec, decoded = tiny_codec(), list[int]()
+    ids = np.array(codec.encode("模型说话，调用工具。🙂" * 40), np.int32)
+
+    def decode(some: Any) -> str:
+        decoded.append(len(some))
+        return codec.decode(some)
+
+    turn = SampledTurn(turn=None, ids=ids, is_last_round=True, decode=decode)  # type: ignore[arg-type]
+    assert len(turn.starts) == len(ids)
+    assert sum(decoded) < 20 * len(ids)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -247,6 +248,15 @@ def centred(values_G: Rewards) -> Rewards:
     """[G] values less their mean: exactly 0 where all are equal, and exact to their differences however large they are."""
     differences = values_G - values_G[:1]
     return differences - differences.mean()
+
+
+def discounted(values_N: NDArray[np.float64], decay_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [N] the sums x_n = v_n + decay_n x_{n+1}, from the last to the first; nothing follows the last."""
+    pairs = zip(reversed(values_N.tolist()), reversed(decay_N.tolist()), strict=True)
+    sums = accumulate(
+        pairs, lambda later, pair: pair[0] + pair[1] * later, initial=0.0
+    )
+    return np.array([*sums][:0:-1], dtype=np.float64)
 
 
 def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> BatchAdvantages:

@@ -17,6 +17,7 @@ from polyturn.algorithms.advantages.base import (
     Outcome,
     centred,
     declare,
+    discounted,
     rewards_at_ends,
     spread,
     stream,
@@ -42,10 +43,8 @@ def reinforce_plus_plus(
             at = stream(member.samples)
             rewards_N = at.gather([s.rewards for s in member.samples])
             rewards_N[at.ends] += rewards_at_ends(member, at, outcome)
-            running = 0.0
-            for n in reversed(range(len(rewards_N))):  # from rewards to returns, in place: G_t = r_t + gamma G_{t+1}
-                rewards_N[n] = running = rewards_N[n] + gamma * running
-            of_group.append(at.scatter(rewards_N, member.samples))
+            returns_N = discounted(rewards_N, np.full(len(rewards_N), gamma))
+            of_group.append(at.scatter(returns_N, member.samples))
         advantages.append(of_group)
     return whiten(batch, BatchAdvantages(advantages), eps=eps)
 

@@ -23,6 +23,7 @@ from polyturn.algorithms.advantages.base import (
     Outcome,
     Stream,
     declare,
+    discounted,
     rewards_at_ends,
     stream,
     whiten,
@@ -108,16 +109,13 @@ def bilevel_gae(
         ends = at.ends
         rewards_N = at.gather([s.rewards for s in member.samples])
         turn_U = _gae(rewards_at_ends(member, at, outcome) + rewards_N[ends], values_N[ends], turn_gamma, turn_lam)
-        found_N = np.zeros(len(values_N))
+        deltas_N = rewards_N + gamma * np.append(values_N[1:], 0.0) - values_N
         # The last token of a turn carries the turn's credit; those before it are discounted towards it, not beyond.
-        found_N[ends] = turn_U
-        is_end = np.zeros(len(values_N), dtype=bool)
-        is_end[ends] = True
-        for n in reversed(range(len(values_N))):
-            if not is_end[n]:
-                delta = rewards_N[n] + gamma * values_N[n + 1] - values_N[n]
-                found_N[n] = delta + gamma * lam * found_N[n + 1]
-        return _Estimates(found_N, found_N + values_N)
+        deltas_N[ends] = turn_U
+        decay_N = np.full(len(values_N), gamma * lam)
+        decay_N[ends] = 0.0
+        advantages_N = discounted(deltas_N, decay_N)
+        return _Estimates(advantages_N, advantages_N + values_N)
 
     return _estimate(batch, one, outcome, whiten_batch)
 
@@ -131,13 +129,8 @@ class _Estimates(NamedTuple):
 
 def _gae(rewards_U: Numbers, values_U: Numbers, gamma: float, lam: float) -> Numbers:
     """Return [U] the advantages of decisions that follow one another; nothing follows the last."""
-    found_U = np.zeros(len(values_U))
-    running = following = 0.0
-    for u in reversed(range(len(values_U))):
-        delta = rewards_U[u] + gamma * following - values_U[u]
-        found_U[u] = running = delta + gamma * lam * running
-        following = values_U[u]
-    return found_U
+    deltas_U = rewards_U + gamma * np.append(values_U[1:], 0.0) - values_U
+    return discounted(deltas_U, np.full(len(values_U), gamma * lam))
 
 
 def _estimate(
