@@ -142,6 +142,14 @@ class BaseSandbox:
         """Return whether it runs; never raises."""
         raise NotImplementedError
 
+    async def pid(self) -> int:
+        """Return one of its processes, as this machine numbers it.
+
+        Raises:
+            SandboxError: it has none on this machine.
+        """
+        raise NotImplementedError
+
     async def _end(self) -> None:
         """Remove the sandbox and everything in it."""
         raise NotImplementedError

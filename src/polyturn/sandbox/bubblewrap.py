@@ -85,6 +85,10 @@ class BubblewrapSandbox(BaseSandbox):
         """Return whether its first process runs."""
         return self._process is not None and self._process.is_alive
 
+    async def pid(self) -> int:
+        """Return its first process."""
+        return self._pid
+
     async def snapshot(self) -> str:
         """Return a new folder with its files, an `image` for further sandboxes; as root."""
         if not self._is_root or self._process is None:

@@ -73,6 +73,18 @@ class ContainerSandbox(BaseSandbox):
             return False
         return output.exit_code == 0 and output.stdout.strip() == b"true"
 
+    async def pid(self) -> int:
+        """Return the container's first process.
+
+        Raises:
+            SandboxError: the container has ended.
+        """
+        output = await self._engine("inspect", "-f", "{{.State.Pid}}", self._name)
+        number = output.stdout.decode().strip()
+        if not number.isdigit() or number == "0":
+            raise SandboxError(f"the container {self._name} has no process: {_told(output)}")
+        return int(number)
+
     async def snapshot(self) -> str:
         """Return the name of a new image with its files."""
         tag = f"localhost/polyturn-snapshot:{uuid.uuid4().hex[:12]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.sandbox import BaseSandbox, SandboxSetupError, SandboxSpec, open_sandbox
+from polyturn.sandbox.reach import reach
 from support.sandboxes import wait_until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
@@ -87,6 +89,19 @@ async def test_memory_limit_is_a_result():
 async def test_network_is_not_there():
     async with await opened() as box:
         assert (await box.exec("cat /proc/net/dev")).stdout.count(":") == 1
+
+
+async def test_box_without_network_reaches_one_address():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((await reader.readline()).upper())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, await opened() as box:
+        async with reach(box, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as inside:
+            ask = f"exec 3<> /dev/tcp/{inside.removeprefix('http://').replace(':', '/')}; echo word >&3; cat <&3"
+            assert (await box.exec(["bash", "-c", ask])).stdout == "WORD\n"
+        assert (await box.exec(["bash", "-c", ask])).exit_code != 0
 
 
 async def test_dockerfile_is_built(tmp_path: Path):
