@@ -15,6 +15,7 @@ from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.address import bind
 from polyturn.serving.openai.endpoint import EndpointOptions
+from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.serving.openai.service import OpenAIService
 from polyturn.testing.episodes import scripted_context, task
 
@@ -35,9 +36,17 @@ async def test_the_agent_trains_as_it_is_configured(tmp_path: Path) -> None:
     assert [turn.message.text for turn in t.turns] == ["5", "it is 4"] and len(t.segments) == 1
 
 
+def test_command_line_agents_are_made_as_written(tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text(CODE[1])
+    settings = yaml.safe_load(CONFIG[1])["rollout"]["scheduler_kwargs"]
+    assert BlackBox(**settings).reward == "final"
+    for name in ("mine", "short"):
+        BlackBox(agent=f"agents.py:{name}", base=tmp_path)
+
+
 async def test_an_episode_of_a_server_is_asked_for_as_written() -> None:
     names: dict[str, Any] = {}
-    exec(CODE[1], names)
+    exec(CODE[2], names)
 
     async def agent(base_url: str, api_key: str) -> None:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

@@ -2,7 +2,7 @@
 
     OPENAI_BASE_URL, OPENAI_API_KEY          what openai's clients read
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    what anthropic's clients read
-    standard input                           the task, one JSON object
+    standard input                           the task, one JSON object; nothing for an agent of `agents.py`
     POLYTURN_REWARD_FD                       the number of a file descriptor with the reward key, where rewards are posted
 
 Of the trainer's own environment it has a few names (`core.secrets.PASSED_ON`) and none of its secrets. Exit code 0 is an
@@ -48,19 +48,23 @@ async def run_command(
     env: Mapping[str, Any],
     cwd: Path | None,
     id: str,
+    stdin: bytes | None = None,
 ) -> None:
     """Run an agent's process to its end; it is ended if the call is cancelled.
+
+    Args:
+        command: The program and its arguments.
+        address: Of its model.
+        task: Of the episode.
+        env: Variables beside those of the address.
+        cwd: The folder that it runs in.
+        id: Of the episode.
+        stdin: All that it reads; None is the task as JSON.
 
     Raises:
         SchedulerError: it cannot be started, or fails; with the last of what it said.
     """
-    variables = {
-        "OPENAI_BASE_URL": address.base_url,
-        "OPENAI_API_KEY": address.api_key,
-        "ANTHROPIC_BASE_URL": address.anthropic_base_url,
-        "ANTHROPIC_API_KEY": address.api_key,
-        "POLYTURN_EPISODE": id,
-    }
+    variables = address_variables(address, id)
     inherited: tuple[int, ...] = ()
     if address.reward_key is not None:
         inherited = (_readable_once(address.reward_key.encode()),)
@@ -72,7 +76,7 @@ async def run_command(
             process = await asyncio.create_subprocess_exec(
                 *dies_with_parent(command, env=environ, cwd=cwd, number=signal.SIGKILL),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL,
+                stdout=writes,
                 stderr=writes,
                 cwd=cwd,
                 env=environ,
@@ -85,7 +89,7 @@ async def run_command(
             for fd in (writes, *inherited):
                 os.close(fd)
         assert process.stdin is not None
-        telling = asyncio.create_task(_tell(process.stdin, json.dumps(to_json(task)).encode() + b"\n"))
+        telling = asyncio.create_task(_tell(process.stdin, task_line(task) if stdin is None else stdin))
         try:
             while process.returncode is None:  # noqa: ASYNC110  # `process.wait` waits for other holders of its pipes, too
                 await asyncio.sleep(POLL_S)
@@ -93,10 +97,35 @@ async def run_command(
             telling.cancel()
             await asyncio.shield(end_async(process, grace_s=GRACE_S))
         await asyncio.wait([is_read], timeout=LAST_WORDS_S)
-    code = process.returncode
+    assert process.returncode is not None
+    check_exit(command[0], process.returncode, output.decode(errors="replace"))
+
+
+def address_variables(address: Address, id: str) -> dict[str, str]:
+    """Return the variables in which an agent finds its model."""
+    return {
+        "OPENAI_BASE_URL": address.base_url,
+        "OPENAI_API_KEY": address.api_key,
+        "ANTHROPIC_BASE_URL": address.anthropic_base_url,
+        "ANTHROPIC_API_KEY": address.api_key,
+        "POLYTURN_EPISODE": id,
+    }
+
+
+def task_line(task: Task) -> bytes:
+    """Return a task as the line of JSON that a command reads."""
+    return json.dumps(to_json(task)).encode() + b"\n"
+
+
+def check_exit(program: str, code: int, output: str) -> None:
+    """Check that an agent succeeded.
+
+    Raises:
+        SchedulerError: it failed; with the last lines of its output.
+    """
     if code != 0:
-        last = " / ".join(output.decode(errors="replace").strip().splitlines()[-3:])
-        raise SchedulerError(f"the agent's command {command[0]!r} ended with exit code {code}: {last or 'it said nothing'}")
+        last = " / ".join(output.strip().splitlines()[-3:])[-TAIL_BYTES:]
+        raise SchedulerError(f"the agent's command {program!r} ended with exit code {code}: {last or 'it said nothing'}")
 
 
 def _readable_once(text: bytes) -> int:

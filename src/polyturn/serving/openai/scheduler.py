@@ -7,25 +7,33 @@
         return float(task.ground_truth in answer.choices[0].message.content)
 
 `SessionScheduler` is the common part: an episode whose turns another program asks for, still driven by the one loop.
-`BlackBox` calls that program: a coroutine function, a plain one (in a thread), or a command (in a process of its own).
+`BlackBox` calls that program: a coroutine function, a plain one (in a thread), a command (in a process of its own), or a
+command-line agent of `agents.py`; a sandbox holds the latter two.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError
+from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError, UnknownNameError, did_you_mean
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.live import is_label
 from polyturn.core.plugins import import_attr
+from polyturn.core.task import Task
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.sandbox import BaseSandbox, open_sandbox, read_spec
+from polyturn.sandbox.reach import reach
 from polyturn.serving.address import is_loopback
 from polyturn.serving.openai.agent_process import run_command
+from polyturn.serving.openai.agents import AGENTS, CommandLineAgent, check_installed, instruction_of, run_here, run_inside
 from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.openai.endpoint import MAX_REQUESTS, Address, EndpointOptions, ModelEndpoint
 from polyturn.serving.openai.http import read_reward
@@ -89,15 +97,19 @@ class BlackBox(SessionScheduler):
     """
 
     agent: str | Any = None
-    """`file.py:function`, `package.module:function` or a function. It is passed those of `TOLD` that it has parameters for,
+    """A command-line agent: a name of `agents.AGENTS`, or `file.py:value`. Or a function of yours, `file.py:function`,
+    `package.module:function` or itself. It is passed those of `TOLD` that it has parameters for,
     and returns a reward (a number, or a mapping with "reward" and what else is to be recorded), or None where the run's
     reward functions score the episode."""
     command: Sequence[str] | None = None
-    """Instead, a command to start for each episode. The addresses and the key are in its environment under the names that
-    the clients read, the task is a JSON object on its standard input."""
+    """Instead, a command of yours to start for each episode. The addresses and the key are in its environment under the
+    names that the clients read, the task is a JSON object on its standard input."""
     kwargs: Mapping[str, Any] | None = None
-    """Further arguments of the function, or variables of the command's environment, which has beside them only those of
-    `core.secrets.PASSED_ON`."""
+    """Further arguments of the function, or variables of the agent's or command's environment, which has beside them only
+    those of `core.secrets.PASSED_ON`, and none of this machine's in a sandbox."""
+    sandbox: Mapping[str, Any] | None = None
+    """The sandbox of each episode that the agent or command runs in (the fields of `SandboxSpec`); there, it reaches the
+    model also where `network` is false. None runs it on this machine."""
     max_calls: int = 1000
     """Completions that an episode may have, over all its conversations."""
     ignore: Sequence[str] = ()
@@ -124,17 +136,33 @@ class BlackBox(SessionScheduler):
     def __post_init__(self) -> None:
         agent, command, host = self.agent, self.command, self.host
         if (agent is None) == (command is None):
-            wrong = "needs an agent (file.py:function) or a command" if agent is None else "has an agent and a command"
+            wrong = (
+                "needs an agent (a name, or file.py:function) or a command"
+                if agent is None
+                else "has an agent and a command"
+            )
             raise ConfigError(f"black_box {wrong}; give one of the two in rollout.scheduler_kwargs (agent: null drops it)")
         if self.sampling not in ("run", "request"):
             raise ConfigError(f"black_box: sampling is {self.sampling!r}; use 'run' or 'request'")
+        if command is not None and (isinstance(command, str) or not command):
+            raise ConfigError(f"black_box: command is {command!r}; write it as a list, [python, agent.py]")
+        self._kwargs = dict(self.kwargs or {})
+        self._spec = None if self.sandbox is None else read_spec(self.sandbox, where="sandbox", base=self.base)
+        target = _target(agent, command, base=self.base)
+        self._program = target if isinstance(target, CommandLineAgent) else None
+        self._function = None if self._program is not None else target
+        self._is_checked = self._is_late = False
+        if self._function is not None and self._spec is not None:
+            raise ConfigError(
+                f"black_box: the agent {agent!r} is a function, which runs in this process and in no sandbox; drop "
+                "sandbox, or name a command"
+            )
+        allowed = REWARDS if self._function is not None else REWARDS[1:] if self._runs_by_base else REWARDS[2:]
         reward = self.reward
         if reward is None:
-            self.reward = "final" if agent is None else "returned"
-        if self.reward not in REWARDS or (self.reward == "returned" and agent is None):
-            raise ConfigError(
-                f"black_box: reward is {reward!r}; use 'posted' or 'final'" + ("" if agent is None else ", or 'returned'")
-            )
+            self.reward = allowed[0] if self._function is not None else "final"
+        if self.reward not in allowed:
+            raise ConfigError(f"black_box: reward is {reward!r}; use {' or '.join(map(repr, allowed))}")
         self.gives_reward = self.reward != "final"
         if host in ("0.0.0.0", "::") and self.reach_as is None:
             raise ConfigError(
@@ -142,12 +170,7 @@ class BlackBox(SessionScheduler):
             )
         if self.max_calls < 1:
             raise ConfigError(f"black_box: max_calls is {self.max_calls}; use at least 1")
-        if command is not None and (isinstance(command, str) or not command):
-            raise ConfigError(f"black_box: command is {command!r}; write it as a list, [python, agent.py]")
-        self._command = None if command is None else tuple(map(str, command))
-        self._kwargs = dict(self.kwargs or {})
-        function = import_attr(agent, base=self.base) if isinstance(agent, str) else agent
-        self._function = function
+        function = self._function
         self._wanted = () if function is None else _wanted(function, self._kwargs, str(agent))
         if "reward_key" in self._wanted and self.reward != "posted":
             if inspect.signature(function).parameters.get("reward_key") is not None:
@@ -168,16 +191,49 @@ class BlackBox(SessionScheduler):
         )
         self._endpoint = ModelEndpoint(options)
 
+    @property
+    def _runs_by_base(self) -> bool:
+        """Whether it is a user's command on this machine, in the configuration's folder."""
+        return self.command is not None and self._spec is None
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task without text for a command-line agent, and, once, an agent that is not installed.
+
+        Raises:
+            DataError: the task has nothing that the agent can be told.
+            ConfigError: the agent is not installed where it runs.
+        """
+        if self._program is None or self._runs_by_base:
+            return
+        if not self._program.reads_task:
+            instruction_of(task)
+        if not self._is_checked:
+            name = self.agent if isinstance(self.agent, str) else self._program.command[0]
+            check_installed(self._program, name, env=self._kwargs, spec=self._spec)
+            self._is_checked = True
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Open a session on the episode and let its agent use it; a late agent ends it with a time-out.
+
+        Raises:
+            SchedulerError: the agent failed, or never asked.
+        """
+        reason = await super().run(episode)
+        return StopReason.TIMEOUT if self._is_late else reason
+
     async def let_ask(self, episode: Episode, session: AgentSession) -> None:
         """Call the agent, and keep the reward that it returns.
 
         Raises:
             SchedulerError: the agent raised, or returned no reward.
         """
-        async with self._endpoint.serving() as origin:
+        async with self._endpoint.serving() as origin, AsyncExitStack() as opened:
+            box = None if self._spec is None else await opened.enter_async_context(await open_sandbox(self._spec))
+            if box is not None and self.reach_as is None:
+                origin = await opened.enter_async_context(reach(box, origin))
             name, address = self._endpoint.admit(session, origin=origin, posts_reward=self.reward == "posted")
             try:
-                returned = await self._call(episode, address)
+                returned = await self._call(episode, address, box)
             finally:
                 self._endpoint.dismiss(name, "its agent has finished")
             if returned is not None:
@@ -191,14 +247,20 @@ class BlackBox(SessionScheduler):
                 except BadRequest as problem:
                     raise SchedulerError(f"the agent returned {returned!r:.100}: {problem.message}") from problem
 
-    async def _call(self, episode: Episode, address: Address) -> Any:
-        if self._command is not None:
-            await run_command(
-                self._command,
+    async def _call(self, episode: Episode, address: Address, box: BaseSandbox | None) -> Any:
+        if self._runs_by_base:
+            assert self._program is not None
+            command, task = self._program.command, episode.task
+            await run_command(command, address=address, task=task, env=self._kwargs, cwd=self.base, id=episode.id)
+            return None
+        if self._program is not None:
+            run = run_here if box is None else functools.partial(run_inside, box)
+            self._is_late = not await run(
+                self._program,
                 address=address,
+                model=self._endpoint.options.models[0],
                 task=episode.task,
                 env=self._kwargs,
-                cwd=self.base,
                 id=episode.id,
             )
             return None
@@ -220,6 +282,26 @@ class BlackBox(SessionScheduler):
             raise SchedulerError(f"the agent raised {problem}") from problem
 
 
+def _target(agent: Any, command: Sequence[str] | None, *, base: Path | None) -> Any:
+    """Return the command-line agent, or the function, that a configuration names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if command is not None:
+        return CommandLineAgent(command=tuple(map(str, command)), reads_task=True, timeout_s=None)
+    if not isinstance(agent, str):
+        return agent
+    if agent in AGENTS:
+        return AGENTS[agent]
+    if not is_label(agent) and ":" not in agent and "." not in agent:
+        raise UnknownNameError(
+            f"black_box: there is no command-line agent {agent!r}.{did_you_mean(agent, AGENTS)} Name a function or an "
+            "agent of yours as file.py:name"
+        )
+    return import_attr(agent, base=base)
+
+
 def _wanted(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return which of `TOLD` a function has parameters for.
 
@@ -227,7 +309,8 @@ def _wanted(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, .
         ConfigError: it is no function, or has a parameter that nothing fills.
     """
     if not inspect.isroutine(function):
-        raise ConfigError(f"black_box: the agent {name!r} is a {type(function).__name__}; name a function")
+        kind = type(function).__name__
+        raise ConfigError(f"black_box: the agent {name!r} is a {kind}; name a function or a CommandLineAgent")
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return tuple(t for t in TOLD if t not in kwargs)

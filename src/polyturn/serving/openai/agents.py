@@ -1,0 +1,283 @@
+"""Command-line agents: one row each of how they are started and told where their model is.
+
+    scheduler_kwargs: {agent: claude_code, sandbox: {backend: podman, image: "my/image"}}
+
+An agent of your own is a value in a Python file, named as `agent: "file.py:mine"`:
+
+    mine = CommandLineAgent(
+        command=("my-agent", "--api", "{base_url}", "--key", "{api_key}", "--", "{instruction}"),
+        install="pip install my-agent",
+    )
+
+A variant of a known one is `dataclasses.replace(AGENTS["claude_code"], timeout_s=600)`. Between braces stand `instruction`
+(the text of the task's prompt), `base_url` (with /v1), `anthropic_base_url` (without), `api_key`, `model`, and `home`, an
+empty folder for the agent's own files, beside the one it works in. The episode ends with the agent; an exit code other than
+0 is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError, SchedulerError
+from polyturn.core.secrets import passed_on
+from polyturn.core.task import Task
+from polyturn.sandbox import BaseSandbox, SandboxError, SandboxFileError, SandboxSpec, check_spec, open_sandbox
+from polyturn.sandbox.command import run_bounded
+from polyturn.serving.openai.agent_process import address_variables, check_exit, run_command, task_line
+from polyturn.serving.openai.endpoint import Address
+
+CHECK_S = 120.0
+"""Seconds to find out whether an agent is installed."""
+NO_LIMIT_S = 7 * 86400.0
+HOME = "/tmp/polyturn-agent"
+"""`home` in a sandbox."""
+_FIELD = re.compile(r"\{(instruction|base_url|anthropic_base_url|api_key|model|home)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLineAgent:
+    """One agent: its command, and what that needs."""
+
+    command: tuple[str, ...]
+    """The program and its arguments."""
+    install: str = ""
+    """The command that installs it, for the message where it is missing."""
+    check: str | None = None
+    """A shell command that succeeds where it is installed; None looks for the program on PATH."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its environment, beside OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Name in `home` -> content, written before it starts."""
+    timeout_s: float | None = 1800.0
+    """Seconds after which it is ended, and the episode scored as it stands; None leaves the end to
+    `rollout.limits.timeout_s`."""
+    reads_task: bool = False
+    """Whether the task stands on its standard input, as one line of JSON. Else that is empty."""
+
+    def filled(self, *, address: Address, model: str, instruction: str, home: str) -> CommandLineAgent:
+        """Return the agent with the values of one episode in place of the names between braces."""
+        values = {
+            "instruction": instruction,
+            "base_url": address.base_url,
+            "anthropic_base_url": address.anthropic_base_url,
+            "api_key": address.api_key,
+            "model": model,
+            "home": home,
+        }
+
+        def fill(text: str) -> str:
+            return _FIELD.sub(lambda match: values[match[1]], text)
+
+        return replace(
+            self,
+            command=tuple(map(fill, self.command)),
+            variables={name: fill(value) for name, value in self.variables.items()},
+            files={name: fill(content) for name, content in self.files.items()},
+        )
+
+
+AGENTS: Mapping[str, CommandLineAgent] = MappingProxyType({
+    "claude_code": CommandLineAgent(
+        command=(
+            *("claude", "-p", "--output-format", "json", "--dangerously-skip-permissions", "--strict-mcp-config"),
+            *("--tools", "Bash,Read,Edit,Write", "--", "{instruction}"),
+        ),
+        install="npm install -g @anthropic-ai/claude-code",
+        variables={
+            "ANTHROPIC_MODEL": "{model}",
+            "CLAUDE_CONFIG_DIR": "{home}",
+            "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "IS_SANDBOX": "1",  # without it, it does not start as root
+        },
+    ),
+    "codex": CommandLineAgent(
+        command=(
+            *("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"),
+            *("--", "{instruction}"),
+        ),
+        install="npm install -g @openai/codex",
+        variables={"CODEX_HOME": "{home}"},
+        files={
+            "config.toml": """model = "{model}"
+model_provider = "polyturn"
+web_search = "disabled"
+[features]
+multi_agent = false
+apps = false
+plugins = false
+[model_providers.polyturn]
+name = "polyturn"
+base_url = "{base_url}"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+        },
+    ),
+    "mini_swe_agent": CommandLineAgent(
+        command=(
+            *("mini", "--model", "openai/{model}", "--task={instruction}", "--exit-immediately", "--yolo"),
+            *("-c", "mini.yaml", "-c", "agent.cost_limit=0", "-o", "{home}/trajectory.json"),
+        ),
+        install="pip install mini-swe-agent",
+        variables={
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_GLOBAL_CONFIG_DIR": "{home}",
+        },
+    ),
+    "openhands": CommandLineAgent(
+        command=("python3", "{home}/run.py", "{instruction}"),
+        install="pip install openhands-sdk openhands-tools",
+        check="python3 -c 'import openhands.sdk, openhands.tools'",
+        files={
+            "run.py": """import os, sys
+from openhands.sdk import LLM, Agent, Conversation, Tool
+from openhands.tools.file_editor import FileEditorTool
+from openhands.tools.terminal import TerminalTool
+
+llm = LLM(
+    model="openai/{model}", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"],
+    usage_id="polyturn", num_retries=0,
+)
+agent = Agent(llm=llm, tools=[Tool(name=TerminalTool.name), Tool(name=FileEditorTool.name)])
+conversation = Conversation(agent=agent, workspace=os.getcwd())
+conversation.send_message(sys.argv[1])
+conversation.run()
+"""
+        },
+        variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1"},
+    ),
+})  # fmt: skip
+"""The agents that a configuration names without a file."""
+
+
+def instruction_of(task: Task) -> str:
+    """Return the text that an agent is started with.
+
+    Raises:
+        DataError: the prompt has no text, or shows what a command line cannot.
+    """
+    if any(message.media for message in task.prompt):
+        raise DataError(f"task {task.id!r} shows media, which a command-line agent cannot be told")
+    text = "\n\n".join(message.text for message in task.prompt if message.text)
+    if not text:
+        raise DataError(f"task {task.id!r} has a prompt without text, so a command-line agent has nothing to do")
+    return text
+
+
+async def run_here(
+    agent: CommandLineAgent, *, address: Address, model: str, task: Task, env: Mapping[str, Any], id: str
+) -> bool:
+    """Run an agent on this machine, in an empty folder that goes with it; return whether it ended within its time.
+
+    Raises:
+        SchedulerError: it cannot be started, or fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="polyturn-agent-") as folder:
+        own = agent.filled(address=address, model=model, instruction=instruction_of(task), home=f"{folder}/home")
+        work = await asyncio.to_thread(_make_folders, Path(folder), own.files)
+        variables = {**own.variables, **env}
+        try:
+            async with asyncio.timeout(own.timeout_s) as limit:
+                await run_command(own.command, address=address, task=task, env=variables, cwd=work, id=id, stdin=b"")
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return False
+    return True
+
+
+async def run_inside(
+    box: BaseSandbox,
+    agent: CommandLineAgent,
+    *,
+    address: Address,
+    model: str,
+    task: Task,
+    env: Mapping[str, Any],
+    id: str,
+) -> bool:
+    """Run an agent in a sandbox, in the folder that commands start in; return whether it ended within its time.
+
+    Raises:
+        SchedulerError: it cannot be started, or fails.
+        SandboxError: the sandbox failed.
+    """
+    own = agent
+    if not agent.reads_task:
+        own = agent.filled(address=address, model=model, instruction=instruction_of(task), home=HOME)
+    try:
+        await box.write(f"{HOME}/.polyturn", b"")  # makes the folder
+        for name, content in own.files.items():
+            await box.write(f"{HOME}/{name}", content.encode())
+    except SandboxFileError as problem:
+        raise SchedulerError(f"the agent's files cannot be written into its sandbox: {problem}") from problem
+    variables = {**own.variables, **{k: str(v) for k, v in env.items()}, **address_variables(address, id)}
+    result = await box.exec(
+        own.command,
+        env=variables,
+        stdin=task_line(task) if own.reads_task else b"",
+        timeout_s=NO_LIMIT_S if own.timeout_s is None else own.timeout_s,
+    )
+    if not result.is_timeout:
+        check_exit(own.command[0], result.exit_code, result.stdout + result.stderr)
+    return not result.is_timeout
+
+
+def check_installed(agent: CommandLineAgent, name: str, *, env: Mapping[str, Any], spec: SandboxSpec | None) -> None:
+    """Check that an agent is installed where its episodes run: on this machine, or in a sandbox, which is started for it.
+
+    Raises:
+        ConfigError: it is not, or the sandbox does not start.
+    """
+    check = agent.check or f"command -v {shlex.quote(agent.command[0])}"
+    variables = {k: str(v) for k, v in env.items()}
+    where = "on this machine" if spec is None else f"in its {spec.backend} sandbox"
+
+    async def is_there() -> bool:
+        assert spec is not None
+        async with await open_sandbox(spec) as box:
+            return (await box.exec(check, env=variables, timeout_s=CHECK_S)).exit_code == 0
+
+    try:
+        if spec is None:
+            output = run_bounded(["env", *_assigned({**passed_on(), **variables}), "sh", "-c", check], timeout_s=CHECK_S)
+            is_installed = output.exit_code == 0
+        else:
+            check_spec(spec)
+            with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+                is_installed = thread.submit(asyncio.run, is_there()).result()
+    except SandboxError as problem:
+        raise ConfigError(f"the agent {name!r} cannot be looked for {where}: {problem}") from problem
+    if not is_installed:
+        advice = f"; install it there: {agent.install}" if agent.install else ""
+        raise ConfigError(f"the agent {name!r} is not installed {where} ({check!r} fails){advice}")
+
+
+def _make_folders(folder: Path, files: Mapping[str, str]) -> Path:
+    """Make an agent's folders and write its files; return the folder that it works in."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
+    for name, content in files.items():
+        (home / name).write_text(content, encoding="utf-8")
+    return work
+
+
+def _assigned(variables: Mapping[str, str]) -> list[str]:
+    return ["-i", *(f"{name}={value}" for name, value in variables.items())]
