@@ -1,6 +1,8 @@
 """Build an interpreter of its own for packages that run beside this library and cannot share its environment.
 
     python scripts/environments/build.py                 verifiers and OpenEnv: `env.kwargs.python` in a config
+    python scripts/environments/build.py verifiers_v1    verifiers 0.4 and newer
+    python scripts/environments/build.py agents          mini-swe-agent, and from npm Claude Code and Codex
     python scripts/environments/build.py trl             TRL, for the comparison in `benchmarks/trl_comparison.py`
     python scripts/environments/build.py ms_swift        ms-swift, for the same comparison
     python scripts/environments/build.py trl --where     only prints where its interpreter lies, or would
@@ -27,12 +29,18 @@ import venv_cache  # noqa: E402
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface-hub", "accelerate", "jinja2")
 COMPARED = ("trl", "ms_swift")
-NAMES = ("environments", *COMPARED)
+NAMES = ("environments", "verifiers_v1", "agents", *COMPARED)
 
 
 def requirements(name: str) -> Path:
     """Return the file of an environment's pins."""
     return HERE / f"{name}.txt"
+
+
+def npm_packages(name: str) -> list[str]:
+    """Return the packages of npm that go beside those of Python."""
+    pins = HERE / f"{name}.npm.txt"
+    return pins.read_text(encoding="utf-8").split() if pins.exists() else []
 
 
 def shared_pins(name: str) -> str:
@@ -48,6 +56,7 @@ def folder(name: str) -> Path:
     """Return where an environment lies, or will."""
     pins = shared_pins(name)
     parts = [requirements(name).read_bytes(), *([pins.encode()] if pins else []), sys.version.encode()]
+    parts += [package.encode() for package in npm_packages(name)]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return cache / "polyturn" / name / hashlib.sha256(b"\x00".join(parts)).hexdigest()[:12]
 
@@ -70,6 +79,11 @@ def _fill(name: str, python: Path) -> None:
     if shared_pins(name):
         subprocess.run([*pip, "torch"], check=True)
     subprocess.run([*pip, "-r", str(requirements(name))], check=True)
+    if packages := npm_packages(name):
+        there = str(python.parents[1])
+        subprocess.run(["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", there, *packages], check=True)
+        for program in Path(there, "node_modules", ".bin").iterdir():
+            (python.parent / program.name).symlink_to(Path("..", "node_modules", ".bin", program.name))
 
 
 def main() -> None:
