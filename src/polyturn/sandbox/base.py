@@ -86,6 +86,8 @@ class SandboxSpec:
     """Whether commands reach the network."""
     start_timeout_s: float = 120.0
     """Seconds until it is ready, without the time that building its image takes."""
+    warm: int = 0
+    """Sandboxes that are kept started for the episodes to come."""
     run_args: tuple[str, ...] = ()
     """Further arguments of `podman run` or `docker run`, or of bwrap."""
     build_args: tuple[str, ...] = ()

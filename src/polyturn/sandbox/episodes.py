@@ -20,6 +20,7 @@ from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.sandbox.base import BaseSandbox, SandboxError, SandboxSpec
 from polyturn.sandbox.bubblewrap import BubblewrapSandbox, check_bubblewrap
 from polyturn.sandbox.containers import ContainerSandbox, check_containers
+from polyturn.sandbox.warm import take_warm
 
 FIELDS = tuple(field.name for field in dataclasses.fields(SandboxSpec))
 
@@ -50,6 +51,8 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
         value = getattr(spec, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{where}.{name} is {value}; it must be positive")
+    if spec.warm < 0:
+        raise ConfigError(f"{where}.warm is {spec.warm}; it must not be negative")
     start = base or Path()
     if spec.build is not None:  # absolute, because programs run in another folder
         spec = dataclasses.replace(spec, build=str((start / spec.build).resolve()))
@@ -68,11 +71,15 @@ def check_spec(spec: SandboxSpec) -> None:
 
 
 async def open_sandbox(spec: SandboxSpec) -> BaseSandbox:
-    """Return a sandbox that was started; the caller closes it.
+    """Return a sandbox that was started, now or before (`warm`); the caller closes it.
 
     Raises:
         SandboxSetupError: it did not start, or not in time.
     """
+    return await (take_warm(spec, _start) if spec.warm else _start(spec))
+
+
+async def _start(spec: SandboxSpec) -> BaseSandbox:
     sandbox = (BubblewrapSandbox if spec.backend == "bubblewrap" else ContainerSandbox)(spec)
     await sandbox.start()
     return sandbox

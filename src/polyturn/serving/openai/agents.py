@@ -251,7 +251,7 @@ def check_installed(agent: CommandLineAgent, name: str, *, env: Mapping[str, Any
 
     async def is_there() -> bool:
         assert spec is not None
-        async with await open_sandbox(spec) as box:
+        async with await open_sandbox(replace(spec, warm=0)) as box:
             return (await box.exec(check, env=variables, timeout_s=CHECK_S)).exit_code == 0
 
     try:

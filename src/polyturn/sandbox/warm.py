@@ -1,0 +1,79 @@
+"""WarmSandboxes: sandboxes of one spec that were started before an episode needs them.
+
+    SandboxSpec(backend="podman", image="…", warm=4)   ->  open_sandbox hands one of four out and starts the next
+
+Separate from the sandboxes because it belongs to an event loop: those that were never handed out are closed when the loop
+ends. They end with this process like all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from polyturn.core.aio import PerLoop
+from polyturn.sandbox.base import BaseSandbox, SandboxSpec
+
+
+class WarmSandboxes:
+    """Sandboxes that wait for their episodes."""
+
+    def __init__(self, spec: SandboxSpec, start: Callable[[SandboxSpec], Awaitable[BaseSandbox]]) -> None:
+        self._spec = spec
+        self._start = start
+        self._waiting: deque[asyncio.Future[BaseSandbox]] = deque()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def take(self) -> BaseSandbox:
+        """Return a live sandbox, which the caller closes, and start another in its place.
+
+        Raises:
+            SandboxSetupError: it did not start.
+        """
+        while True:
+            self._fill()
+            starting = self._waiting.popleft()
+            self._fill()
+            try:
+                sandbox = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._waiting.appendleft(starting)
+                raise
+            if await sandbox.is_alive():
+                return sandbox
+            await sandbox.close()
+
+    def _fill(self) -> None:
+        while len(self._waiting) < self._spec.warm:
+            self._waiting.append(asyncio.ensure_future(self._start(self._spec)))
+
+    async def _keep(self) -> None:
+        """Wait for the end of the event loop, which cancels its tasks, and close what was not handed out."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for starting in self._waiting:
+                starting.cancel()  # has no effect once it is open
+            for sandbox in await asyncio.gather(*self._waiting, return_exceptions=True):
+                if isinstance(sandbox, BaseSandbox):
+                    await sandbox.close()
+
+
+@functools.cache
+def _of_process(pid: int) -> PerLoop[dict[str, WarmSandboxes]]:
+    return PerLoop(dict)
+
+
+async def take_warm(spec: SandboxSpec, start: Callable[[SandboxSpec], Awaitable[BaseSandbox]]) -> BaseSandbox:
+    """Return a started sandbox of a spec that keeps some warm.
+
+    Raises:
+        SandboxSetupError: it did not start.
+    """
+    warm = _of_process(os.getpid())()
+    if (key := repr(spec)) not in warm:
+        warm[key] = WarmSandboxes(spec, start)
+    return await warm[key].take()
