@@ -39,11 +39,11 @@ class WarmSandboxes:
             self._fill()
             try:
                 sandbox = await asyncio.shield(starting)
+                if await sandbox.is_alive():
+                    return sandbox
             except asyncio.CancelledError:
                 self._waiting.appendleft(starting)
                 raise
-            if await sandbox.is_alive():
-                return sandbox
             await sandbox.close()
 
     def _fill(self) -> None:

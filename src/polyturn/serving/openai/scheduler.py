@@ -97,10 +97,10 @@ class BlackBox(SessionScheduler):
     """
 
     agent: str | Any = None
-    """A command-line agent: a name of `agents.AGENTS`, or `file.py:value`. Or a function of yours, `file.py:function`,
-    `package.module:function` or itself. It is passed those of `TOLD` that it has parameters for,
-    and returns a reward (a number, or a mapping with "reward" and what else is to be recorded), or None where the run's
-    reward functions score the episode."""
+    """A command-line agent: a name of `agents.AGENTS`, or `file.py:value`. Or a function: `file.py:function`,
+    `package.module:function`, or itself. It is passed those of `TOLD` that it has parameters for, and returns a reward (a
+    number, or a mapping with "reward" and what else is to be recorded), or None where the run's reward functions score the
+    episode."""
     command: Sequence[str] | None = None
     """Instead, a command of yours to start for each episode. The addresses and the key are in its environment under the
     names that the clients read, the task is a JSON object on its standard input."""
@@ -137,9 +137,7 @@ class BlackBox(SessionScheduler):
         agent, command, host = self.agent, self.command, self.host
         if (agent is None) == (command is None):
             wrong = (
-                "needs an agent (a name, or file.py:function) or a command"
-                if agent is None
-                else "has an agent and a command"
+                "needs an agent (a name, file.py:function) or a command" if agent is None else "has an agent and a command"
             )
             raise ConfigError(f"black_box {wrong}; give one of the two in rollout.scheduler_kwargs (agent: null drops it)")
         if self.sampling not in ("run", "request"):
@@ -219,7 +217,7 @@ class BlackBox(SessionScheduler):
             SchedulerError: the agent failed, or never asked.
         """
         reason = await super().run(episode)
-        return StopReason.TIMEOUT if self._is_late else reason
+        return StopReason.TIMEOUT if self._is_late and reason is StopReason.STOP else reason
 
     async def let_ask(self, episode: Episode, session: AgentSession) -> None:
         """Call the agent, and keep the reward that it returns.
