@@ -63,10 +63,10 @@ class SandboxFileError(Exception):
 class SandboxSpec:
     """The sandbox of an episode."""
 
-    backend: Literal["bubblewrap", "podman", "docker"] = "bubblewrap"
+    backend: Literal["bubblewrap", "podman", "docker", "e2b"] = "bubblewrap"
     image: str | None = None
-    """The name of an image; for bubblewrap a folder with a root file system (as root). None is the machine's own programs,
-    read-only, which bubblewrap alone has."""
+    """The name of an image, of e2b's template; for bubblewrap a folder with a root file system (as root). None is e2b's own
+    template, and with bubblewrap the machine's own programs, read-only."""
     build: str | None = None
     """A folder with a Dockerfile to build the image from."""
     build_timeout_s: float = 600.0

@@ -68,7 +68,7 @@ class Stopper:
                 _kill(self._process)
 
 
-class _Bounded:
+class Bounded:
     """The first and the last bytes of a stream."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -77,6 +77,7 @@ class _Bounded:
         self.num_left_out = 0
 
     def add(self, data: bytes) -> None:
+        """Keep as much as there is room for."""
         room = self._half - len(self._head)
         self._head += data[:room]
         self._tail += data[room:] if room > 0 else data
@@ -85,6 +86,7 @@ class _Bounded:
             self.num_left_out += excess
 
     def value(self) -> bytes:
+        """Return the kept bytes, with a line where others are left out."""
         gap = b"\n[... %d bytes left out ...]\n" % self.num_left_out if self.num_left_out else b""
         return bytes(self._head) + gap + bytes(self._tail)
 
@@ -123,7 +125,7 @@ def run_bounded(
         try:
             if stop is not None:
                 stop.watch(process)
-            streams = {process.stdout: _Bounded(max_bytes), process.stderr: _Bounded(max_bytes)}
+            streams = {process.stdout: Bounded(max_bytes), process.stderr: Bounded(max_bytes)}
             is_late = _pump(process, streams, stdin, until=time.monotonic() + timeout_s)
         finally:
             _kill(process)
@@ -143,7 +145,7 @@ def run_bounded(
     )
 
 
-def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, _Bounded], stdin: bytes, *, until: float) -> bool:
+def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, Bounded], stdin: bytes, *, until: float) -> bool:
     """Move bytes until the program ends or its time does; return whether the latter came first."""
     rest, ended_at = memoryview(stdin), None
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:

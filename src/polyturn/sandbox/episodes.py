@@ -20,8 +20,11 @@ from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.sandbox.base import BaseSandbox, SandboxError, SandboxSpec
 from polyturn.sandbox.bubblewrap import BubblewrapSandbox, check_bubblewrap
 from polyturn.sandbox.containers import ContainerSandbox, check_containers
+from polyturn.sandbox.e2b import E2BSandbox, check_e2b
 from polyturn.sandbox.warm import take_warm
 
+_KINDS: Mapping[str, type[BaseSandbox]] = {"bubblewrap": BubblewrapSandbox, "e2b": E2BSandbox}
+_CHECKS = {"bubblewrap": check_bubblewrap, "e2b": check_e2b}
 FIELDS = tuple(field.name for field in dataclasses.fields(SandboxSpec))
 
 
@@ -67,7 +70,7 @@ def check_spec(spec: SandboxSpec) -> None:
     Raises:
         ConfigError: it lacks something.
     """
-    (check_bubblewrap if spec.backend == "bubblewrap" else check_containers)(spec)
+    _CHECKS.get(spec.backend, check_containers)(spec)
 
 
 async def open_sandbox(spec: SandboxSpec) -> BaseSandbox:
@@ -80,7 +83,7 @@ async def open_sandbox(spec: SandboxSpec) -> BaseSandbox:
 
 
 async def _start(spec: SandboxSpec) -> BaseSandbox:
-    sandbox = (BubblewrapSandbox if spec.backend == "bubblewrap" else ContainerSandbox)(spec)
+    sandbox = _KINDS.get(spec.backend, ContainerSandbox)(spec)
     await sandbox.start()
     return sandbox
 
