@@ -37,7 +37,7 @@ from polyturn.rollout.calls import keeps_deadlines
 if TYPE_CHECKING:
     import aiohttp
 
-INSTALL = "openenv-core"
+INSTALL = "openenv"
 MAX_MESSAGE_BYTES = 8 << 20
 _FENCE = {"type": "state"}
 """Sent behind every question. Answers come in the order of what was asked, and name no question; so one that belongs to an
@@ -63,7 +63,7 @@ class OpenEnvOptions:
     action: str | None = None
     """The field of an action that what the model wrote goes into; None reads it off the environment's schema."""
     show: str | None = None
-    """The field of an observation that the model is shown; None shows all of it."""
+    """The field of an observation that the model is shown; None shows all of it but `metadata`."""
     reset: Mapping[str, Any] = field(default_factory=dict)
     """Told at every reset, beside the seed."""
     variables: Mapping[str, str] = field(default_factory=dict)

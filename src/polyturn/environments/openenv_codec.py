@@ -19,7 +19,7 @@ from typing import Any
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BASE = frozenset({"metadata"})
-"""Fields of every action that no model writes."""
+"""Fields of every action that no model writes, and of every observation that none is shown: they may hold the solution."""
 MAX_VALUES = 1 << 18
 """Values of a message. More take seconds to parse, and no other thread runs meanwhile."""
 
@@ -66,12 +66,12 @@ class OpenEnvCodec:
         return {self._field: numbers[-1] if kind == "number" else int(numbers[-1])}
 
     def shown(self, observation: Any) -> str:
-        """Return an observation as text."""
+        """Return an observation as text, without its metadata unless `show` names that."""
         if not isinstance(observation, Mapping):
             return "" if observation is None else str(observation)
         if self._show is not None:
             return _text(observation.get(self._show))
-        fields = {k: v for k, v in observation.items() if v not in (None, "", [], {})}
+        fields = {k: v for k, v in observation.items() if k not in _BASE and v not in (None, "", [], {})}
         return _text(next(iter(fields.values()))) if len(fields) == 1 else _text(fields) if fields else ""
 
     def _kind(self, field: str) -> str | None:

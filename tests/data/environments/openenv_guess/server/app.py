@@ -26,7 +26,7 @@ class GuessEnvironment(Environment):
     def reset(self, seed=None, episode_id=None, **kwargs):
         self._number = random.Random(seed).randint(1, 9)
         self._state = State(episode_id=episode_id)
-        return Hint(hint="Guess from 1 to 9.")
+        return Hint(hint="Guess from 1 to 9.", metadata={"solution": self._number})
 
     def step(self, action, timeout_s=None, **kwargs):
         self._state.step_count += 1
