@@ -1,11 +1,12 @@
-"""`env: verifiers:my_env`: an environment that verifiers' `load_environment` loads; its own rollouts ask our endpoint.
+"""`env: verifiers:my_env`: an environment of verifiers, whose own rollouts ask our endpoint.
 
-    my_env.load_environment(**env.kwargs)   in a process of its own, once a run
-    its dataset                             the tasks, where the config names none
-    its `rollout` and its rubric            each episode: it asks the endpoint, which keeps the tokens, and scores the end
+    verifiers before 0.4   my_env.load_environment(**env.kwargs); its dataset, its loop and its rubric
+    verifiers from 0.4 on  the taskset that my_env exports, with env.kwargs; its tasks, its agent's harness and its rewards
 
-So the loop, the tools and the reward are the environment's, and what is trained is what was sampled. The process runs in the
-interpreter `env.kwargs.python`, which needs verifiers 0.1 and the environment's module; `path` is a folder to find it in.
+It is loaded once a run, in a process of its own. Its tasks are used where the config names none; each episode asks the
+endpoint, which keeps the tokens. So the loop, the tools and the reward are the environment's, and the sampled tokens are the
+ones that are trained. The process runs in the interpreter `env.kwargs.python`, which needs verifiers and the environment's
+module; `path` is a folder to find it in.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from polyturn.environments.json_subprocess import JsonSubprocess, WorkerRefusal
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
 
-INSTALL = "'verifiers<0.2'"
+INSTALL = "verifiers"
+LEGACY = "'verifiers<0.4'"
 START_S = 300.0
 """Seconds that the environment may take to load, its dataset included."""
 ROLLOUT_S = 1800.0
@@ -133,8 +135,11 @@ def _advice(problem: WorkerRefusal, python: str, path: str) -> str:
     reason = str(problem)
     if problem.is_download:
         return f"{reason}; it downloads something, so run it once where there is a network, or give it data of your own"
-    if "'verifiers' is not installed" in reason or "has no load_environment" in reason:
+    if "'verifiers' is not installed" in reason:
         return f"{reason}; pip install {INSTALL} there, or name an interpreter that has it in env.kwargs.python"
+    if "tried to import" in reason:
+        where = f"It is looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
+        return f"{reason} {where}; a module with load_environment needs {LEGACY} there"
     if "Could not import" in reason:
         return f"{reason} It is looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
     return reason

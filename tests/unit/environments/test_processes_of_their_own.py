@@ -37,10 +37,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def python() -> dict[str, Any]:
     """Return the interpreter of these packages as a setting, or skip the tests."""
-    command = [sys.executable, str(ROOT / "scripts/environments/build.py"), "--where"]
+    return interpreter("environments")
+
+
+def interpreter(name: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "scripts/environments/build.py"), name, "--where"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not (Path(found).parents[1] / ".complete").exists():
-        pytest.skip("verifiers and OpenEnv are not installed: python scripts/environments/build.py")
+        pytest.skip(f"its packages are not installed: python scripts/environments/build.py {name}")
     return {"python": found}
 
 
@@ -129,7 +133,7 @@ def test_rollout_past_its_timeout_fails_and_is_cancelled(python: dict[str, Any])
         ("vf_nowhere", {}, "'vf_nowhere'.*data/environments"),
         ("vf_talk", {"turnz": 3}, "'turnz'"),
         ("vf_download", {}, "where there is a network"),
-        ("vf_talk", {"python": sys.executable}, "pip install 'verifiers<0.2'"),
+        ("vf_talk", {"python": sys.executable}, "pip install verifiers"),
     ],
 )
 def test_verifiers_environment_that_cannot_load_is_refused(
@@ -137,6 +141,28 @@ def test_verifiers_environment_that_cannot_load_is_refused(
 ):
     with pytest.raises(ConfigError, match=said):
         find_adapter(f"verifiers:{id}", {**python, **kwargs}, base=HERE)
+
+
+@pytest.fixture(scope="module")
+def tasksets() -> dict[str, Any]:
+    """Return the interpreter that has verifiers 0.4 as a setting, or skip the test."""
+    return interpreter("verifiers_v1")
+
+
+def test_taskset_asks_the_endpoint_and_scores_the_episode(tasksets: dict[str, Any]):
+    adapter = find_adapter("verifiers:vf_taskset", {**tasksets, "num": 4}, base=HERE)
+    assert [t.prompt[-1].text for t in adapter.tasks(split="train", seeds=range(9))] == [
+        f"What is {i} + 7?" for i in range(4)
+    ]
+    right = asyncio.run(run(adapter, ["It is 7."], seed=0))
+    assert total(right) == 1.0 and right.reward is not None and right.reward.info["right"] == 1.0
+    adapter.close()
+    assert [turn.message.text for turn in right.turns] == ["It is 7."]
+
+
+def test_module_without_a_taskset_is_refused(tasksets: dict[str, Any]):
+    with pytest.raises(ConfigError, match=r"'vf_talk'.*verifiers<0\.4"):
+        find_adapter("verifiers:vf_talk", tasksets, base=HERE)
 
 
 # OpenEnv
@@ -172,7 +198,7 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path, python: di
 
 
 def test_interpreter_without_the_package_is_refused(python: dict[str, Any]):
-    with pytest.raises(MissingModuleError, match=r"'openenv' in .*; pip install openenv-core"):
+    with pytest.raises(MissingModuleError, match=r"'openenv' in .*; pip install openenv\b"):
         find_adapter("openenv:./openenv_guess", base=HERE)
     with pytest.raises(MissingModuleError, match="'no_such_env'"):
         find_adapter("openenv:no_such_env.app:app", python, base=HERE)
