@@ -17,7 +17,6 @@ sys.path[:] = [
 ]  # it has a file verifiers.py
 
 import asyncio  # noqa: E402
-import contextlib  # noqa: E402
 import inspect  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
@@ -31,8 +30,6 @@ os.dup2(2, 1)  # whatever is printed goes to the log
 
 ANSWERED_ALL_THE_SAME = ("EmptyModelResponseError", "InvalidModelResponseError")
 """Errors that the model's text brings about: the environment's own score stands."""
-EPISODES = 100
-"""Episodes of one environment of tasksets, whose clients take about 1 MB each."""
 LIMITS = ("limit", "context_full", "context_length_exceeded", "episode_ended")
 """Codes of the endpoint where a limit of the run ended the episode: what the environment scores then, stands."""
 
@@ -89,8 +86,7 @@ class LegacyEnvironment:
 class TasksetEnvironment:
     """A taskset and an agent, whose harness is a program; verifiers from 0.4 on.
 
-    It keeps a client for every address that was asked, and each episode has an address of its own. So a new environment
-    takes over after `EPISODES`, and the old one is closed behind its last episode.
+    Each episode serves an environment of its own, because one keeps a client of 1 MB for every address that it has asked.
     """
 
     def __init__(self, env, arguments):
@@ -102,7 +98,6 @@ class TasksetEnvironment:
         self._config = vf.resolve_env_config({"id": "", "taskset": {"id": env, **arguments}, "agent": agent})
         self._taskset = vf.load_environment(self._config).taskset
         self._numbers = itertools.count()
-        self._served = None
 
     async def rows(self, split, num):
         return [task.data.model_dump(mode="json") for task in itertools.islice(iter(self._taskset), num)]
@@ -113,9 +108,10 @@ class TasksetEnvironment:
         variable = f"POLYTURN_{next(self._numbers)}_API_KEY"  # programs that verifiers starts do not inherit such names
         os.environ[variable] = api_key
         try:
-            async with self._serving() as served:
-                client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
-                context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
+            served = vf.load_environment(self._config)
+            client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
+            context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
+            async with served.serving():
                 episode = await served.run_episode(task, context)
         finally:
             del os.environ[variable]
@@ -125,8 +121,7 @@ class TasksetEnvironment:
         if error is not None and any(f"{code!r}" in error.replace('"', "'") for code in LIMITS):
             error = None
         if len(traces) != 1:
-            names = [trace.agent.name for trace in traces]
-            return {"error": error or f"its episode has the trainable agents {names}, and here an episode has one"}
+            return {"error": error or f"its episode has {len(traces)} trainable agents, and here an episode has one"}
         rewards = {name: reward.score for name, reward in traces[0].rewards.items()}
         return {
             "reward": float(traces[0].reward),
@@ -135,49 +130,8 @@ class TasksetEnvironment:
             "error": error,
         }
 
-    @contextlib.asynccontextmanager
-    async def _serving(self):
-        served = self._served
-        if served is None or served.num_begun >= EPISODES:
-            served = self._served = ServedEnvironment(self._vf.load_environment(self._config))
-        served.num_begun += 1
-        served.num_running += 1
-        try:
-            await asyncio.shield(served.ready)
-            yield served.env
-        finally:
-            served.num_running -= 1
-            if served is not self._served and not served.num_running:
-                await served.close()
-
     async def close(self):
-        if self._served is not None:
-            await self._served.close()
-
-
-class ServedEnvironment:
-    """An environment that serves, from the first of its episodes to the last."""
-
-    def __init__(self, env):
-        self.env = env
-        self.num_begun = self.num_running = 0
-        self.ready = asyncio.get_running_loop().create_future()
-        self._over = asyncio.Event()
-        self._serving = asyncio.ensure_future(self._serve())
-
-    async def _serve(self):
-        try:
-            async with self.env.serving():
-                self.ready.set_result(None)
-                await self._over.wait()
-        except Exception as problem:
-            if self.ready.done():
-                raise
-            self.ready.set_exception(problem)
-
-    async def close(self):
-        self._over.set()
-        await self._serving
+        pass
 
 
 class Worker:
@@ -200,18 +154,12 @@ class Worker:
         self.env = LegacyEnvironment(verifiers, env, arguments) if is_legacy else TasksetEnvironment(env, arguments)
         return {"version": verifiers.__version__, "is_legacy": is_legacy}
 
-    async def rows(self, split, num):
-        return await self.env.rows(split, num)
-
-    async def rollout(self, input, base_url, api_key, model):
-        return await self.env.rollout(input, base_url, api_key, model)
-
     async def answer(self, request):
         id, kind = request.pop("id"), request.pop("do")
         try:
             if kind not in ("load", "rows", "rollout"):
                 raise RefusedRequest(f"there is no request {kind!r}")
-            answer = {"value": await getattr(self, kind)(**request)}
+            answer = {"value": await getattr(self if kind == "load" else self.env, kind)(**request)}
         except asyncio.CancelledError:
             answer = {"error": "it was cancelled"}
         except RefusedRequest as problem:

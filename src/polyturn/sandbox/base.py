@@ -150,7 +150,7 @@ class BaseSandbox:
         Raises:
             SandboxError: it has none on this machine.
         """
-        raise NotImplementedError
+        raise SandboxError(f"a {self.spec.backend} sandbox runs elsewhere; set sandbox.network: true, host and reach_as")
 
     async def _end(self) -> None:
         """Remove the sandbox and everything in it."""
@@ -162,7 +162,7 @@ class BaseSandbox:
         Raises:
             SandboxError: it cannot be made.
         """
-        raise NotImplementedError
+        raise SandboxError(f"a {self.spec.backend} sandbox cannot be copied")
 
     # The same for all.
 

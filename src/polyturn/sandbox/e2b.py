@@ -64,8 +64,6 @@ class E2BSandbox(BaseSandbox):
         super().__init__(spec)
         self._http: aiohttp.ClientSession | None = None
         self._id: str | None = None
-        self._origin = ""
-        self._headers: dict[str, str] = {}
 
     async def is_alive(self) -> bool:
         """Return whether the service knows it."""
@@ -73,14 +71,6 @@ class E2BSandbox(BaseSandbox):
             return self._closing is None and bool(await self._control("GET", f"/sandboxes/{self._id}"))
         except SandboxError:
             return False
-
-    async def pid(self) -> int:
-        """Refuse: it runs on another machine."""
-        raise SandboxError("an e2b sandbox runs elsewhere; set sandbox.network: true, and host and reach_as")
-
-    async def snapshot(self) -> str:
-        """Refuse: its templates are made with the service's own tools."""
-        raise SandboxError("an e2b sandbox cannot be copied here; make a template with E2B's own tools")
 
     async def kill_all(self) -> None:
         """Kill every process of its user; root's are the service's own."""
@@ -103,9 +93,8 @@ class E2BSandbox(BaseSandbox):
         self._id = made["sandboxID"]
         domain = made.get("domain") or os.environ.get("E2B_DOMAIN", "e2b.app")
         self._origin = os.environ.get("E2B_SANDBOX_URL", f"https://{PORT}-{self._id}.{domain}")
-        self._headers = {"E2b-Sandbox-Id": made["sandboxID"], "E2b-Sandbox-Port": str(PORT)}
-        if made.get("envdAccessToken"):
-            self._headers["X-Access-Token"] = made["envdAccessToken"]
+        token = made.get("envdAccessToken") or ""
+        self._headers = {"E2b-Sandbox-Id": made["sandboxID"], "E2b-Sandbox-Port": str(PORT), "X-Access-Token": token}
 
     async def _end(self) -> None:
         try:

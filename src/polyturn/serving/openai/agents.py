@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,6 @@ from polyturn.core.errors import ConfigError, DataError, SchedulerError
 from polyturn.core.secrets import passed_on
 from polyturn.core.task import Task
 from polyturn.sandbox import BaseSandbox, SandboxError, SandboxFileError, SandboxSpec, check_spec, open_sandbox
-from polyturn.sandbox.command import run_bounded
 from polyturn.serving.openai.agent_process import address_variables, check_exit, run_command, task_line
 from polyturn.serving.openai.endpoint import Address
 
@@ -191,10 +191,10 @@ async def run_here(
     with tempfile.TemporaryDirectory(prefix="polyturn-agent-") as folder:
         own = agent.filled(address=address, model=model, instruction=instruction_of(task), home=f"{folder}/home")
         work = await asyncio.to_thread(_make_folders, Path(folder), own.files)
-        variables = {**own.variables, **env}
+        own_env = {**own.variables, **env}
         try:
             async with asyncio.timeout(own.timeout_s) as limit:
-                await run_command(own.command, address=address, task=task, env=variables, cwd=work, id=id, stdin=b"")
+                await run_command(own.command, address=address, task=task, env=own_env, cwd=work, id=id, stdin=b"")
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -203,14 +203,7 @@ async def run_here(
 
 
 async def run_inside(
-    box: BaseSandbox,
-    agent: CommandLineAgent,
-    *,
-    address: Address,
-    model: str,
-    task: Task,
-    env: Mapping[str, Any],
-    id: str,
+    box: BaseSandbox, agent: CommandLineAgent, *, address: Address, model: str, task: Task, env: Mapping[str, Any], id: str
 ) -> bool:
     """Run an agent in a sandbox, in the folder that commands start in; return whether it ended within its time.
 
@@ -256,8 +249,8 @@ def check_installed(agent: CommandLineAgent, name: str, *, env: Mapping[str, Any
 
     try:
         if spec is None:
-            output = run_bounded(["env", *_assigned({**passed_on(), **variables}), "sh", "-c", check], timeout_s=CHECK_S)
-            is_installed = output.exit_code == 0
+            environ = {**passed_on(), **variables}
+            is_installed = subprocess.run(["sh", "-c", check], env=environ, capture_output=True).returncode == 0
         else:
             check_spec(spec)
             with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
@@ -271,13 +264,8 @@ def check_installed(agent: CommandLineAgent, name: str, *, env: Mapping[str, Any
 
 def _make_folders(folder: Path, files: Mapping[str, str]) -> Path:
     """Make an agent's folders and write its files; return the folder that it works in."""
-    home, work = folder / "home", folder / "work"
-    home.mkdir()
-    work.mkdir()
+    for name in ("home", "work"):
+        (folder / name).mkdir()
     for name, content in files.items():
-        (home / name).write_text(content, encoding="utf-8")
-    return work
-
-
-def _assigned(variables: Mapping[str, str]) -> list[str]:
-    return ["-i", *(f"{name}={value}" for name, value in variables.items())]
+        (folder / "home" / name).write_text(content, encoding="utf-8")
+    return folder / "work"
