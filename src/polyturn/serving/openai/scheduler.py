@@ -252,7 +252,7 @@ class BlackBox(SessionScheduler):
             await run_command(command, address=address, task=task, env=self._kwargs, cwd=self.base, id=episode.id)
             return None
         if self._program is not None:
-            run = run_here if box is None else functools.partial(run_inside, box)
+            run: Any = run_here if box is None else functools.partial(run_inside, box)
             self._is_late = not await run(
                 self._program,
                 address=address,
