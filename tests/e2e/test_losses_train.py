@@ -96,6 +96,11 @@ def test_entropy_weight_follows_its_target_across_a_resume(tmp_path):
     assert last["policy/entropy_coef"] == pytest.approx(0.02)
 
 
+def test_run_trains_on_its_tokens_of_highest_entropy(tmp_path):
+    steps = train(tmp_path, "algorithm.high_entropy_share=0.2")
+    assert all(s["policy/high_entropy_threshold"] >= s["policy/entropy"] and s["loss/grad_norm"] > 0 for s in steps)
+
+
 def test_policy_with_privileged_text_teaches_itself(tmp_path):
     (tmp_path / "hints.py").write_text("def hint(trajectory, group):\n    return 'Whisper, ' + trajectory.task.id\n")
     steps = train(tmp_path, "algorithm.self_distill={privileged: 'hints.py:hint', coef: 0.5, level: turn}")

@@ -270,6 +270,8 @@ class AlgorithmOptions:
     weight at `entropy_coef`."""
     entropy_step: Annotated[float, Field(gt=0)] = 0.005
     """The change of the weight in one step."""
+    high_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the step's trained tokens that the policy loss is computed on: those of highest entropy. 1 is all of them."""
     observation_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy on what tools, users and environments wrote (ECHO): its mean over the observed tokens of
     the step. The task's prompt is no observation."""

@@ -61,7 +61,8 @@ class TrainSample(Record):
     returns: NDArray[np.float32] | None = None
     """The critic's targets; NaN where its value is not trained."""
     correction: NDArray[np.float32] | None = None
-    """The factor of each token's policy loss, because another policy sampled it (`algorithms/correction.py`)."""
+    """The factor of each token's policy loss: another policy sampled it (`algorithms/correction.py`), or its entropy is too
+    low (`algorithms/high_entropy.py`)."""
     marks: NDArray[np.float32] | None = None
     """1 at the tokens that the policy loss treats apart (`algorithms.losses.marks`)."""
     observed: NDArray[np.float32] | None = None

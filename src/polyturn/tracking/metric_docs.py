@@ -104,6 +104,7 @@ MEANINGS: dict[str, str] = {
     "loss/skipped_steps": "Updates that were not taken because the gradient was not finite.",
     # policy
     "policy/entropy": "Mean entropy of the policy at the trained tokens, in nats.",
+    "policy/high_entropy_threshold": "The lowest entropy that the policy loss trains, with `high_entropy_share`.",
     "policy/observation_nll": "Mean negative log-probability of the observed tokens, where the loss reads them.",
     "policy/advantage": "Mean advantage of the trained tokens.",
     "policy/ratio": "Mean ratio of the new probability of a token to its old one.",

@@ -44,8 +44,8 @@ class Degrees:
     """The tokens of a micro-batch."""
 
 
-OWN, REFERENCE = "own", "reference"
-"""The model that scores: the network that is trained, or the frozen reference beside it."""
+OWN, REFERENCE, ENTROPY = "own", "reference", "entropy"
+"""What scores: the network that is trained, the frozen reference beside it, or the entropy of the trained policy."""
 
 
 backends: Registry[Any] = Registry("backends")

@@ -37,7 +37,7 @@ from polyturn.engines.routers import Routers
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
-from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
+from polyturn.training.backend import ENTROPY, NO_WEIGHTS, OWN, REFERENCE, TermWeights
 from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
 from polyturn.training.loss_terms import Objective, PassFigures, as_step
 from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
@@ -194,8 +194,8 @@ class ModelBackend:
         Raises:
             ConfigError: the reference is asked of a policy that was built without one.
         """
-        if scorer == OWN:
-            scores = self.network.scores
+        if scorer in (OWN, ENTROPY):
+            scores = self.network.scores if scorer == OWN else self.network.entropies
         elif self._reference is not None:
             scores = self._reference.logprobs
         else:
@@ -207,7 +207,9 @@ class ModelBackend:
             with torch.no_grad():
                 values = []
                 for batch in batches:
-                    with self.network.routed(batch) if scorer == OWN else nullcontext():  # others choose for themselves
+                    with (
+                        self.network.routed(batch) if scorer != REFERENCE else nullcontext()
+                    ):  # others choose for themselves
                         values.append(scores(batch))
         finally:
             self.network.train()

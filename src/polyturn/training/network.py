@@ -92,6 +92,12 @@ class Network(nn.Module):
         """Return [S] what the network says of each target."""
         raise NotImplementedError
 
+    def entropies(self, batch: MicroBatch) -> Tensor:
+        """Return [S] the entropy of the distribution of each target, of a policy."""
+        found: TargetScores = self(batch, entropy_grad=False)
+        assert found.entropy_S is not None
+        return found.entropy_S
+
     def cut(self, batch: MicroBatch) -> tuple[MicroBatch, ContextShare | None]:
         """Return the tokens and targets of `batch` that this rank computes, and its share of the whole; None for all."""
         return (batch, None) if self.context is None else self.context.cut(batch)

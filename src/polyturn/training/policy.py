@@ -22,18 +22,19 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.entropy_target import EntropyController
+from polyturn.algorithms.high_entropy import select_high_entropy
 from polyturn.algorithms.kl import KlController
 from polyturn.algorithms.losses import mark, selection_of
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, TrainingError
-from polyturn.core.metrics import Metrics, Sum
+from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
-from polyturn.training.backend import OWN, REFERENCE, Backend, OverBackend, TermWeights
+from polyturn.training.backend import ENTROPY, OWN, REFERENCE, Backend, OverBackend, TermWeights
 from polyturn.training.lora import has_lora
 from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTerms
 from polyturn.training.model_backend import ModelBackend, Placement, fitting_layout
@@ -73,10 +74,7 @@ class ModelPolicy(OverBackend):
         Raises:
             ConfigError: `reference` is asked of a policy that was built without one.
         """
-        start = time.perf_counter()
-        scores = self.backend.score(samples, REFERENCE if reference else OWN)
-        self.train_seconds += time.perf_counter() - start
-        return scores
+        return self._scored(samples, REFERENCE if reference else OWN)
 
     def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> PassResult:
         """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on.
@@ -98,13 +96,17 @@ class ModelPolicy(OverBackend):
             scores = self.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         samples = with_marks(samples, loss, score=self.score, seed=self.step_count)
+        figures: Metrics = {}
+        if loss.algorithm.high_entropy_share < 1 and samples:
+            entropies = self._scored(samples, ENTROPY)
+            samples, threshold = select_high_entropy(samples, entropies, loss.algorithm.high_entropy_share)
+            figures["policy/high_entropy_threshold"] = Mean(threshold)
         if coefs is None:
             average, weight = loss.algorithm.aggregate, loss.algorithm.segment_weight
             coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
         samples = with_observation_coefs(samples, loss.algorithm.observation_coef)
-        return self._counted(
-            self.backend.forward_backward(samples, coefs, "policy", TermWeights(self.kl.coef, self.entropy.coef))
-        )
+        found = self.backend.forward_backward(samples, coefs, "policy", TermWeights(self.kl.coef, self.entropy.coef))
+        return self._counted(found._replace(metrics={**found.metrics, **figures}))
 
     def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
         """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.
@@ -143,6 +145,12 @@ class ModelPolicy(OverBackend):
     def close(self) -> None:
         """Free the gradient and the frozen models, or let the ranks end."""
         self.backend.close()
+
+    def _scored(self, samples: Sequence[TrainSample], scorer: str) -> list[Floats]:
+        start = time.perf_counter()
+        scores = self.backend.score(samples, scorer)
+        self.train_seconds += time.perf_counter() - start
+        return scores
 
     def _counted(self, result: PassResult) -> PassResult:
         """Count the time of a pass; of one that is not finite keep the metrics that are, for curves have no NaN."""

@@ -1,0 +1,54 @@
+"""The policy loss on the tokens of highest entropy alone.
+
+    threshold = the entropy that a `share` of all trained tokens of an optimizer step reaches
+    factor_t  = 1 if entropy_t >= threshold, else 0            of the policy loss of token t
+
+The average still counts the other tokens, so a token that stays weighs what it weighed without the selection. Source: Wang
+et al. 2025 (Beyond the 80/20 Rule, arXiv 2506.01939), equation 6, which takes the threshold over a micro-batch; TRL and
+ms-swift have it as `top_entropy_quantile`. Here it is taken over everything that one optimizer step trains on, so that the
+result does not depend on micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from polyturn.core.arrays import Floats
+from polyturn.core.sample import TrainSample
+
+TIE = 1e-5
+"""Entropies this close to the threshold, in nats, count as equal to it. The first tokens of a group are drawn from one
+distribution, and rounding, which changes with the micro-batch, must not choose among them."""
+
+
+class Selected(NamedTuple):
+    """The samples of a step whose policy loss is that of some of their tokens."""
+
+    samples: list[TrainSample]
+    threshold: float
+    """The lowest entropy that is trained, in nats."""
+
+
+def select_high_entropy(samples: Sequence[TrainSample], entropies: Sequence[Floats], share: float) -> Selected:
+    """Set the factor of the policy loss to 0 at the trained tokens of low entropy.
+
+    Args:
+        samples: Everything that one optimizer step trains on, of all ranks.
+        entropies: For each sample [T] the entropy of the distribution that each trained token is drawn from, in nats.
+        share: The share of the trained tokens that stay; at least one does, and so do those that tie with the last.
+    """
+    trained = [s.loss_weights != 0 for s in samples]
+    flat_N = np.concatenate([np.asarray(e)[t] for e, t in zip(entropies, trained, strict=True)] or [np.empty(0)])
+    if not len(flat_N):
+        return Selected(list(samples), 0.0)
+    rank = len(flat_N) - max(1, math.ceil(share * len(flat_N)))
+    threshold = float(np.partition(flat_N, rank)[rank])
+    out = []
+    for sample, entropy_T in zip(samples, entropies, strict=True):
+        factor_T = np.ones(len(sample), np.float32) if sample.correction is None else sample.correction
+        out.append(sample.replace(correction=np.where(entropy_T >= threshold - TIE, factor_T, 0)))
+    return Selected(out, threshold)
