@@ -40,3 +40,12 @@ def test_critic_warms_up_alone(tmp_path: Path) -> None:
 def test_remax_rolls_out_a_greedy_member(tmp_path: Path) -> None:
     (step,) = train(tmp_path, "train.steps=1", "algorithm.advantage=remax")
     assert step["loss/total"] and step["tokens/greedy"] > 0 and step["buffer/greedy_failed"] == 0
+
+
+def test_running_mean_goes_on_across_a_resume(tmp_path: Path) -> None:
+    own = ["algorithm.advantage={name: rae, decay: 0.5}", "train.group_size=1", "train.groups_per_step=6"]
+    whole = train(tmp_path / "whole", "train.steps=2", *own)
+    train(tmp_path / "again", "train.steps=1", *own)
+    resumed = train(tmp_path / "again", "--resume", "train.steps=2", *own)
+    assert [s["policy/advantage"] for s in resumed] == [s["policy/advantage"] for s in whole]
+    assert whole[0]["policy/advantage"] != whole[1]["policy/advantage"]

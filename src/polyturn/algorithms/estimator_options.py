@@ -103,6 +103,24 @@ class GpgOptions(EstimatorOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaeOptions(EstimatorOptions):
+    """A reward against the running mean of its game and role."""
+
+    name: Literal["rae"]
+    decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The weight that the mean keeps when a reward comes in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchicalGrpoOptions(EstimatorOptions):
+    """A reward against those of the agents that did the same work."""
+
+    name: Literal["hierarchical_grpo"]
+    within: tuple[str, ...] | None = None
+    """Names of agents, with wildcards, that are compared inside their trajectory; null takes solver*."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GdpoOptions(NormOptions):
     """Each score normalised apart."""
 
@@ -194,6 +212,8 @@ NamedEstimatorOptions = (
     | BaselineOptions
     | ReinforceOptions
     | GpgOptions
+    | RaeOptions
+    | HierarchicalGrpoOptions
     | GdpoOptions
     | GaeOptions
     | BilevelGaeOptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.loss import build_correction, build_loss, reference_path, teacher_path
@@ -52,7 +53,11 @@ def build_estimator(source: ConfigSource) -> Any:
     weights = DEFAULT_WEIGHTS if config.reward.weights is None else config.reward.weights
     offered = {"weights": {**weights, **({"overlong": 1.0} if config.reward.overlong.buffer else {})}}
     bound = bind_estimator(estimator, offered=offered, kwargs=arguments)
-    check_function(bound, OF_BATCH if traits_of(estimator).scope == "batch" else OF_GROUP, where=where)
+    traits = traits_of(estimator)
+    shape = OF_BATCH if traits.scope == "batch" else OF_GROUP
+    if traits.keeps_state:
+        shape = dataclasses.replace(shape, names=("state",), write=shape.write.replace("**options", "*, state, **options"))
+    check_function(bound, shape, where=where)
     return bound
 
 

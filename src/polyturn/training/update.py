@@ -9,6 +9,7 @@ go, without giving up the event loop.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,6 +87,8 @@ class _Credited(NamedTuple):
     kept: FilteredGroups
     samples: list[TrainSample]
     parts: list[Metrics]
+    state: dict[str, Any]
+    """Of the estimator, behind this step."""
 
 
 class Update:
@@ -129,6 +132,7 @@ class Update:
         self._settings = settings or UpdateSettings()
         self._has_scored = False
         """Whether a step has brought what the estimator needs of turns; one that does not is no mistake afterwards."""
+        self._estimator_state: dict[str, Any] = {}
 
     @property
     def has_baseline(self) -> bool:
@@ -149,13 +153,13 @@ class Update:
             TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
         """
         settings = self._settings
-        kept, samples, parts = self._credit(groups, step=step)
+        kept, samples, parts, estimator_state = self._credit(groups, step=step)
         if self.revise is not None:
             # Changed groups are credited from the start: filters, scores and advantages all look at them.
             revised = self.revise(step, groups, samples, reduce(merge(parts)))
             if revised.groups is not groups:
                 groups = revised.groups
-                kept, samples, parts = self._credit(groups, step=step)
+                kept, samples, parts, estimator_state = self._credit(groups, step=step)
             else:
                 samples = list(revised.samples)
         rejected: set[str] = set()
@@ -194,6 +198,7 @@ class Update:
             self._entropy.update(entropy)
         least = self._kept_members
         records = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
+        self._estimator_state = estimator_state
         # Last: the caller counts the step only once this returns, and a checkpoint of a step half counted repeats it.
         self.is_half_done = False
         return StepResult(metrics, records)
@@ -218,19 +223,22 @@ class Update:
             if self._reward_kl is not None:
                 samples, credit_metrics = self._reward_kl.apply(samples)
                 parts.append(credit_metrics)
+            # A copy, so that a step that fails, or is credited twice, counts its rewards once.
+            state = copy.deepcopy(self._estimator_state)
             samples = assign_advantages(
                 kept.groups,
                 samples,
                 estimator=self.estimator,
                 min_members=self._min_members,
                 has_scored=self._has_scored,
+                state=state,
             )
         if self._teacher is not None and samples:
             with _timed("time/train_s", parts):
                 samples, credit_metrics = self._teacher.apply(kept.groups, samples, score=self.policy.score)
                 parts.append(credit_metrics)
         self._has_scored |= bool(samples)
-        return _Credited(kept, samples, parts)
+        return _Credited(kept, samples, parts, state)
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
@@ -257,15 +265,17 @@ class Update:
         return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded part of a checkpoint: the weight of the KL penalty."""
+        """Return what a checkpoint keeps beside what is in shards: the weight of the KL penalty, the estimator's state."""
         return {
             "reward_kl": None if self._reward_kl is None else self._reward_kl.state_dict(),
             "has_scored": self._has_scored,
+            "estimator": self._estimator_state,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self._has_scored = bool(state.get("has_scored", False))
+        self._estimator_state = dict(state.get("estimator", {}))
         if self._reward_kl is not None:
             self._reward_kl.load_state_dict(state.get("reward_kl") or {})
 

@@ -104,6 +104,8 @@ _IN_SYMBOLS = {
     "reinforce_plus_plus": "A_t = (G_t − mean) / sqrt(var + eps), over all trained tokens of the step",
     "reinforce_plus_plus_baseline": "A = (r − mean of the group − mean) / sqrt(var + eps), the outer ones over the step",
     "gpg": "A = α (r − mean) / f_norm, α = trajectories of the step / those in groups whose rewards differ",
+    "hierarchical_grpo": "A = r − mean of the agents that did the same work, in the trajectory or over the group",
+    "rae": "A = r − the running mean of the rewards of its data source and agent, as the step began",
     "remax": "A = r − r_greedy, the reward of the task decoded greedily",
     "gdpo": "A = Σ w_c (r_c − mean_c) / (std_c + eps) over the parts c of the reward, then normalised over the step",
     "return_to_go": "A_k = G_k − mean of G_k over the other members, G_k the scores from turn k on",

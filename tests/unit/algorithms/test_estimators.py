@@ -183,7 +183,7 @@ def test_step_without_scores_is_fine_after_one_with_scores() -> None:
     assert found.advantages is not None and found.advantages.tolist() == [0, 1, 1], "the reward alone, from each turn on"
 
 
-WITHOUT_BASELINE = ("reinforce_plus_plus", "remax", "gae", "turn_gae", "bilevel_gae")
+WITHOUT_BASELINE = ("rae", "reinforce_plus_plus", "remax", "gae", "turn_gae", "bilevel_gae")
 
 
 def with_survivors(seed: int, numbers: tuple[int, ...]) -> tuple[list[TrajectoryGroup], list[TrainSample]]:
@@ -247,7 +247,16 @@ def test_verl_estimator_compares_where_it_reads_the_index() -> None:
 def test_estimator_that_compares_refuses_groups_of_one() -> None:
     for name in ALL:
         estimator = advantages.resolve(name)
-        if name in ("reinforce_plus_plus", "remax", "return_to_go", "gae", "turn_gae", "bilevel_gae"):
+        if name in (
+            "hierarchical_grpo",
+            "reinforce_plus_plus",
+            "rae",
+            "remax",
+            "return_to_go",
+            "gae",
+            "turn_gae",
+            "bilevel_gae",
+        ):
             check_estimator(estimator, name=name, group_size=1)
         else:
             with pytest.raises(ConfigError, match=f"group_size is 1 and the estimator '{name}' compares"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyturn.algorithms.advantages import advantages, bind_estimator
+from polyturn.algorithms.advantages import advantages, bind_estimator, declare
 from polyturn.algorithms.options import KlOptions
 from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.lifecycle import StopReason
@@ -204,3 +204,34 @@ def test_step_that_fails_after_its_optimizer_step_is_half_done(monkeypatch: pyte
     with pytest.raises(TrainingError, match="its records"):
         made.run(played(), step=0)
     assert made.is_half_done
+
+
+def test_state_of_an_estimator_survives_a_checkpoint() -> None:
+    groups, whole, resumed = played(), update("rae", decay=0.5), update("rae", decay=0.5)
+    whole.run(groups, step=0)
+    resumed.load_state_dict(whole.state_dict())
+    ours, theirs, anew = (
+        made.run(groups, step=1).metrics["policy/advantage"] for made in (whole, resumed, update("rae", decay=0.5))
+    )
+    assert ours == theirs != anew
+
+
+def test_step_that_is_credited_twice_moves_the_state_once() -> None:
+    once, twice, groups = update("rae"), update("rae"), played()
+    twice.revise = lambda step, groups, samples, metrics: Revised(list(groups), samples)
+    for made in (once, twice):
+        made.run(groups, step=0)
+    assert once.state_dict()["estimator"] == twice.state_dict()["estimator"] != {}
+
+
+def test_step_that_fails_leaves_the_state() -> None:
+    @declare(keeps_state=True)
+    def breaks(rewards_G: Any, samples_G: Any, *, state: dict[str, Any]) -> Any:
+        state["groups"] = state.get("groups", 0) + 1
+        raise ValueError(f"group {state['groups']}")
+
+    made = update("grpo")
+    made.estimator = breaks
+    with pytest.raises(TrainingError, match="group 1"):
+        made.run(played(), step=0)
+    assert made.state_dict()["estimator"] == {}

@@ -21,7 +21,15 @@ from polyturn.algorithms.advantages.base import (
     members_needed,
     traits_of,
 )
-from polyturn.algorithms.advantages.batch import gdpo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from polyturn.algorithms.advantages.batch import (
+    gdpo,
+    gpg,
+    hierarchical_grpo,
+    rae,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+)
 from polyturn.algorithms.advantages.gae import bilevel_gae, gae, turn_gae
 from polyturn.algorithms.advantages.group import dr_grpo, grpo, grpo_passk, maxrl, opo, rloo
 from polyturn.algorithms.advantages.turns import gigpo, mt_grpo, return_to_go
@@ -29,6 +37,6 @@ from polyturn.algorithms.advantages.turns import gigpo, mt_grpo, return_to_go
 __all__ = [
     "BatchAdvantages", "Estimator", "GroupView", "MemberView", "Rewards", "Traits", "advantages", "assign_advantages",
     "bilevel_gae", "bind_estimator", "check_estimator", "components_of", "declare", "dr_grpo", "gae", "gdpo", "gigpo",
-    "gpg", "grpo", "grpo_passk", "maxrl", "members_needed", "mt_grpo", "opo", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "remax", "return_to_go", "rloo", "traits_of", "turn_gae",
+    "gpg", "grpo", "grpo_passk", "hierarchical_grpo", "maxrl", "members_needed", "mt_grpo", "opo", "rae",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "return_to_go", "rloo", "traits_of", "turn_gae",
 ]  # fmt: skip

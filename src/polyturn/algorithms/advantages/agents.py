@@ -5,7 +5,7 @@
 So a player is compared with those who sat where it sat: a seat that is easier to win from teaches nothing by itself, and in
 a game whose rewards sum to 0 the winner's advantage is not the loser's. A member has its agent's samples, and its turns,
 counted by themselves. Source: Liu et al. 2025 (SPIRAL, role-conditioned advantage estimation), with the group of the task in
-place of a running mean.
+place of a running mean, which `rae` has.
 """
 
 from __future__ import annotations

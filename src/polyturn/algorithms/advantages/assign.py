@@ -34,6 +34,7 @@ def assign_advantages(
     estimator: Estimator,
     min_members: int = 1,
     has_scored: bool = False,
+    state: dict[str, Any] | None = None,
 ) -> list[TrainSample]:
     """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic.
 
@@ -45,6 +46,7 @@ def assign_advantages(
             also of an agent that few of them have, get 0 and are in no statistics. At least what the estimator declares.
         has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which no member
             happened to earn one is no mistake, and its turns are taken as not scored.
+        state: What an estimator that declares `keeps_state` has kept so far, and changes; None begins anew.
 
     Raises:
         AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
@@ -56,11 +58,12 @@ def assign_advantages(
     _check_batch(batch, estimator, has_scored=has_scored)
     batch_advantages = BatchAdvantages([])
     if batch:
+        kept = {"state": {} if state is None else state} if traits.keeps_state else {}
         with told_in_a_sentence("the advantage estimator", TrainingError):
             if traits.scope == "group":
-                estimates = [estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch]
+                estimates = [estimator(g.totals, [list(m.samples) for m in g.members], **kept) for g in batch]
             else:
-                estimates = estimator(batch)
+                estimates = estimator(batch, **kept)
         batch_advantages = estimates if isinstance(estimates, BatchAdvantages) else BatchAdvantages(estimates)
     _check_estimate(batch_advantages, batch)
     out = list(samples)
@@ -125,7 +128,16 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
             members = tuple(_member(share, [share.numbered(samples[i]) for i in share.indices]) for share in of_agent)
             agent = of_agent[0].agent
             name = group.id if agent is None else f"{group.id}/{agent}"
-            views.batch.append(GroupView(id=name, members=members, greedy_reward=_greedy_reward(group, agent)))
+            views.batch.append(
+                GroupView(
+                    id=name,
+                    members=members,
+                    data_source=group.task.data_source or "",
+                    agent=agent,
+                    group=group.id,
+                    greedy_reward=_greedy_reward(group, agent),
+                )
+            )
     if places:
         lost: SampleId = samples[next(iter(places.values()))[0]].id
         raise AlignmentError(
@@ -145,7 +157,7 @@ def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: 
     Raises:
         ConfigError: it takes no such option.
     """
-    inputs = ("rewards_G", "samples_G", "batch")  # what the trainer gives, and no option
+    inputs = ("rewards_G", "samples_G", "batch", "state")  # what the trainer gives, and no option
     for name in kwargs:
         if not has_parameter(estimator, name) and not takes_any_keyword(estimator):
             options = [n for n in inspect.signature(estimator).parameters if n not in inputs]

@@ -55,6 +55,9 @@ class Traits:
     """Keys of the states that turns were taken in."""
     needs_greedy: bool = False
     """One more rollout of each task, decoded greedily and never trained (`GroupView.greedy_reward`)."""
+    keeps_state: bool = False
+    """Whether it is also called with `state`, a dict of numbers that it changes and that checkpoints keep. A step that fails
+    leaves it as it was."""
     takes_penalties: bool = True
     """Whether it knows what to do with rewards on single tokens (`TrainSample.rewards`), such as a KL penalty."""
 
@@ -139,6 +142,12 @@ class GroupView:
 
     id: str
     members: tuple[MemberView, ...]
+    data_source: str = ""
+    """The data source of the task."""
+    agent: str | None = None
+    """The agent that the members are; None where a trajectory has one reward."""
+    group: str = ""
+    """The group of trajectories that the members come from; agents of one group share it."""
     greedy_reward: float | None = None
     """The reward of a greedily decoded rollout of the task; None where there was none, or it failed."""
 

@@ -6,7 +6,10 @@ cut into samples or micro-batches.
 
 from __future__ import annotations
 
+import fnmatch
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +92,48 @@ def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
             scalars.append((totals_G - group.greedy_reward).tolist())
         else:
             scalars.append((centred(totals_G) * n / max(n - 1, 1)).tolist())  # leave-one-out, as in rloo
+    return spread(batch, scalars)
+
+
+@declare(scope="batch", keeps_state=True)
+def rae(batch: Sequence[GroupView], *, state: dict[str, Any], decay: float = 0.95) -> BatchAdvantages:
+    """Subtract a running mean of the rewards of the same game and role: A = r - b, then b <- decay b + (1 - decay) r.
+
+    A game is the task's data source, a role the agent that has a reward of its own. All of a step is compared with the b
+    that the step begins with, so the baseline is independent of the trajectory and of the order in which episodes end; n
+    rewards with mean m then move it as n equal ones would: b <- decay^n b + (1 - decay^n) m. It begins at 0. Source: Liu et
+    al. 2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation, where b follows trajectory by trajectory.
+    """
+    scalars, earned = [], dict[str, list[float]]()
+    for group in batch:
+        role = f"{group.data_source}/{group.agent or ''}"
+        scalars.append((group.totals - state.get(role, 0.0)).tolist())
+        earned.setdefault(role, []).extend(group.totals.tolist())
+    for role, rewards in earned.items():
+        share = decay ** len(rewards)
+        state[role] = share * state.get(role, 0.0) + (1 - share) * math.fsum(rewards) / len(rewards)
+    return spread(batch, scalars)
+
+
+@declare(scope="batch")
+def hierarchical_grpo(batch: Sequence[GroupView], *, within: Sequence[str] = ("solver*",)) -> BatchAdvantages:
+    """Centre rewards among those who did the same work: A = r - mean of the peers.
+
+    Agents whose names match a pattern of `within` (`fnmatch`) are compared with the others of their trajectory that match
+    it: several solvers of the problem that this trajectory's proposer wrote. All other agents are compared over the group,
+    each with its own name: proposers of one task. One without peers gets 0. Source: prime-rl, `hierarchical_grpo`.
+    """
+    peers: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for g, group in enumerate(batch):
+        pattern = next((one for one in within if fnmatch.fnmatchcase(group.agent or "", one)), None)
+        for m, member in enumerate(group.members):
+            key = (group.id,) if pattern is None else (group.group, member.id, pattern)
+            peers.setdefault(key, []).append((g, m))
+    scalars = [[0.0] * len(group.members) for group in batch]
+    for places in peers.values():
+        advantages = centred(np.array([batch[g].members[m].total for g, m in places]))
+        for (g, m), advantage in zip(places, advantages.tolist(), strict=True):
+            scalars[g][m] = advantage
     return spread(batch, scalars)
 
 
