@@ -135,10 +135,9 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
     """Give the cases of our own MCP server."""
     import uvicorn
 
-    from polyturn.serving.address import bind
-    from polyturn.serving.guard import guarded, http_config
+    from polyturn.serving.auth import ServerRules, guarded
+    from polyturn.serving.listen import bind, http_config
     from polyturn.serving.mcp import ToolServer
-    from polyturn.serving.rules import ServerRules
 
     tools = ToolServer(ToolBox([_fuzz_tools.add], ToolOptions(timeout_s=5.0, max_result_chars=None)))
     rules = ServerRules(max_body_bytes=1 << 20)
@@ -450,7 +449,7 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
     """Return the cases of the desk: its page, its folder, and what is typed."""
     from polyturn.interactions.human_queue import HumanQueue, HumanReply
     from polyturn.interactions.terminal import read_answer
-    from polyturn.serving.rules import ServerRules
+    from polyturn.serving.auth import ServerRules
     from polyturn.viewer.app import create_app
 
     place = folder / "desk"

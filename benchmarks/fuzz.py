@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import gc
 import json
 import logging
@@ -498,11 +497,10 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
     from polyturn.serving import RolloutService
     from polyturn.serving import app as rollout_app
     from polyturn.serving import sandbox as sandbox_app
-    from polyturn.serving.address import bind
-    from polyturn.serving.guard import http_config
+    from polyturn.serving.auth import ServerRules
+    from polyturn.serving.listen import bind, http_config
     from polyturn.serving.openai.endpoint import EndpointOptions
-    from polyturn.serving.openai.service import OpenAIService
-    from polyturn.serving.rules import ServerRules
+    from polyturn.serving.openai.hosted_episodes import OpenAIService
     from polyturn.testing.episodes import scripted_context
     from polyturn.tools.python_sandbox.limits import RunResult
     from polyturn.viewer import app as viewer_app
@@ -560,7 +558,7 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
     bound, until = bind("127.0.0.1", 0), asyncio.Event()
     running = asyncio.create_task(openai.serve(bound, until, grace_s=0.1))
     plain, plain_bound = apps["sandbox"][0], bind("127.0.0.1", 0)
-    server = uvicorn.Server(http_config(plain, dataclasses.replace(rules, head_s=0.5)))
+    server = uvicorn.Server(http_config(plain, rules))
     plainly = asyncio.create_task(server.serve(sockets=[plain_bound]))
     ports = {"endpoint": bound.getsockname()[1], "plain": plain_bound.getsockname()[1]}
     chats = [p for p in BODIES if p.startswith(("/v1/", "/episodes"))]

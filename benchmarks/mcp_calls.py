@@ -26,7 +26,7 @@ from typing import Any
 
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
-from polyturn.serving.address import bind
+from polyturn.serving.listen import bind
 from polyturn.tools.executor import ToolBox, ToolSession
 from polyturn.tools.mcp import MCPBaseTool
 from polyturn.tools.mcp_connection import McpServer

@@ -26,9 +26,8 @@ from polyturn.data.python_docs import python_documentation
 from polyturn.retrieval.index import SearchIndex, build_index
 from polyturn.retrieval.passages import Passage
 from polyturn.retrieval.searcher import Searcher
-from polyturn.serving.address import bind
-from polyturn.serving.guard import http_config
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules
+from polyturn.serving.listen import bind, http_config
 from polyturn.serving.search import create_app
 
 NUM_CLIENTS = 16

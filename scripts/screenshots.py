@@ -24,7 +24,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 import polyturn
-from polyturn.serving.address import bind
+from polyturn.serving.listen import bind
 from polyturn.viewer.app import create_app
 from polyturn.viewer.run_view import RunView
 

@@ -66,9 +66,8 @@ async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[L
 @contextlib.contextmanager
 def served_app(app: Any) -> Iterator[str]:
     """Serve an ASGI application in a thread; gives its address, ending with a slash, once it answers."""
-    from polyturn.serving.address import bind
-    from polyturn.serving.guard import serving
-    from polyturn.serving.rules import ServerRules
+    from polyturn.serving.auth import ServerRules
+    from polyturn.serving.listen import bind, serving
 
     bound, is_up = bind("127.0.0.1", 0), threading.Event()
     loop, is_over = asyncio.new_event_loop(), asyncio.Event()

@@ -18,7 +18,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.infra.loop import run_loop
 
 if TYPE_CHECKING:
-    from polyturn.serving.rules import ServerRules
+    from polyturn.serving.auth import ServerRules
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def listen(app: Any, options: ServeOptions, rules: ServerRules, *, what: str, pa
     """
     import uvicorn
 
-    from polyturn.serving.guard import http_config
+    from polyturn.serving.listen import http_config
 
     bound = options.bind()
     host, port = bound.getsockname()[:2]
@@ -74,8 +74,8 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
     """
     import uvicorn
 
-    from polyturn.serving.address import is_loopback
-    from polyturn.serving.guard import http_config
+    from polyturn.serving.auth import is_loopback
+    from polyturn.serving.listen import http_config
 
     token = None if options.token_file is None else read_token(options.token_file)
     if not is_loopback(options.host) and token is None:

@@ -17,7 +17,7 @@ from polyturn.infra.loop import run_loop
 if TYPE_CHECKING:
     from polyturn.config.load import Loaded
     from polyturn.config.models import RunConfig
-    from polyturn.serving.rules import ServerRules
+    from polyturn.serving.auth import ServerRules
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ServeOptions:
         Raises:
             ConfigError: the address is not one of this machine's, or the port is in use.
         """
-        from polyturn.serving.address import bind
+        from polyturn.serving.listen import bind
 
         return bind(self.host, self.first_port if self.port is None else self.port, is_only=self.port is not None)
 
@@ -89,8 +89,9 @@ def server_rules(
     Raises:
         ConfigError: the address would be open to others without a token, or a value cannot work.
     """
-    from polyturn.serving.address import check_exposure, is_loopback
-    from polyturn.serving.rules import ClientRateLimit, ServerRules
+    from polyturn.serving.auth import ServerRules, is_loopback
+    from polyturn.serving.listen import check_exposure
+    from polyturn.serving.rate_limit import ClientRateLimit
 
     check_exposure(host, token)
     return ServerRules(
@@ -138,7 +139,7 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
     from polyturn import build
     from polyturn.api.console import quiet_transformers
     from polyturn.serving.app import create_app
-    from polyturn.serving.service import RolloutService
+    from polyturn.serving.rollout_service import RolloutService
 
     quiet_transformers()
     parts = build.build_parts(build.ConfigSource(config=loaded.config, base=base.resolve()))

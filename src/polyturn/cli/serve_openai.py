@@ -47,7 +47,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     from polyturn.cli.dialects import load_native
     from polyturn.config.load import base_of
     from polyturn.serving.openai.endpoint import MAX_REQUESTS, EndpointOptions
-    from polyturn.serving.openai.service import OpenAIService
+    from polyturn.serving.openai.hosted_episodes import OpenAIService
 
     rules = options.rules(max_requests=MAX_REQUESTS)
     options.check_port()

@@ -47,7 +47,7 @@ def serve_mcp(options: ServeOptions, source: Path, *, stdio: bool = False, idle_
     if stdio:
         run_loop(server.serve_stdio())
         return
-    from polyturn.serving.guard import guarded
+    from polyturn.serving.auth import guarded
 
     rules = options.rules(max_body_bytes=MAX_MCP_BYTES)
     app = server.http_app(idle_s=idle_s, max_sessions=MAX_SESSIONS, max_body_bytes=MAX_MCP_BYTES)

@@ -20,7 +20,7 @@ from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_l
 from polyturn.core.plugins import import_attr
 from polyturn.infra.threads import DaemonThreads
 from polyturn.retrieval.dense import as_matrix
-from polyturn.tools.service import HttpService
+from polyturn.tools.http_service import HttpService
 
 BATCH = 64
 """Texts in one request, when passages are embedded."""

@@ -7,6 +7,6 @@ The service knows no HTTP and the app knows no episodes, so that both can be tes
 """
 
 from polyturn.serving.client import InferReply, RolloutClient, WeightPush
-from polyturn.serving.service import RolloutService
+from polyturn.serving.rollout_service import RolloutService
 
 __all__ = ["InferReply", "RolloutClient", "RolloutService", "WeightPush"]

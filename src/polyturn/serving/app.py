@@ -4,7 +4,7 @@
     POST /update_weights/  ?version=3, the body is a safetensors file                      ->  {"version": 3}
     POST /init_communicator/, /update_named_param/, …      the same through a process group (see weight_receiver.py)
 
-Bodies are JSON or safetensors, never pickle; who may ask is decided by the rules that all servers share (`rules.py`). A
+Bodies are JSON or safetensors, never pickle; who may ask is decided by the rules that all servers share (`auth.py`). A
 wrong request is answered with a status and a sentence in `detail`.
 """
 
@@ -20,9 +20,9 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from polyturn.core.errors import EngineError, PolyturnError, did_you_mean, one_line
-from polyturn.serving.guard import guarded, json_object
-from polyturn.serving.rules import ServerRules
-from polyturn.serving.service import RolloutService
+from polyturn.serving.auth import ServerRules, guarded
+from polyturn.serving.body import json_object
+from polyturn.serving.rollout_service import RolloutService
 from polyturn.serving.weight_receiver import WeightReceiver
 
 _ENGINE_TYPES = {True: "AsyncLLMEngine", False: "LLMEngine"}

@@ -31,7 +31,6 @@ from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
-from polyturn.serving.rules import client_of
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.mcp_content import blocks_of
 from polyturn.tools.schema import OpenAIFunctionToolSchema
@@ -136,7 +135,7 @@ class _Shares:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        session, client = Headers(scope=scope).get(_SESSION), client_of((scope.get("client") or ("", 0))[0])
+        session, client = Headers(scope=scope).get(_SESSION), (scope.get("client") or ("", 0))[0]
         if session is not None or scope["method"] != "POST":
             if session in self._held:
                 self._held[session] = (self._held[session][0], self._clock())

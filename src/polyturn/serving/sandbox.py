@@ -20,8 +20,8 @@ from fastapi import FastAPI, HTTPException, Request
 
 from polyturn.core.errors import one_line
 from polyturn.infra.threads import DaemonThreads
-from polyturn.serving.guard import guarded, json_object
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules, guarded
+from polyturn.serving.body import json_object
 from polyturn.tools.python_sandbox.fusion import reply_of
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits

@@ -18,8 +18,8 @@ from fastapi import FastAPI, HTTPException, Request
 
 from polyturn.retrieval.embedders import EmbeddingError
 from polyturn.retrieval.searcher import Searcher, documents
-from polyturn.serving.guard import guarded, json_object
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules, guarded
+from polyturn.serving.body import json_object
 
 MAX_BODY_BYTES = 1 << 20
 MAX_QUERIES = 256

@@ -14,9 +14,9 @@ from typing import Any
 
 import uvicorn
 
-from polyturn.serving.guard import http_config
-from polyturn.serving.rules import ServerRules
-from polyturn.serving.service import RolloutService
+from polyturn.serving.auth import ServerRules
+from polyturn.serving.listen import http_config
+from polyturn.serving.rollout_service import RolloutService
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from polyturn.core.secrets import token_from
 from polyturn.rewards.code import run_request
 from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure
+from polyturn.tools.http_service import HttpService, ServiceReply
 from polyturn.tools.results import FAILURE
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.search import max_concurrent
-from polyturn.tools.service import HttpService, ServiceReply
 
 logger = logging.getLogger(__name__)
 

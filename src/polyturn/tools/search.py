@@ -25,9 +25,9 @@ from polyturn.retrieval.embedders import EmbeddingError
 from polyturn.retrieval.searcher import Searcher, documents
 from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure
+from polyturn.tools.http_service import HttpService, ServiceReply
 from polyturn.tools.results import FAILURE
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
-from polyturn.tools.service import HttpService, ServiceReply
 
 BAD_QUERIES = "Error: 'query_list' is missing, empty, or not a list in parameters."
 NO_RESULTS = "No search results found."

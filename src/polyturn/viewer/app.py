@@ -36,8 +36,8 @@ from starlette.background import BackgroundTask
 
 from polyturn.core.errors import one_line
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
-from polyturn.serving.guard import json_object
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules
+from polyturn.serving.body import json_object
 from polyturn.store.parquet_store import write_rows
 from polyturn.store.stored_run import StoredRun
 from polyturn.viewer.curves import Window

@@ -4,7 +4,7 @@
     PolyturnError        422 {"detail": "there is no trajectory 'g9/9'; …"}
 
 Text of the environment is never HTML: the pages write it as text, and the content policy lets no script run but their own.
-Who may look is decided by the rules that all servers share (`serving/rules.py`): on the loopback address this machine under
+Who may look is decided by the rules that all servers share (`serving/auth.py`): on the loopback address this machine under
 a name of its own, elsewhere anyone with the token, from the link that is printed at the start.
 """
 
@@ -23,8 +23,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polyturn.core.errors import PolyturnError
-from polyturn.serving.guard import guarded
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules, guarded
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}

@@ -27,7 +27,7 @@ from polyturn.core.errors import DataError
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import ToolResult, Trajectory
 from polyturn.rollout.pool import GroupSpec, RolloutPool
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules
 from polyturn.store import sql
 from polyturn.store.bounded import MAX_ROWS
 from polyturn.store.parquet_store import ParquetStore

@@ -24,7 +24,7 @@ from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.terminal import Terminal, read_answer
 from polyturn.rollout.run_episode import run_episode
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.viewer.app import create_app
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from polyturn import tool
 from polyturn.cli.main import app as command_line
 from polyturn.core.errors import ConfigError, ToolError
-from polyturn.serving.guard import guarded, http_config
+from polyturn.serving.auth import ServerRules, guarded
+from polyturn.serving.listen import http_config
 from polyturn.serving.mcp import ToolServer, _Shares
-from polyturn.serving.rules import ServerRules
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.mcp_client import list_tools

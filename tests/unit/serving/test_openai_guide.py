@@ -13,10 +13,10 @@ import yaml
 from polyturn.build import ConfigSource, build_scheduler
 from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.rollout.run_episode import run_episode
-from polyturn.serving.address import bind
+from polyturn.serving.listen import bind
 from polyturn.serving.openai.endpoint import EndpointOptions
+from polyturn.serving.openai.hosted_episodes import OpenAIService
 from polyturn.serving.openai.scheduler import BlackBox
-from polyturn.serving.openai.service import OpenAIService
 from polyturn.testing.episodes import scripted_context, task
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/openai.md").read_text()

@@ -16,11 +16,11 @@ from polyturn.cli.main import main
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
-from polyturn.serving.address import bind
+from polyturn.serving.auth import ServerRules
+from polyturn.serving.listen import bind
 from polyturn.serving.openai.endpoint import EndpointOptions
+from polyturn.serving.openai.hosted_episodes import OpenAIService
 from polyturn.serving.openai.http import MAX_VALUES
-from polyturn.serving.openai.service import OpenAIService
-from polyturn.serving.rules import ServerRules
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, turn_ids
 from polyturn.testing.tiny_models import tiny_tokenizer

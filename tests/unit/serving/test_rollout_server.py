@@ -21,8 +21,8 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.infra.process import free_port
 from polyturn.serving import RolloutClient, RolloutService
-from polyturn.serving.address import bind
 from polyturn.serving.app import create_app
+from polyturn.serving.listen import bind
 from polyturn.serving.weight_receiver import TrainerGroup, flatten
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training import hf

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from polyturn.serving.sandbox import SandboxService, create_app
+from polyturn.tools.http_service import ServiceReply
 from polyturn.tools.python_sandbox import SandboxLimits
 from polyturn.tools.sandbox import read_reply
-from polyturn.tools.service import ServiceReply
 from support.isolated import need_isolation, start_sandbox
 
 

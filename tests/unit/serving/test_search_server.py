@@ -18,9 +18,8 @@ from polyturn.core.errors import ConfigError
 from polyturn.retrieval.index import SearchIndex, build_index
 from polyturn.retrieval.passages import Passage
 from polyturn.retrieval.searcher import Searcher
-from polyturn.serving.address import bind
-from polyturn.serving.guard import serving
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules
+from polyturn.serving.listen import bind, serving
 from polyturn.serving.search import create_app
 from polyturn.tools.registry import initialize_tools_from_config
 

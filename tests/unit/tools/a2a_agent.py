@@ -19,8 +19,7 @@ from a2a.server.tasks import InMemoryTaskStore, TaskUpdater
 from a2a.types import AgentCapabilities, AgentCard, AgentInterface, AgentSkill, Part, TaskState
 from starlette.applications import Starlette
 
-from polyturn.serving.guard import guarded
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules, guarded
 from polyturn.tools.schema import OpenAIFunctionToolSchema
 
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"

@@ -15,11 +15,11 @@ from aiohttp.test_utils import TestServer
 from polyturn.core.errors import ConfigError
 from polyturn.tools.a2a_client import _http_client
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.http_service import HttpService
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.tools.search import SearchTool
-from polyturn.tools.service import HttpService
 from support.services import serve
 
 TIMEOUT_S = 50

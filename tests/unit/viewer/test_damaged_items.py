@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules
 from polyturn.viewer.app import create_app
 from polyturn.viewer.report import write_report
 from polyturn.viewer.run_view import RunView

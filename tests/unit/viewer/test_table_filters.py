@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.pool import GroupSpec, RolloutPool
-from polyturn.serving.rules import ServerRules
+from polyturn.serving.auth import ServerRules
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import INDEX_COLUMNS, SCHEMA
 from polyturn.store.stored_run import open_store

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from polyturn.core.errors import ConfigError, RewardError
 from polyturn.rewards.code import Sandbox
 from polyturn.tools import sandbox
+from polyturn.tools.http_service import ServiceReply
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.search import max_concurrent
-from polyturn.tools.service import ServiceReply
 
 T = TypeVar("T")
 

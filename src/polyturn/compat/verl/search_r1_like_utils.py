@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from polyturn.infra.run_sync import in_own_loop
+from polyturn.tools.http_service import HttpService
 from polyturn.tools.search import NO_RESULTS, passages_text, result_lists
-from polyturn.tools.service import HttpService
 
 DEFAULT_TIMEOUT = 30
 MAX_RETRIES = 10

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from polyturn.serving.body import dumps
 from polyturn.serving.openai.chat_request import (
     BadRequest,
     ChatRequest,
@@ -26,7 +27,6 @@ from polyturn.serving.openai.chat_request import (
     texts,
     whole,
 )
-from polyturn.serving.wire import dumps
 
 READ = frozenset({
     "messages", "model", "tools", "tool_choice", "n", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p",

@@ -5,7 +5,7 @@
     POST /v1/chat/completions, …              the same without an episode, where the server offers it
 
 A request needs its episode's key (`Authorization: Bearer KEY`, or `x-api-key: KEY`) and passes the rules that all servers
-share (`serving/rules.py`). The key that asks the model opens no reward, because the agent may hand it to code that the model
+share (`serving/auth.py`). The key that asks the model opens no reward, because the agent may hand it to code that the model
 wrote: rewards have a key of their own. Nothing in a request is ever a path or an address, and every error has the form that
 the client's library reads.
 """
@@ -29,8 +29,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.serving import guard
-from polyturn.serving.address import bind
+from polyturn.serving.auth import ServerRules, check_token
+from polyturn.serving.auth import guarded as guard_app
+from polyturn.serving.body import Refusal
+from polyturn.serving.listen import bind, serving
 from polyturn.serving.openai import chat, messages, responses
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
 from polyturn.serving.openai.http import (
@@ -44,7 +46,6 @@ from polyturn.serving.openai.http import (
     stream_answer,
     while_wanted,
 )
-from polyturn.serving.rules import Refusal, ServerRules, check_token
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,6 @@ class ModelEndpoint:
             rules,
             token=None,
             allowed_hosts=rules.allowed_hosts.union(names),
-            max_connections=max(rules.max_connections, rules.max_requests),
         )
         self._plain = None if plain is None else _Tenant(plain, self._token(), ())
         self._tenants: dict[str, _Tenant] = {}
@@ -181,7 +181,7 @@ class ModelEndpoint:
         host = self.options.reach_as or host
         # What is no HTTP is answered with 400, and no news for the log.
         options = {"timeout_keep_alive": KEEP_ALIVE_S, "log_level": "critical"}
-        await self._server.enter_async_context(guard.serving(self._app(more), self._rules, bound, **options))
+        await self._server.enter_async_context(serving(self._app(more), self._rules, bound, **options))
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def admit(self, answerer: Answerer, *, origin: str, posts_reward: bool) -> tuple[str, Address]:
@@ -240,7 +240,7 @@ class ModelEndpoint:
             routes.append(route(path, "POST", self._reward))
         app = Starlette(routes=[*routes, Route("/health", _health)], exception_handlers={404: _nowhere, 405: _nowhere})
         app.router.redirect_slashes = False
-        guard.guarded(app, self._rules, say=_refusal)
+        guard_app(app, self._rules, say=_refusal)
         return app
 
     # Handlers.

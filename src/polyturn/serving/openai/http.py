@@ -21,11 +21,10 @@ from starlette.responses import Response
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.reward import MAX_REWARD, as_score
-from polyturn.serving import wire
-from polyturn.serving.connection import LEAVING
+from polyturn.serving import body
+from polyturn.serving.auth import given_tokens
+from polyturn.serving.body import BodyError, dumps
 from polyturn.serving.openai.chat_request import BadRequest
-from polyturn.serving.rules import given_tokens
-from polyturn.serving.wire import BodyError, dumps
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +56,22 @@ def guarded(handler: Handler, error: Callable[[BadRequest], dict[str, Any]]) -> 
 
 
 async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; it is cancelled if the client leaves. The body is read before.
+    """Return the result of `work`; cancel it if the client leaves. The body must have been read.
 
     Raises:
-        ClientDisconnect: it left.
+        ClientDisconnect: the client left.
     """
     asking, has_left = asyncio.current_task(), False
     assert asking is not None
 
-    def leave() -> None:
+    async def watch() -> None:
         nonlocal has_left
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
         has_left = True
         asking.cancel()
 
-    leaving: set[Callable[[], None]] = request.scope["extensions"][LEAVING]
-    leaving.add(leave)
+    watching = asyncio.create_task(watch())
     try:
         return await work
     except asyncio.CancelledError:
@@ -79,7 +79,7 @@ async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect from None
         raise
     finally:
-        leaving.discard(leave)
+        watching.cancel()
 
 
 async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
@@ -88,11 +88,11 @@ async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[s
     Raises:
         BadRequest: it is none.
     """
-    body = await request.body()
-    if not body and may_be_empty:
+    content = await request.body()
+    if not content and may_be_empty:
         return {}
     try:
-        return await wire.read_object(body, max_values=MAX_VALUES)
+        return await body.read_object(content, max_values=MAX_VALUES)
     except BodyError as problem:
         raise BadRequest(str(problem), code="invalid_json") from problem
 

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from polyturn.serving.body import dumps
 from polyturn.serving.openai.chat import may_call, pieces
 from polyturn.serving.openai.chat_request import (
     BadRequest,
@@ -29,7 +30,6 @@ from polyturn.serving.openai.chat_request import (
     texts,
     whole,
 )
-from polyturn.serving.wire import dumps
 
 READ = frozenset({
     "messages", "model", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k",

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from polyturn.serving.body import dumps
 from polyturn.serving.openai.chat import may_call, pieces, token_logprobs, usage
 from polyturn.serving.openai.chat_request import (
     BadRequest,
@@ -28,7 +29,6 @@ from polyturn.serving.openai.chat_request import (
     temperature,
     whole,
 )
-from polyturn.serving.wire import dumps
 
 READ = frozenset({
     "input", "instructions", "model", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p", "top_logprobs",

@@ -31,14 +31,13 @@ from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.sandbox import BaseSandbox, open_sandbox, read_spec
 from polyturn.sandbox.reach import reach
-from polyturn.serving.address import is_loopback
+from polyturn.serving.auth import ServerRules, is_loopback
 from polyturn.serving.openai.agent_process import run_command
 from polyturn.serving.openai.agents import AGENTS, CommandLineAgent, check_installed, instruction_of, run_here, run_inside
 from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.openai.endpoint import MAX_REQUESTS, Address, EndpointOptions, ModelEndpoint
 from polyturn.serving.openai.http import read_reward
 from polyturn.serving.openai.session import AgentSession, SessionRules
-from polyturn.serving.rules import ServerRules
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode

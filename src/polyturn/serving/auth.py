@@ -1,0 +1,250 @@
+"""Access rules of every server: who may ask, under which host name, how often, and with how large a body.
+
+    guarded(app, ServerRules(token="…"))        puts the rules in front of an application (FastAPI, Starlette, the MCP SDK's)
+
+    a loopback server is asked under another host name    421, DNS rebinding
+    a web page of another origin asks                     403, a site that posts to 127.0.0.1
+    the body has two lengths, is compressed, too large    400, 415, 413
+    the body arrives too slowly                           408
+    the token is missing or wrong                         401
+    one client asks too often                             429 with Retry-After
+    the application fails                                 500, one sentence without a traceback
+
+uvicorn bounds heads and connections (`listen.py`). TLS and slow heads are for a proxy in front (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from polyturn.core.errors import ConfigError
+from polyturn.serving.body import BoundedBody, Refusal, check_body_headers, dumps
+from polyturn.serving.rate_limit import ClientRateLimit, ClientRates
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+FormatRefusal = Callable[[str, Refusal], Any]
+"""(path, refusal) -> the JSON value of the answer's body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRules:
+    """The access rules of one server."""
+
+    token: str | None = field(default=None, repr=False)
+    """Required of every request; None answers every client that reaches the address."""
+    is_loopback: bool = True
+    """Whether only this machine reaches the server; `Host` must then name this machine."""
+    allowed_hosts: frozenset[str] = frozenset()
+    """Further lower-case names, without port, for `Host` on a loopback address and for the origin of a page."""
+    for_browsers: bool = False
+    """Whether the server has pages; they may then ask it. Pages of other origins never may."""
+    cookie: str = ""
+    """The name of the cookie that holds the token of a server with pages."""
+    open_paths: frozenset[str] = frozenset()
+    """Paths that need no token."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_limits: Mapping[str, int] = field(default_factory=dict)
+    """Path -> a bound other than `max_body_bytes`."""
+    rate: ClientRateLimit | None = None
+    max_requests: int = 1024
+    """Open connections, and requests in progress; uvicorn answers 503 beyond it."""
+    body_s: float = 60.0
+    """Seconds within which a body must arrive, plus one second for each 64 KiB of it."""
+
+
+def _as_detail(path: str, refusal: Refusal) -> Any:
+    return {"detail": refusal.message}
+
+
+def guarded(app: Starlette, rules: ServerRules, *, say: FormatRefusal = _as_detail) -> None:
+    """Put the rules in front of an application; middleware that is added later stands in front of them."""
+    check_token(rules.token)
+    app.add_middleware(Guard, rules=rules, say=say)
+
+
+class Guard:
+    """An ASGI application that applies rules in front of another."""
+
+    def __init__(self, app: ASGIApp, rules: ServerRules, say: FormatRefusal = _as_detail) -> None:
+        check_token(rules.token)
+        self._app = app
+        self._rules = rules
+        self._say = say
+        self._rates = None if rules.rate is None else ClientRates(rules.rate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request, or pass it on with a bounded body."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers: dict[str, str] = {}
+        for raw_name, raw_value in scope["headers"]:
+            name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        path = scope["path"]
+        refusal = self.refusal(scope["method"], path, headers, (scope.get("client") or ("", 0))[0])
+        if refusal is not None and refusal.status == 401:
+            refusal = self._login(scope) or refusal
+        if refusal is not None:
+            await self._refuse(send, path, refusal)
+            return
+        bounded = BoundedBody(receive, send, limit=self._max_body(path), body_s=self._rules.body_s)
+        try:
+            await self._app(scope, bounded.receive, bounded.send)
+        except ClientDisconnect:
+            pass
+        except Exception as problem:  # its message may quote the request, so only its type leaves this machine
+            logger.exception("a request to %s %.80s failed", scope["method"], path)
+            bounded.refusal = bounded.refusal or Refusal(500, f"the server failed: {type(problem).__name__}")
+        if bounded.refusal is not None and not bounded.has_begun:
+            await self._refuse(send, path, bounded.refusal)
+
+    def refusal(self, method: str, path: str, headers: Mapping[str, str], address: str) -> Refusal | None:
+        """Return the refusal of a request by its head, or None.
+
+        Args:
+            method: GET, POST, …
+            path: Without the query.
+            headers: By lower-case name.
+            address: The client's.
+        """
+        refusal = (
+            self._check_host(headers.get("host", ""))
+            or self._check_origin(method, headers)
+            or check_body_headers(headers, limit=self._max_body(path))
+        )
+        if refusal is not None:
+            return refusal
+        rules = self._rules
+        is_known = rules.token is None or path in rules.open_paths
+        is_known = is_known or any(self._is_token(token) for token in given_tokens(headers, cookie=rules.cookie))
+        # Requests without the token are counted apart: they take nothing from a client that has it.
+        wait_s = 0 if self._rates is None else self._rates.count(address if is_known else f"unknown {address}")
+        if wait_s:
+            return Refusal(429, f"too many requests; ask again in {wait_s} s", {"Retry-After": str(wait_s)})
+        if is_known:
+            return None
+        why = "this server needs its token: Authorization: Bearer TOKEN"
+        if rules.for_browsers:
+            why = "this page needs its token; open the link that the server printed when it started"
+        return Refusal(401, why, {"WWW-Authenticate": "Bearer"})
+
+    def _max_body(self, path: str) -> int:
+        return self._rules.body_limits.get(path, self._rules.max_body_bytes)
+
+    def _is_token(self, candidate: str) -> bool:
+        token = self._rules.token
+        return token is not None and hmac.compare_digest(candidate.encode("utf-8", "surrogateescape"), token.encode())
+
+    def _check_host(self, authority: str) -> Refusal | None:
+        name = _hostname(authority)
+        if not self._rules.is_loopback or is_loopback(name) or name in self._rules.allowed_hosts:
+            return None
+        why = f"this server answers for this machine only, not for the host {authority!r:.100}"
+        return Refusal(421, f"{why}; let it answer for another name with --allow-host")
+
+    def _check_origin(self, method: str, headers: Mapping[str, str]) -> Refusal | None:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+        if origin is None and site in ("none", "same-origin"):
+            return None
+        authority = _authority(origin or "")
+        if origin is not None and _hostname(authority) in self._rules.allowed_hosts:
+            return None
+        if not self._rules.for_browsers:
+            return Refusal(403, "this server is not for web pages")
+        if origin is None:
+            is_allowed = method == "GET" and headers.get("sec-fetch-mode") == "navigate"  # a link on another page
+        else:
+            is_allowed = authority == headers.get("host", "").lower()
+        return None if is_allowed else Refusal(403, f"a page of {origin or 'another site'!r:.100} may not ask this server")
+
+    def _login(self, scope: Scope) -> Refusal | None:
+        """Return the redirect of a browser that opens a page with the token in its address; a cookie takes its place."""
+        if scope["method"] != "GET" or not self._rules.cookie:
+            return None
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        token = query.get("token", [""])[0]
+        if not self._is_token(token):
+            return None
+        cookie = f"{self._rules.cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
+        location = "/" + quote(scope["path"].lstrip("/\\"))
+        return Refusal(303, "", {"Location": location, "Set-Cookie": cookie, "Cache-Control": "no-store"})
+
+    async def _refuse(self, send: Send, path: str, refusal: Refusal) -> None:
+        body = dumps(self._say(path, refusal)) if refusal.message else b""
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "X-Content-Type-Options": "nosniff",
+            "Connection": "close",
+            **refusal.headers,
+        }
+        encoded = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body})
+
+
+def given_tokens(headers: Mapping[str, str], *, cookie: str = "") -> Iterator[str]:
+    """Yield the tokens of a request: `Authorization: Bearer`, `x-api-key`, and the cookie of this name."""
+    scheme, _, value = headers.get("authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer" and value.strip():
+        yield value.strip()
+    if headers.get("x-api-key"):
+        yield headers["x-api-key"].strip()
+    for part in headers.get("cookie", "").split(";") if cookie else ():
+        name, _, value = part.strip().partition("=")
+        if name == cookie and value:
+            yield value
+
+
+def check_token(token: str | None) -> None:
+    """Refuse a token that no header can carry.
+
+    Raises:
+        ConfigError: it is empty, or has blanks or non-ASCII characters.
+    """
+    if token is None:
+        return
+    if not token.strip():
+        raise ConfigError("the token is empty; give one that cannot be guessed")
+    if not token.isascii() or not token.isprintable() or token != token.strip():
+        raise ConfigError("the token holds characters that a header cannot carry; use ASCII letters, digits and signs")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address means this machine alone."""
+    try:
+        return host in ("localhost", "localhost.localdomain") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _hostname(authority: str) -> str:
+    """Return the lower-case host of "host:port" or "[::1]:port", empty if there are two."""
+    authority = "" if "," in authority else authority.strip().lower()
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    return authority.partition(":")[0].rstrip(".")
+
+
+def _authority(origin: str) -> str:
+    """Return "host:port" of an origin, empty if it has none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,160 @@
+"""Bodies of requests: bounded in size and time, and read as strict JSON.
+
+Strict means no NaN and no infinity, no halves of surrogate pairs (orjson refuses these), and nothing nested deeper than
+`MAX_DEPTH`, so that no code behind can recurse without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Message, Receive, Send
+
+from polyturn.core.errors import one_line
+from polyturn.core.nesting import excess
+
+LONG_BODY = 1 << 16
+"""Bytes from which on a body is parsed in a thread."""
+MAX_VALUES = 1 << 20
+"""Lists and objects in one body; a batch of a thousand conversations has some hundred thousand."""
+_BYTES_PER_S = 64 << 10
+"""Bytes of a body that earn it one more second."""
+
+
+class Refusal(NamedTuple):
+    """The answer to a request that is refused."""
+
+    status: int
+    message: str
+    headers: Mapping[str, str] = {}
+
+
+class BodyError(ValueError):
+    """A body that is not JSON, or exceeds the bounds on JSON; its text is a sentence for the client."""
+
+
+def check_body_headers(headers: Mapping[str, str], *, limit: int) -> Refusal | None:
+    """Return the refusal of a body by its headers, or None.
+
+    Args:
+        headers: By lower-case name.
+        limit: The largest body in bytes.
+    """
+    if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+        return Refusal(415, "this server reads no compressed bodies; leave Content-Encoding out")
+    if "transfer-encoding" in headers and "content-length" in headers:
+        return Refusal(400, "the request has Content-Length and Transfer-Encoding; send one of them")
+    if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        return Refusal(400, "Transfer-Encoding is chunked, or absent")
+    length = headers.get("content-length", "0").strip()
+    if not (length.isascii() and length.isdigit()) or len(length) > 18:
+        return Refusal(400, f"Content-Length is {length!r:.40}; it is a whole number")
+    return Refusal(413, f"the body is larger than {limit} bytes") if int(length) > limit else None
+
+
+class BoundedBody:
+    """The two ends of one request, with a bound on the size of its body and on the time that it takes to arrive.
+
+    Beyond a bound the application sees a client that left; its answer is dropped, and `refusal` says why.
+    """
+
+    def __init__(self, receive: Receive, send: Send, *, limit: int, body_s: float) -> None:
+        self._receive = receive
+        self._send = send
+        self._limit = limit
+        self._left_s = body_s
+        self._size = 0
+        self._is_whole = False
+        self.refusal: Refusal | None = None
+        self.has_begun = False
+        """Whether the answer has begun."""
+
+    async def receive(self) -> Message:
+        """Return the next piece of the body, then whatever follows it."""
+        if self._is_whole:
+            return await self._receive()
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        try:
+            async with asyncio.timeout(self._left_s):
+                message = await self._receive()
+        except TimeoutError:
+            return self._refuse(Refusal(408, "the body did not arrive in time"))
+        size = len(message.get("body", b""))
+        self._size += size
+        self._left_s += size / _BYTES_PER_S - (clock() - start)
+        self._is_whole = not message.get("more_body", False)
+        if self._size > self._limit:
+            return self._refuse(Refusal(413, f"the body is larger than {self._limit} bytes"))
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer, unless the body is refused."""
+        if self.refusal is None or self.has_begun:
+            self.has_begun = True
+            await self._send(message)
+
+    def _refuse(self, refusal: Refusal) -> Message:
+        self._is_whole = True
+        self.refusal = refusal
+        return {"type": "http.disconnect"}
+
+
+def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
+    """Parse a body with at most `max_values` lists and objects.
+
+    Raises:
+        BodyError: it is not JSON, nested too deeply, or has too many parts.
+    """
+    try:
+        value = orjson.loads(body)
+    except ValueError as problem:
+        raise BodyError(f"the body is not JSON: {one_line(problem):.300}") from problem
+    if why := excess(value, max_count=max_values):
+        raise BodyError(f"the body is JSON beyond what this server reads: {why}")
+    return value
+
+
+def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """Parse a body that is an object.
+
+    Raises:
+        BodyError: it is another value, or not JSON.
+    """
+    value = loads(body, max_values=max_values)
+    if not isinstance(value, dict):
+        raise BodyError(f"the body is {type(value).__name__}, not a JSON object")
+    return value
+
+
+async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """Parse a body that is an object; a long one in a thread, so that other requests do not wait for it.
+
+    Raises:
+        BodyError: it is another value, or not JSON.
+    """
+    if len(body) <= LONG_BODY:
+        return loads_object(body, max_values=max_values)
+    return await asyncio.to_thread(loads_object, body, max_values=max_values)
+
+
+async def json_object(request: Request) -> dict[str, Any]:
+    """Return a request's body, a JSON object.
+
+    Raises:
+        HTTPException: 422, it is not one.
+    """
+    try:
+        return await read_object(await request.body())
+    except BodyError as problem:
+        raise HTTPException(422, str(problem)) from problem
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as JSON."""
+    return orjson.dumps(value)
