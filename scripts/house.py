@@ -30,9 +30,8 @@ RANK_OF = {package: rank for rank, layer in enumerate(LAYERS) for package in lay
 MAY_IMPORT_RAY = {"cluster", "cli", "api", "build"}
 MAY_IMPORT_TORCH_AT_THE_TOP = {"training", "algorithms", "engines", "batching", "cluster", "testing", "compat"}
 HEAVY = {"torch", "transformers"}
-NEUTRAL = {"build", "serving", "core", "cli", "rollout", "tools"}
-"""Packages that know verl and ms-swift by entry points only, and do not name them."""
 STOOD_IN_FOR = re.compile(r"\b(verl|ms-swift|swift)\b", re.IGNORECASE)
+"""Libraries that only `compat` names; every other package knows them by entry points."""
 
 PHRASES = re.compile(r"\b([Rr]eturn what|Return how|Return where|[Ww]hoever|[Nn]obody|[Ss]omebody)\b")
 """Phrases that the style guide replaces by a name for the thing."""
@@ -156,9 +155,9 @@ def no_cycle_of_imports(tree: Tree) -> Iterator[Violation]:
         yield Violation(tree.package, 1, f"these modules import one another: {' <- '.join(error.args[1])}")
 
 
-def neutral_packages_name_no_library(tree: Tree) -> Iterator[Violation]:
+def only_compat_names_other_libraries(tree: Tree) -> Iterator[Violation]:
     for path, text in tree.texts.items():
-        if path.relative_to(tree.package).parts[0] in NEUTRAL:
+        if path.relative_to(tree.package).parts[0] != "compat":
             for match in STOOD_IN_FOR.finditer(text):
                 sentence = f"{match[0]} is named outside compat; ask core.stand_in or config.dialect"
                 yield Violation(path, _line(text, match), sentence)
@@ -278,7 +277,7 @@ def _line(text: str, match: re.Match[str]) -> int:
 
 
 RULES = (
-    imports_point_down, no_cycle_of_imports, neutral_packages_name_no_library, one_class_to_a_name, public_names_agree,
+    imports_point_down, no_cycle_of_imports, only_compat_names_other_libraries, one_class_to_a_name, public_names_agree,
     links_lead_somewhere, pages_stand_in_the_navigation, examples_in_docstrings_exist, no_assert_on_wall_time,
     prose_names_the_thing, variables_tell_their_content,
 )  # fmt: skip

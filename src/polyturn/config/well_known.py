@@ -3,8 +3,7 @@
     suggestion("learning_rate", 1e-5)   ->  "train.optim.lr=1e-05"
     WELL_KNOWN["batch_size"].keys       ->  several keys, of which the user has to choose one
 
-Separate from `unknown.py`, which finds the nearest of our own names: this is a table, of TRL's, verl's and Transformers'
-names.
+Separate from `unknown.py`, which finds the nearest of our own names: this is a table of names from other libraries.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     {"prompt": [{"role": "user", ...}], "data_source": "openai/gsm8k",
      "reward_model": {"style": "rule", "ground_truth": "4"},
      "extra_info": {"index": 0, "tools_kwargs": {"calc": {"create_kwargs": {...}}},
-                    "interaction_kwargs": {"name": "gsm8k", "ground_truth": "4"}}}                     a row of verl's shape
+                    "interaction_kwargs": {"name": "gsm8k", "ground_truth": "4"}}}                     nested columns
       ->  Task(id="train-0", prompt=(Message(...),), ground_truth="4", tools=("calc",), interaction=InteractionRef("gsm8k"))
-    {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "solution": "4", ...}               a row of ms-swift's
+    {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "solution": "4", ...}               a conversation
       ->  Task(prompt=(the user's message,), ground_truth="4", extra={"solution": "4", ...})
 
 Separate so that everything after it reads typed values. A row that cannot be used is a `DataError` which names the file,

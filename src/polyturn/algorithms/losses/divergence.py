@@ -73,7 +73,7 @@ def dppo_kl(
 def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, dro_beta: float = 0.1) -> TokenLoss:
     """-(A logprob - dro_beta / 2 (logprob - old_logprob)^2): no clip; a square holds the policy near the old one.
 
-    Source: Richemond et al. 2024 (Offline Regularised Reinforcement Learning, DRO), token by token as verl's `dro` has it.
+    Source: Richemond et al. 2024 (Offline Regularised Reinforcement Learning, DRO), with the square taken of each token.
 
     Args:
         dro_beta: Weight of the square; above 0.
