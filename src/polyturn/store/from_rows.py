@@ -20,8 +20,8 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import DataError
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.bounded import BoundedFile
 from polyturn.store.codec import read_json, restore, restore_all
+from polyturn.store.part_file import PartFile
 from polyturn.store.schema import JSON_MEMBERS, METADATA_KEY, SCHEMA, VERSION, StoredTrajectory, Trained
 
 UNREADABLE = (
@@ -31,9 +31,7 @@ UNREADABLE = (
 _ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "entropies", "trained_weights")
 
 
-def read_rows(
-    file: BoundedFile, rows: Sequence[int], *, damaged: Callable[[int, Exception], object]
-) -> list[StoredTrajectory]:
+def read_rows(file: PartFile, rows: Sequence[int], *, damaged: Callable[[int, Exception], object]) -> list[StoredTrajectory]:
     """Return rows of a part in this order, without those that are damaged, each of which `damaged` is told.
 
     Raises:
@@ -53,7 +51,7 @@ def read_rows(
     return records
 
 
-def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+def _second_version(file: PartFile, rows: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
     """Return the values of rows, arrays over tokens as NumPy arrays, each behind its number."""
     starts = np.cumsum([0, *file.rows_of_groups])
     row_by_index: dict[int, dict[str, Any]] = {}
@@ -62,7 +60,7 @@ def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, d
         if not inside:
             continue
         whole = file.read(SCHEMA.names, groups=[number])
-        table = file.plain(whole.take(pa.array([row - int(starts[number]) for row in inside])))
+        table = whole.take(pa.array([row - int(starts[number]) for row in inside]))
         arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS if name in table.column_names}
         plain = table.drop_columns(list(arrays)).to_pylist()
         for index, (row, values) in enumerate(zip(inside, plain, strict=True)):
@@ -72,9 +70,9 @@ def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[tuple[int, d
     return [(row, row_by_index[row]) for row in rows]
 
 
-def _first_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
+def _first_version(file: PartFile, rows: Sequence[int]) -> list[StoredTrajectory]:
     """Read rows whose trajectory is one JSON text, as the first version of the store wrote them."""
-    table = file.plain(file.read(["payload", "group", "step", "split"]).take(pa.array(rows, pa.int64())))
+    table = file.read(["payload", "group", "step", "split"]).take(pa.array(rows, pa.int64()))
     return [
         StoredTrajectory(
             trajectory=from_json(Trajectory, json.loads(row["payload"])),

@@ -1,31 +1,31 @@
-"""SQL over the table of a run's trajectories, with bounds that hold: a process of its own for each query.
+"""SQL over the table of a run's trajectories.
 
     run_query(table, "select id from trajectories where reward < 1", stop=left)     an Arrow table
 
-A condition comes from a person who looks at a run. It may take `TIMEOUT_S` and `MAX_BYTES`, reads no file, and ends when its
-caller stops waiting.
+A query may take `TIMEOUT_S` and `MAX_BYTES`, reads no file and no Python variable, and ends when its caller stops waiting.
+DuckDB sees an interrupt between two batches of rows: one call of a function on one row is not interrupted inside.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import io
-import json
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
+import time
 
 import pyarrow as pa
 
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import ConfigError, DataError, one_line
 
 TIMEOUT_S = 30.0
 MAX_BYTES = 1 << 30
-"""The memory of a query beside the table."""
-_POLL_S = 0.1
-_WORKER = Path(__file__).with_name("sql_worker.py")
+"""Memory that DuckDB may take beside the table."""
+_POLL_S = 0.05
+_SETTINGS = {
+    "enable_external_access": "false",
+    "python_enable_replacements": "false",
+    "temp_directory": "",
+    "threads": "2",
+    "lock_configuration": "true",
+}
 
 
 def run_query(
@@ -42,55 +42,45 @@ def run_query(
         table: Under that name.
         query: SQL, DuckDB's.
         stop: Set when the caller stops waiting for the answer.
-        timeout_s: How long it may take.
+        timeout_s: How long the query may take.
         max_bytes: Memory that it may take beside the table.
 
     Raises:
-        DataError: it is not valid, took too long or too much, or was stopped.
+        DataError: it is not valid, took too long or too much memory, or was stopped.
         ConfigError: DuckDB is not installed.
     """
-    if importlib.util.find_spec("duckdb") is None:
-        raise ConfigError("conditions need DuckDB; pip install 'polyturn[view]', or filter table() yourself")
-    head = json.dumps({"query": query, "max_bytes": max_bytes}).encode() + b"\n"
-    sent = io.BytesIO(head)
-    sent.seek(0, os.SEEK_END)
-    with pa.ipc.new_stream(sent, table.schema) as writer:
-        writer.write_table(table)
-    environment = {
-        "PATH": os.environ.get("PATH", ""),
-        "HOME": "/nonexistent",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        # Otherwise allocators reserve addresses for each thread, by chance, and the bound is on addresses.
-        "MALLOC_ARENA_MAX": "1",
-        "ARROW_DEFAULT_MEMORY_POOL": "system",
-    }
-    with subprocess.Popen(
-        [sys.executable, "-P", str(_WORKER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    ) as child:
-        if stop is not None:
-            threading.Thread(target=_kill_when, args=(stop, child), name="polyturn-query", daemon=True).start()
+    try:
+        import duckdb
+    except ModuleNotFoundError:
+        raise ConfigError("conditions need DuckDB; pip install 'polyturn[view]', or filter table() yourself") from None
+    done, until = threading.Event(), time.monotonic() + timeout_s
+    with duckdb.connect(config={**_SETTINGS, "memory_limit": f"{max_bytes}B"}) as connection:
+        connection.register("trajectories", table)
+
+        def watch() -> None:
+            while not done.wait(_POLL_S):
+                if time.monotonic() > until or (stop is not None and stop.is_set()):
+                    connection.interrupt()
+
+        watcher = threading.Thread(target=watch, name="polyturn-query", daemon=True)
+        watcher.start()
         try:
-            out, errors = child.communicate(sent.getvalue(), timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+            result = connection.sql(query)
+            return pa.table({}) if result is None else result.to_arrow_table().combine_chunks()
+        except duckdb.InterruptException:
+            if stop is not None and stop.is_set():
+                raise DataError("the query was stopped: its caller is gone") from None
             raise DataError(f"the condition or query took longer than {timeout_s:g} s; ask for less") from None
+        except (duckdb.Error, MemoryError) as problem:
+            columns = ", ".join(name for name in table.column_names if not name.startswith("__"))
+            why = f"it takes more than {max_bytes >> 20} MiB of memory: " if _is_memory(problem) else ""
+            raise DataError(
+                f"the condition or query is not valid: {why}{one_line(problem)}. Columns: {columns}"
+            ) from problem
         finally:
-            child.kill()
-    if stop is not None and stop.is_set():
-        raise DataError("the query was stopped: its caller is gone")
-    if child.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
-        own = [name for name in table.column_names if not name.startswith("__")]
-        raise DataError(f"the condition or query is not valid: {lines[-1]}. Columns: {', '.join(own)}")
-    with pa.ipc.open_stream(out) as stream:
-        return stream.read_all()
+            done.set()
+            watcher.join()
 
 
-def _kill_when(stop: threading.Event, child: subprocess.Popen[bytes]) -> None:
-    while child.poll() is None:
-        if stop.wait(_POLL_S):
-            child.kill()
-            return
+def _is_memory(problem: BaseException) -> bool:
+    return isinstance(problem, MemoryError) or "out of memory" in str(problem).lower()

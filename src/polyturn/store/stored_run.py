@@ -30,9 +30,9 @@ from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
 from polyturn.core.metrics_file import read_metrics
 from polyturn.core.reward import brief
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.store.bounded import BoundedFile
 from polyturn.store.from_rows import UNREADABLE, read_rows
 from polyturn.store.parquet_store import FOLDER, list_parts
+from polyturn.store.part_file import PartFile
 from polyturn.store.schema import INDEX_COLUMNS, KEY, SCHEMA, StoredTrajectory, upgrade
 from polyturn.store.sql import run_query
 from polyturn.store.table import RowTable
@@ -198,9 +198,7 @@ class StoredRun:
             holds_all &= holds
         return self._narrowed(self._table.filter(pa.array(holds_all)))
 
-    def scan(
-        self, read: Callable[[BoundedFile], T], cache: dict[tuple[str, _Stamp], T]
-    ) -> Iterator[tuple[pa.Table, Rows, T]]:
+    def scan(self, read: Callable[[PartFile], T], cache: dict[tuple[str, _Stamp], T]) -> Iterator[tuple[pa.Table, Rows, T]]:
         """Yield for each part its rows of `table()`, their numbers [N] in the part, and what `read` gives of its file.
 
         Args:
@@ -210,7 +208,7 @@ class StoredRun:
         for old in [key for key in cache if self._stamps.get(key[0]) != key[1]]:
             del cache[old]
         for key in self._stamps.items():
-            if key not in cache and (value := self._try(key[0], lambda path: read(BoundedFile(path)))) is not None:
+            if key not in cache and (value := self._try(key[0], lambda path: read(PartFile(path)))) is not None:
                 cache[key] = value
             if key in cache:
                 table = self._table.filter(pc.equal(self._table[_PART], key[0]))
@@ -329,11 +327,11 @@ class StoredRun:
 
     def _read_index(self, name: str) -> pa.Table | None:
         def read(path: Path) -> pa.Table:
-            file = BoundedFile(path)
+            file = PartFile(path)
             if self._num_listed + file.num_rows > MAX_LISTED:
                 raise DataError(f"the parts before it have {self._num_listed} rows, and {MAX_LISTED} are listed at most")
             present = set(file.schema.names)
-            table = upgrade(file.plain(file.read([c for c in INDEX_COLUMNS if c in present])))
+            table = upgrade(file.read([c for c in INDEX_COLUMNS if c in present]))
             self._num_listed += table.num_rows
             places = {_PART: pa.array([name] * table.num_rows, pa.string()), _ROW: pa.array(np.arange(table.num_rows))}
             for column, values in places.items():
@@ -350,7 +348,7 @@ class StoredRun:
 
         if not (self.folder / FOLDER / part).exists():  # joined with others since it was listed
             return self._read_moved(part, rows)
-        return self._try(part, lambda path: read_rows(BoundedFile(path), rows, damaged=damaged)) or []
+        return self._try(part, lambda path: read_rows(PartFile(path), rows, damaged=damaged)) or []
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
         """Return rows of a part that is gone, from where they are now."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from polyturn.core.errors import DataError, one_line
 from polyturn.core.reward import brief
-from polyturn.store.bounded import BoundedFile
+from polyturn.store.part_file import PartFile
 
 MAX_PATTERN = 500
 """Characters of what is searched for."""
@@ -128,7 +128,7 @@ class TextSearch:
         with self._lock:
             if part in self._held:
                 return self._held[part][1]
-        texts: list[_Texts] = self._read(part, lambda path: list(_texts_in(BoundedFile(path)))) or []
+        texts: list[_Texts] = self._read(part, lambda path: list(_texts_in(PartFile(path)))) or []
         size = sum(one.distinct.nbytes + one.which.nbytes + one.row.nbytes for one in texts)
         with self._lock:
             if size + sum(of for of, _ in self._held.values()) <= MAX_HELD:
@@ -136,7 +136,7 @@ class TextSearch:
         return texts
 
 
-def _texts_in(file: BoundedFile) -> Iterator[_Texts]:
+def _texts_in(file: PartFile) -> Iterator[_Texts]:
     start = 0
     paths = [path for column, leaves in _COLUMNS.items() for leaf in leaves for path in file.paths(column, leaf)]
     for group, count in enumerate(file.rows_of_groups):

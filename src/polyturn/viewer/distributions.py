@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from polyturn.store.bounded import BoundedFile
+from polyturn.store.part_file import PartFile
 from polyturn.store.stored_run import Rows
 
 Values = NDArray[np.float64]
@@ -44,7 +44,7 @@ class TokenValues(NamedTuple):
     """[N] finite or not."""
 
 
-def token_values(file: BoundedFile) -> dict[str, TokenValues]:
+def token_values(file: PartFile) -> dict[str, TokenValues]:
     """Return the numbers of a part's tokens, a name of `OF_TOKENS` each; none where an older version wrote it."""
     names = ["advantages", "logprobs", "policy_logprobs"]
     if not set(names) <= set(file.schema.names):

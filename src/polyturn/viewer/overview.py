@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from polyturn.store.bounded import BoundedFile
+from polyturn.store.part_file import PartFile
 
 Lines = Sequence[Mapping[str, Any]]
 CALLS = pa.schema({"row": pa.int64(), "name": pa.string(), "error": pa.string(), "duration_s": pa.float64()})
@@ -67,13 +67,13 @@ def stop_reasons(table: pa.Table) -> dict[str, str]:
     return {str(c["values"]): f"{c['counts']:,} ({100 * c['counts'] / max(1, len(table)):.1f} %)" for c in counts}
 
 
-def tool_calls(file: BoundedFile) -> pa.Table:
+def tool_calls(file: PartFile) -> pa.Table:
     """Return the calls of a part, with the columns of `CALLS`; none where an older version wrote it."""
     leaves = CALLS.names[1:]
     paths = [path for leaf in leaves for path in file.paths("tool_results", leaf)]
     if len(paths) < len(leaves):
         return CALLS.empty_table()
-    column = file.plain(file.read(paths))["tool_results"].combine_chunks()
+    column = file.read(paths)["tool_results"].combine_chunks()
     values = [pc.list_parent_indices(column), *(column.flatten().field(leaf) for leaf in leaves)]
     return pa.table([v.cast(kind) for v, kind in zip(values, CALLS.types, strict=True)], schema=CALLS)
 

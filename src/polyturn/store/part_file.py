@@ -1,0 +1,47 @@
+"""PartFile: the columns of one Parquet file of a store, texts as Parquet's dictionaries, each distinct value held once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from polyturn.core.errors import DataError
+
+MAX_ROWS = 1_000_000
+"""Rows of a file; a part that this library writes holds those of 64 steps."""
+
+
+class PartFile:
+    """One Parquet file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the footer of a file.
+
+        Raises:
+            DataError: it has more than `MAX_ROWS` rows.
+        """
+        footer = pq.read_metadata(path)
+        if footer.num_rows > MAX_ROWS:
+            raise DataError(f"it has {footer.num_rows} rows, and at most {MAX_ROWS} are read")
+        columns = [footer.schema.column(i) for i in range(len(footer.schema))]
+        self._paths = [column.path for column in columns]
+        texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        self._file = pq.ParquetFile(path, read_dictionary=texts, metadata=footer)
+        self.schema = self._file.schema_arrow
+        self.num_rows: int = footer.num_rows
+        self.rows_of_groups: list[int] = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+
+    def read(self, columns: Sequence[str], *, groups: Iterable[int] | None = None) -> pa.Table:
+        """Return columns, or parts of columns (`paths`), of all row groups or of some, texts as dictionaries."""
+        chosen = range(len(self.rows_of_groups)) if groups is None else groups
+        # One at a time: each group has dictionaries of its own, and nested texts of several cannot be read together.
+        # Groups are small: to share out the columns of one among threads costs more than to read them.
+        read = [self._file.read_row_group(number, columns=list(columns), use_threads=False) for number in chosen]
+        return pa.concat_tables(read) if read else self.schema.empty_table().select(list(columns))
+
+    def paths(self, column: str, leaf: str) -> list[str]:
+        """Return the paths of a field of the structs that a column lists; none if the file has no such field."""
+        return [path for path in self._paths if path.startswith(f"{column}.") and path.endswith(f".{leaf}")]
