@@ -2,8 +2,8 @@
 
     system/cpu_share 0.93   system/memory_share 0.41   system/process_gb 3.2   system/gpu0/busy_share 0.97
 
-Linux says it in /proc; GPUs are asked through NVML, where its Python package (`nvidia-ml-py`) and a driver are there. What
-a machine does not tell is left out. Processors and power are means over a step, memory is its peak.
+psutil reads processors and memory, NVML the GPUs where its Python package (`nvidia-ml-py`) and a driver are installed. A
+number that a GPU does not report is left out. Processors and power are means over a step, memory is its peak.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +28,18 @@ Readings = dict[str, float]
 class SystemSampler:
     """Looks at the machine from `__enter__` to `__exit__`."""
 
-    def __init__(
-        self, *, every_s: float = EVERY_S, proc: Path = Path("/proc"), nvml: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, *, every_s: float = EVERY_S, machine: Any = psutil, nvml: Callable[[], Any] | None = None) -> None:
         """Describe the machine.
 
         Args:
             every_s: Seconds between two looks.
-            proc: Where Linux says how it is.
+            machine: The module `psutil`, or an object with its functions.
             nvml: Gives the module `pynvml`, started; by default the installed one.
         """
         self._every_s = every_s
-        self._processors = _Processors(proc)
-        self._proc = proc
+        self._machine = machine
+        self._process = machine.Process()
+        machine.cpu_percent()  # the next call counts from here
         self._nvml = nvml or _installed_nvml
         self._gpus: _Gpus | None = None
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class SystemSampler:
 
     def look(self) -> None:
         """Add one reading of the machine; the sampler's thread does so every `every_s` seconds."""
-        readings = self._processors.read() | _memory(self._proc) | ({} if self._gpus is None else self._gpus.read())
+        readings = self._host() | ({} if self._gpus is None else self._gpus.read())
         with self._lock:
             for name, value in readings.items():
                 self._seen.setdefault(f"system/{name}", []).append(value)
@@ -74,41 +74,20 @@ class SystemSampler:
         except Exception as problem:  # no package, no driver, no permission: a run needs none of them
             logger.debug("GPUs are not looked at: %s", problem)
 
+    def _host(self) -> Readings:
+        memory = self._machine.virtual_memory()
+        return {
+            "cpu_share": self._machine.cpu_percent() / 100,
+            "memory_share": 1 - memory.available / memory.total,
+            "process_gb": self._process.memory_info().rss / 1e9,
+        }
+
     def _watch(self) -> None:
         self.find_gpus()
         while True:
             self.look()
             if self._is_over.wait(self._every_s):
                 return
-
-
-class _Processors:
-    """The share of the machine's processors that was busy between two calls, from the counters of /proc/stat."""
-
-    def __init__(self, proc: Path) -> None:
-        self._stat = proc / "stat"
-        self._before: tuple[int, int] | None = None
-
-    def read(self) -> Readings:
-        try:
-            user, nice, system, idle, wait, *rest = map(int, self._stat.read_text().split("\n", 1)[0].split()[1:9])
-        except (OSError, ValueError):
-            return {}  # no Linux
-        now = (user + nice + system + sum(rest), idle + wait)
-        before, self._before = self._before, now
-        busy, free = (0, 0) if before is None else (now[0] - before[0], now[1] - before[1])
-        return {"cpu_share": busy / (busy + free)} if busy + free > 0 else {}
-
-
-def _memory(proc: Path) -> Readings:
-    try:
-        lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-        kilobytes = {words[0]: int(words[1]) for words in lines if len(words) > 1}
-        resident = next(line for line in (proc / "self/status").read_text().splitlines() if line.startswith("VmRSS"))
-        share = 1 - kilobytes["MemAvailable:"] / kilobytes["MemTotal:"]
-    except (OSError, ValueError, LookupError, StopIteration):
-        return {}  # no Linux
-    return {"memory_share": share, "process_gb": int(resident.split()[1]) * 1024 / 1e9}
 
 
 class _Gpus:

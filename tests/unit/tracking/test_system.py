@@ -1,9 +1,8 @@
-"""What the machine does is recorded with each step: Linux' counters, and GPUs through NVML where there are any."""
+"""The load of the machine is recorded with each step: processors, memory, and GPUs through NVML."""
 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,20 +33,21 @@ def two_gpus() -> SimpleNamespace:
     )
 
 
-def machine(folder: Path, *, busy: int, idle: int, available: int = 250) -> Path:
-    (folder / "self").mkdir(parents=True, exist_ok=True)
-    (folder / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 2 3\n")
-    (folder / "meminfo").write_text(f"MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: {available} kB\n")
-    (folder / "self/status").write_text("Name:\tpython\nVmRSS:\t2000000 kB\n")
-    return folder
+def machine(*, busy: tuple[float, ...], available: tuple[int, ...]) -> SimpleNamespace:
+    """A machine whose processors and memory are as given at each look; the first number of `busy` is of no time."""
+    shares, free = iter(busy), iter(available)
+    return SimpleNamespace(
+        cpu_percent=lambda: next(shares),
+        virtual_memory=lambda: SimpleNamespace(total=1000, available=next(free)),
+        Process=lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=2_048_000_000)),
+    )
 
 
-def test_shares_are_means_of_a_step_and_memory_is_its_peak(tmp_path: Path) -> None:
-    sampler = SystemSampler(proc=machine(tmp_path, busy=100, idle=100), nvml=two_gpus)
+def test_shares_are_means_of_a_step_and_memory_is_its_peak() -> None:
+    host = machine(busy=(0.0, 90.0, 50.0), available=(100, 500))
+    sampler = SystemSampler(machine=host, nvml=two_gpus)
     sampler.find_gpus()
-    sampler.look()
-    for busy, idle, available in ((190, 110, 100), (240, 160, 500)):
-        machine(tmp_path, busy=busy, idle=idle, available=available)
+    for _ in range(2):
         sampler.look()
     found = sampler.read()
     assert found == {
@@ -63,14 +63,14 @@ def test_shares_are_means_of_a_step_and_memory_is_its_peak(tmp_path: Path) -> No
     assert all(meaning(name) for name in found) and sampler.read() == {}
 
 
-def test_machine_without_counters_gives_no_metrics(tmp_path: Path) -> None:
+def test_machine_without_gpus_gives_its_other_metrics() -> None:
     def no_driver() -> None:
         raise NvmlError("Driver Not Loaded")
 
-    sampler = SystemSampler(proc=tmp_path / "missing", nvml=no_driver)
+    sampler = SystemSampler(machine=machine(busy=(0.0, 50.0), available=(100,)), nvml=no_driver)
     sampler.find_gpus()
     sampler.look()
-    assert sampler.read() == {}
+    assert set(sampler.read()) == {"system/cpu_share", "system/memory_share", "system/process_gb"}
 
 
 def test_sampler_looks_while_it_is_open_and_its_thread_ends() -> None:
@@ -78,7 +78,7 @@ def test_sampler_looks_while_it_is_open_and_its_thread_ends() -> None:
     with SystemSampler(every_s=0.001) as sampler:
         (thread,) = set(threading.enumerate()) - before
         seen: dict[str, float] = {}
-        while "system/process_gb" not in seen and Path("/proc/meminfo").exists():
+        while "system/process_gb" not in seen:
             seen |= sampler.read()
     thread.join()
     assert all(0 <= value <= 1 for name, value in seen.items() if name.endswith("_share"))
