@@ -91,7 +91,7 @@ def measure_seconds() -> dict[str, Seconds]:
         return {
             "first step": seconds_to_first_step(scratch),
             "--help": seconds_of_command("--help", scratch=scratch),
-            "runs": seconds_of_command("runs", scratch=scratch),
+            "runs": seconds_of_command("show", scratch=scratch),
             "show": seconds_of_command("show", "runs/run", scratch=scratch),
             "train": seconds_of_command("train", "run.yaml", scratch=scratch, until="loading PyTorch"),
         }

@@ -1,4 +1,4 @@
-"""`polyturn answer`: a person answers the conversations that wait at a desk, on a page or in this terminal."""
+"""`polyturn view --desk DESK`: a person answers the conversations that wait at a desk, on a page or in this terminal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 from polyturn.cli.console import Output
-from polyturn.cli.listening import needing, show_page
-from polyturn.cli.serve import ServeOptions
 from polyturn.core.errors import DataError
 from polyturn.interactions.human_queue import POLL_S, HumanQueue
 from polyturn.interactions.terminal import Terminal, TerminalClosedError
@@ -26,21 +24,6 @@ def open_desk(folder: Path) -> HumanQueue:
             "interaction's key `desk` names, once the run has started"
         )
     return HumanQueue(folder)
-
-
-def run(folder: Path, options: ServeOptions) -> None:
-    """Serve the page until interrupted.
-
-    Raises:
-        ConfigError: what the page needs is not installed, or the address cannot be used.
-        DataError: no conversation waits in the folder.
-    """
-    with needing("view", what="the page"):
-        from polyturn.viewer.app import MAX_BODY_BYTES, create_app
-    desk = open_desk(folder)
-    show_page(
-        lambda rules: create_app([], desk=desk, rules=rules), options, label="answer at", max_body_bytes=MAX_BODY_BYTES
-    )
 
 
 def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | None = None) -> None:

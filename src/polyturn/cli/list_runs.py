@@ -1,4 +1,4 @@
-"""`polyturn runs`: the runs of a folder, one line each."""
+"""`polyturn show FOLDER`: the runs of a folder, one line each."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import polyturn
 from polyturn.cli.arguments import Command
 from polyturn.cli.commands import around, config, data, learning, recorded, serving
 from polyturn.cli.end_process import end_process
+from polyturn.cli.retired import RETIRED, retired
 from polyturn.core.errors import PolyturnError
 from polyturn.core.printable import printable
 from polyturn.core.secrets import hide, secret_variables
@@ -48,19 +49,16 @@ command()(recorded.compare)
 command()(learning.rollout)
 command()(serving.serve)
 command()(recorded.show)
-command("runs")(recorded.list_runs)
 command()(recorded.rescore)
 command()(recorded.view)
-command()(serving.answer)
 command()(recorded.report)
-command()(recorded.plot)
 command()(around.check)
 command()(around.init)
 command()(around.doctor)
-command()(around.model)
 command()(around.export)
-command("simulate", hidden=True, context_settings=_ANY_ARGUMENTS)(around.simulate)
 command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
+for _name in RETIRED:
+    command(_name, hidden=True, context_settings=_ANY_ARGUMENTS)(retired(_name))
 
 
 def _version(is_asked: bool) -> None:

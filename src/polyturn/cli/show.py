@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from polyturn.cli import list_runs
 from polyturn.cli.console import Output, command
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
+from polyturn.store.run_folders import find_runs
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import StoredRun, open_store
 from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why
@@ -37,13 +39,32 @@ TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 
 
 def run(
-    folder: Path, *, trajectory: str | None, split: str | None, limit: int, where: str | None = None, tokens: bool = False
+    folder: Path,
+    *,
+    trajectory: str | None,
+    split: str | None,
+    limit: int,
+    where: str | None = None,
+    tokens: bool = False,
+    lists_runs: bool = False,
 ) -> None:
     """List the newest `limit` trajectories of a run, or show the one with an id.
+
+    Args:
+        folder: The folder of the run.
+        trajectory: The id of the one that is shown.
+        split: Only this split.
+        limit: How many are listed.
+        where: Only these, an SQL condition.
+        tokens: Show the one token by token.
+        lists_runs: List the runs in `folder` if it is not a run itself.
 
     Raises:
         DataError: there is nothing to show; the message says what there is.
     """
+    if lists_runs and _holds_runs(folder):
+        list_runs.run(folder)
+        return
     out = Output()
     stored = open_store(folder)
     if where is not None:
@@ -59,6 +80,13 @@ def run(
     finally:
         for part, reason in stored.problems.items():
             out.text(f"not shown: {folder / 'trajectories' / part} cannot be read ({reason})", style="red")
+
+
+def _holds_runs(folder: Path) -> bool:
+    try:
+        return find_runs([folder]) != [folder]
+    except DataError:
+        return False
 
 
 def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:

@@ -1,4 +1,4 @@
-"""`polyturn view`: runs in the browser, live. Only this machine may look, unless a token is given."""
+"""`polyturn view`: runs in the browser, live, and the desk of a person who answers; beyond this machine with a token."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = N
         known.update(new)
         return [RunView(folder) for folder in new]
 
-    Output().fact("runs", ", ".join(view.name for view in views))
+    if views:
+        Output().fact("runs", ", ".join(view.name for view in views))
     show_page(
         lambda rules: create_app(views, appeared=appeared, desk=waiting, rules=rules),
         options,
-        label="look at",
+        label="look at" if folders else "answer at",
         max_body_bytes=MAX_BODY_BYTES,
     )

@@ -1,8 +1,8 @@
-"""HumanUser: a person answers, in the terminal of the run or at a desk that `polyturn answer` shows as a page.
+"""HumanUser: a person answers, in the terminal of the run or at a desk that `polyturn view --desk` shows as a page.
 
     class_name: polyturn.interactions.human_user.HumanUser
     config: {at: terminal}                                       one conversation after another, in the run's own terminal
-    config: {at: desk, desk: ./desk, deadline_s: 3600}           many at once; `polyturn answer ./desk` in another process
+    config: {at: desk, desk: ./desk, deadline_s: 3600}           many at once; `polyturn view --desk ./desk` elsewhere
 
 A person may be late: `on_deadline` says what happens then: end (the default) ends the conversation, fail fails it, and any
 other text is what the person is taken to have said.
@@ -134,7 +134,7 @@ class HumanUser(ViewInteraction):
             if not self._is_announced:  # once: else a run that waits for a person looks like one that hangs
                 self._is_announced = True
                 logger.warning(
-                    "conversations wait for a person; answer them with: polyturn answer %s",
+                    "conversations wait for a person; answer them with: polyturn view --desk %s",
                     shlex.quote(str(self._desk.folder)),
                 )
             return await self._desk.ask(texts, about=about, deadline_s=self._deadline_s)

@@ -63,7 +63,7 @@ def test_damaged_part_is_named_and_costs_no_other(run: Path, damage: Callable[[P
     (tmp_path / "mine.py").write_text("def fn(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     rescored = call("rescore", run, "--reward", f"{tmp_path}/mine.py:fn")
     assert rescored.code == 0, rescored.err
-    listed = call("runs", run.parent)
+    listed = call("show", run.parent)
     assert listed.code == 0 and "one" in listed.out and "2" in listed.out
     reported = call("report", run, "-o", tmp_path / "report.html")
     assert reported.code == 0 and (tmp_path / "report.html").stat().st_size > 1000, reported.err
@@ -74,13 +74,13 @@ def test_run_without_a_readable_part_is_refused(run: Path):
         part.write_bytes(b"gone")
     shown = call("show", run)
     assert shown.code == 2 and "not one of its 2 parts of trajectories can be read" in shown.err
-    assert call("runs", run.parent).code == 0
+    assert call("show", run.parent).code == 0
     assert RunView(run).page({})["total"] == 0
 
 
 def test_run_without_a_config_is_shown(run: Path):
     (run / "config.yaml").unlink()
-    assert RunView(run).config() == "" and call("show", run).code == 0 and call("runs", run.parent).code == 0
+    assert RunView(run).config() == "" and call("show", run).code == 0 and call("show", run.parent).code == 0
 
 
 def test_run_without_trajectories_names_what_it_has(run: Path):
@@ -98,7 +98,7 @@ def test_empty_and_missing_folders_are_refused(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "not-there"):
         assert any(said in call("show", folder).err for said in ("holds no recorded trajectories", "there is no folder"))
-        for command in ("runs", "view"):
+        for command in ("show", "view"):
             called = call(command, folder)
             assert called.code == 2 and str(folder) in called.err
     with pytest.raises(DataError, match="there is no run in"):

@@ -98,7 +98,7 @@ def test_bad_lines_of_metrics_cost_themselves_alone(run: Path, made: Path, tmp_p
     assert any("lines of metrics.jsonl" in p for p in listed.json()[0]["problems"])
     drawn = client.get("/api/runs/0/curves?name=reward/mean").json()["reward/mean"]
     assert (drawn["x"], drawn["y"][-1]) == ([1.0, 3.0], 0.75)
-    shown = call_command(main, "runs", run.parent)
+    shown = call_command(main, "show", run.parent)
     assert shown.code == 0 and "0.750" in shown.out, shown.err
     reported = call_command(main, "report", run, made, "-o", tmp_path / "report.html")
     assert reported.code == 0, reported.err
@@ -147,7 +147,7 @@ def test_link_out_of_the_run_is_never_followed(run: Path, tmp_path: Path, name: 
     assert [a.status_code for a in answers if a.status_code not in (200, 422)] == []
     said = " ".join(a.text for a in answers)
     assert SECRET not in said and "987654321" not in said
-    call_command(main, "runs", run.parent)
+    call_command(main, "show", run.parent)
     reported = call_command(main, "report", run, "-o", tmp_path / "report.html")
     assert reported.code in (0, 2)
     if reported.code == 0:
@@ -211,7 +211,7 @@ def test_contents_of_a_run_are_printed_without_control_codes(run: Path, tmp_path
         store.add(dataclasses.replace(group, trajectories=(first, group.trajectories[1])), step=1,
                   split=f"eval/{'greedy' if says else HOSTILE}")  # fmt: skip
     for words in (
-        ("runs", made.parent),
+        ("show", made.parent),
         ("show", made),
         ("show", made, first.id),
         ("show", made, first.id, "--tokens"),

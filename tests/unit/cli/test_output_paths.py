@@ -25,7 +25,7 @@ FOLDERS = (
 )
 FILES = (
     "report run -o",
-    "plot run -o",
+    "report run --metric reward/mean -o",
     "config migrate a-file --out",
     "rescore run --reward=f --out",
     "export . -o",

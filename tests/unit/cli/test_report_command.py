@@ -1,4 +1,4 @@
-"""`polyturn report` and `polyturn plot`: one page and one picture of what became of runs."""
+"""`polyturn report`: one page and one picture of what became of runs."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ async def test_report_names_damage_and_shows_the_rest(tmp_path: Path):
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
 
 
-async def test_report_and_plot_write_their_files(tmp_path: Path):
+async def test_report_writes_a_page_or_a_picture(tmp_path: Path):
     runs = [str(await record(tmp_path / name)) for name in ("a", "b")]
     page, picture = tmp_path / "out" / "r.html", tmp_path / "out" / "c.png"
     assert CliRunner().invoke(app, ["report", *runs, "-o", str(page)]).exit_code == 0
-    assert CliRunner().invoke(app, ["plot", *runs, "--metric", "rollout/*", "-o", str(picture)]).exit_code == 0
+    assert CliRunner().invoke(app, ["report", *runs, "--metric", "rollout/*", "-o", str(picture)]).exit_code == 0
     assert page.is_file() and picture.read_bytes().startswith(b"\x89PNG")
-    wrong = CliRunner().invoke(app, ["plot", *runs, "--metric", "rollout/sucess", "-o", str(picture)])
+    wrong = CliRunner().invoke(app, ["report", *runs, "--metric", "rollout/sucess", "-o", str(picture)])
     assert isinstance(wrong.exception, DataError) and "rollout/success" in str(wrong.exception)
 
 

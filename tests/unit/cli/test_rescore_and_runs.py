@@ -1,4 +1,4 @@
-"""`polyturn rescore` and `polyturn runs` on a recorded run, and what they say where there is nothing to see."""
+"""`polyturn rescore` and `polyturn show FOLDER` on a recorded run, and what they say where there is nothing to see."""
 
 from __future__ import annotations
 

@@ -305,6 +305,13 @@ def test_every_command_refuses_an_option_given_twice() -> None:
 
 def test_retired_command_names_its_replacement() -> None:
     assert_refused(call("simulate", "swe_like", "--policy", "fifo"), "engine/queue")
+    for name, successor in (
+        ("runs", "polyturn show"),
+        ("plot", "polyturn report"),
+        ("answer", "polyturn view --desk"),
+        ("model", "polyturn data model"),
+    ):
+        assert_refused(call(name, "x", "--option", "y"), successor)
 
 
 @pytest.mark.parametrize(

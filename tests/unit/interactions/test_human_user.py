@@ -82,7 +82,7 @@ async def test_person_answers_at_a_desk(tmp_path: Path, caplog: pytest.LogCaptur
     assert [t.scores["interaction"] for t in found.turns] == [0.5, 1.0]
     assert not list((tmp_path / "desk").rglob("*.json")), "nothing is left behind"
     (record,) = [r for r in caplog.records if r.name == "polyturn.interactions.human_user"]
-    assert f"polyturn answer {tmp_path / 'desk'}" in record.getMessage()
+    assert f"polyturn view --desk {tmp_path / 'desk'}" in record.getMessage()
 
 
 @pytest.mark.parametrize(("on_deadline", "reply"), [("end", ""), ("Well?", "Well?"), ("fail", None)])

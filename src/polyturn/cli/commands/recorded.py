@@ -1,6 +1,6 @@
 """Commands about runs that were recorded: list, show, compare, score again, draw.
 
-    polyturn runs     polyturn show RUN     polyturn compare A B     polyturn view RUN     polyturn report RUN
+    polyturn show RUN     polyturn compare A B     polyturn view RUN     polyturn report RUN     polyturn rescore RUN
 
 None of them needs the model that made the run.
 """
@@ -30,7 +30,9 @@ def compare(
 
 
 def show(
-    run: RunFolder,
+    run: Annotated[
+        Path, typer.Argument(metavar="[RUN|FOLDER]", help="Folder of a run, or a folder of runs, which are listed.")
+    ] = Path("runs"),
     trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,
     named: Annotated[str | None, typer.Option("--trajectory", help="The same as the second argument.")] = None,
     split: Annotated[str | None, typer.Option(help="Only this split: train, or eval/NAME.")] = None,
@@ -38,20 +40,14 @@ def show(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show the one trajectory token by token, with its mask.")] = False,
     limit: Annotated[int, typer.Option("-n", min=1, help="How many trajectories to list.")] = 20,
 ) -> None:
-    """List a run's trajectories, or show one, down to its tokens."""
+    """List the runs of a folder or a run's trajectories, or show one, down to its tokens."""
     from polyturn.cli import show as command
 
     chosen = named or trajectory
     if tokens and chosen is None:
         raise ConfigError("--tokens shows one trajectory; name it, as `polyturn show RUN` lists them")
-    command.run(run, trajectory=chosen, split=split, limit=limit, where=where, tokens=tokens)
-
-
-def list_runs(folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of runs.")] = Path("runs")) -> None:
-    """List the runs of a folder."""
-    from polyturn.cli import list_runs as command
-
-    command.run(folder)
+    is_narrowed = chosen is not None or split is not None or where is not None
+    command.run(run, trajectory=chosen, split=split, limit=limit, where=where, tokens=tokens, lists_runs=not is_narrowed)
 
 
 def rescore(
@@ -67,52 +63,61 @@ def rescore(
 
 
 def view(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder that holds runs.")],
-    desk: Annotated[Path | None, typer.Option(help="Also answer the conversations that wait in this folder.")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs, or a folder that holds runs.")
+    ] = None,
+    desk: Annotated[Path | None, typer.Option(help="Answer the conversations that wait in this folder.")] = None,
+    terminal: Annotated[bool, typer.Option("--terminal", help="With --desk: answer here instead of on a page.")] = False,
     host: HostOption = "127.0.0.1",
     port: PortOption = None,
     token_file: PageTokenFile = None,
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
-    """Look at runs in the browser, while they train and after. Curves, conversations, every token."""
+    """Look at runs in the browser, while they train and after. Curves, conversations, every token; answer as their user."""
+    if not runs and desk is None:
+        raise ConfigError("name the folder of a run, or --desk FOLDER to answer its conversations")
+    if terminal:
+        if desk is None or runs:
+            raise ConfigError("--terminal answers the conversations of --desk FOLDER alone; leave the runs out")
+        from polyturn.cli.answer import run_terminal
+
+        run_terminal(desk)
+        return
     from polyturn.cli import view as command
     from polyturn.cli.serve import ServeOptions
 
     options = ServeOptions(
         host=host,
         port=port,
-        first_port=7860,
+        first_port=7860 if runs else 7870,
         token_file=token_file,
         rate_limit=rate_limit,
         allowed_hosts=tuple(allow_host or ()),
     )
-    command.run(runs, options, desk=desk)
+    command.run(runs or [], options, desk=desk)
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; two are shown side by side.")],
-    out: Annotated[Path, typer.Option("-o", "--out", callback=new_file, help="The page to write.")] = Path("report.html"),
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", callback=new_file, help="The file to write: report.html, or curve.png with --metric."),
+    ] = None,
     trajectories: Annotated[int, typer.Option("-n", min=0, help="How many trajectories of each run are shown.")] = 10,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="Draw this metric as a picture (.png, .svg, .pdf) instead; * is any part; may be repeated."),
+    ] = None,
 ) -> None:
-    """Write one self-contained page about runs. Curves, tables, highlights token by token."""
+    """Write one self-contained page about runs, or a picture of their metrics."""
     from polyturn.cli.console import Output
+
+    if metric:
+        from polyturn.tracking.plot import plot_metrics
+
+        Output().fact("curve", plot_metrics(runs, metric, out or Path("curve.png")))
+        return
     from polyturn.viewer.report import write_report
 
-    Output().fact("report", write_report(runs, out, num_trajectories=trajectories))
-
-
-def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; each is a curve.")],
-    metric: Annotated[
-        list[str] | None, typer.Option(help="A metric, * stands for any part; may be given several times.")
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("-o", "--out", callback=new_file, help="The picture to write: .png, .svg or .pdf.")
-    ] = Path("curve.png"),
-) -> None:
-    """Draw metrics of runs over the steps."""
-    from polyturn.cli.console import Output
-    from polyturn.tracking.plot import plot_metrics
-
-    Output().fact("curve", plot_metrics(runs, metric or [], out))
+    Output().fact("report", write_report(runs, out or Path("report.html"), num_trajectories=trajectories))

@@ -1,6 +1,6 @@
-"""Commands that wait for others: servers of rollouts, models, tools, programs and passages, and the desk of a human user.
+"""`polyturn serve`: a server of rollouts, of a model, of tools, of programs or of passages.
 
-    polyturn serve [--openai | --sandbox | --search INDEX | --mcp TOOLS]     polyturn answer DESK
+    polyturn serve [--openai | --sandbox | --search INDEX | --mcp TOOLS]
 
 Beyond this machine each of them demands a token.
 """
@@ -18,7 +18,6 @@ from polyturn.cli.arguments import (
     EmbedOption,
     HostOption,
     Overrides,
-    PageTokenFile,
     PortOption,
     RateLimitOption,
     refuse_unused,
@@ -142,30 +141,3 @@ def _refuse_unused_here(context: typer.Context) -> None:
         refuse_unused(context, {*_PLACE, *_MODEL, "scheduler", "deadline"}, here="where rollouts are served")
     else:
         refuse_unused(context, {kind, *_USED[kind]}, here=f"with --{kind}")
-
-
-def answer(
-    desk: Annotated[Path, typer.Argument(help="The folder that `desk` of a human user names.")],
-    terminal: Annotated[bool, typer.Option("--terminal", help="Answer here instead of on a page.")] = False,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = None,
-    token_file: PageTokenFile = None,
-    rate_limit: RateLimitOption = None,
-    allow_host: AllowHosts = None,
-) -> None:
-    """Answer conversations as their user. They are those of a run whose interaction is a human user at a desk."""
-    from polyturn.cli import answer as command
-    from polyturn.cli.serve import ServeOptions
-
-    if terminal:
-        command.run_terminal(desk)
-        return
-    options = ServeOptions(
-        host=host,
-        port=port,
-        first_port=7870,
-        token_file=token_file,
-        rate_limit=rate_limit,
-        allowed_hosts=tuple(allow_host or ()),
-    )
-    command.run(desk, options)
