@@ -447,8 +447,7 @@ TYPED = ("And for four?", "/end thanks", "/end 1 thanks", "/score 0.5 go on", "/
 
 def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) -> Case:
     """Return the cases of the desk: its page, its folder, and what is typed."""
-    from polyturn.interactions.human_queue import HumanQueue, HumanReply
-    from polyturn.interactions.terminal import read_answer
+    from polyturn.interactions.person import HumanQueue, HumanReply, read_answer
     from polyturn.serving.auth import ServerRules
     from polyturn.viewer.app import create_app
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from wall_time import timed_asserts
 
 LAYERS = (
-    "core", "infra models", "tokens", "algorithms batching tracking store", "engines buffer",
+    "core", "infra models", "tokens", "algorithms batching tracking store", "partners engines buffer",
     "tools rewards retrieval sandbox", "interactions", "data", "rollout", "evaluation", "training", "serving", "viewer",
     "cluster", "testing", "environments", "config", "build", "api", "cli", "compat", "__main__",
 )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from polyturn.compat.swift.schedulers import _unfenced
 from polyturn.core.secrets import hide
 from polyturn.environments.gymnasium import uncoloured
-from polyturn.rewards.judge import read_verdict
+from polyturn.partners.judge import read_verdict
 from polyturn.rewards.math import is_near
 from polyturn.tokens.text_codec import _without_calls
 

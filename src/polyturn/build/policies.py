@@ -19,8 +19,8 @@ from polyturn.config.models import ModelConfig, PolicyConfig, RolloutConfig
 from polyturn.config.models.model import SELF, AnyModelConfig
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.core.generation import SamplingParams
-from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.options import EmbeddedOptions
+from polyturn.partners.policy import FrozenPolicy
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser, build_parser

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
-from polyturn.interactions.human_queue import POLL_S, HumanQueue
-from polyturn.interactions.terminal import Terminal, TerminalClosedError
+from polyturn.interactions.person import POLL_S, HumanQueue, Terminal, TerminalClosedError
 
 
 def open_desk(folder: Path) -> HumanQueue:

@@ -31,8 +31,8 @@ from polyturn.core.plugin_shape import has_parameter
 from polyturn.core.plugins import import_attr
 from polyturn.core.secrets import token_from
 from polyturn.core.seeds import derive_seed
-from polyturn.engines.chat_client import ChatClient, Endpoint
-from polyturn.engines.frozen_policy import SAMPLED_WITH, FrozenPolicy, Policies, policy_named, sampled_with
+from polyturn.partners.client import ChatClient, Endpoint
+from polyturn.partners.policy import SAMPLED_WITH, FrozenPolicy, Policies, policy_named, sampled_with
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.schedulers.environment import with_text
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyturn.engines.chat_partner import without_thoughts
+from polyturn.partners.partner import without_thoughts
 
 OPENING = "Begin the conversation: write your first message."
 SILENCE = "(no answer)"

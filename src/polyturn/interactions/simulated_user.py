@@ -17,34 +17,35 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
+
+from pydantic import model_validator
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
 from polyturn.core.plugins import import_attr
-from polyturn.core.reward import as_score
 from polyturn.core.seeds import derive_seed
-from polyturn.engines.chat_partner import (
-    ChatPartner,
-    ChatPartnerSettings,
-    ChatReply,
-    SpeakingPolicy,
-    check_positive,
-    check_within,
-    names_of,
-    refuse_unknown,
-    without_thoughts,
-)
-from polyturn.engines.frozen_policy import Policies, PolicyPartner
 from polyturn.infra.deadline import CallWithDeadline
+from polyturn.infra.settings import AtLeastOne, Score, Text
 from polyturn.interactions.base import ViewInteraction
 from polyturn.interactions.context import ConversationView, SpeakOptions
 from polyturn.interactions.roles import UserTurns, flipped
+from polyturn.partners.partner import (
+    Partner,
+    PartnerReply,
+    PartnerSettings,
+    PolicyPartner,
+    partner_of,
+    without_thoughts,
+)
+from polyturn.partners.policy import Policies
 
 POLICY = "policy"
 """The name that stands for the run's own model."""
+MAX_TOKENS = 256
+"""Tokens of a reply where neither the settings nor a further policy of the run say how many."""
 MAX_EMPTY = 3
 """Number of times that a model that answers nothing is asked again."""
 STOP_TIMEOUT_S = 10.0
@@ -63,34 +64,40 @@ STOP_RULE = "When you have what you want, or see that you will not get it, end y
 Predicate = Callable[[Sequence[Mapping[str, Any]]], Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserSettings:
+class UserSettings(PartnerSettings):
     """The behaviour of a simulated user, beside the model that speaks for it."""
 
-    persona: str = "An ordinary person."
-    """Its persona, where the row does not say."""
-    goal: str | None = None
-    """Its goal, where the row does not say; None demands one of every row."""
-    instructions: str = INSTRUCTIONS
-    """Its model's instructions; {persona}, {goal} and further keys of the row stand for what they are."""
-    stop_marker: str | None = "[[DONE]]"
-    """Its mark for the end of the conversation; it is not shown to the model. None for no such rule."""
-    max_user_turns: int | None = None
+    name: str = ""
+    persona: Text = "An ordinary person."
+    """Its persona if the row has none."""
+    goal: Text | None = None
+    """Its goal if the row has none; null demands one of every row."""
+    instructions: Text = INSTRUCTIONS
+    """Its model's instructions; {persona}, {goal} and further keys of the row are filled in."""
+    stop_marker: Text | None = "[[DONE]]"
+    """Its mark for the end of the conversation, hidden from the policy; null for no such rule."""
+    max_user_turns: AtLeastOne | None = None
     """Largest number of its replies; the conversation ends with the turn that would draw another."""
-    stop_when: str | None = None
+    stop_when: Text | None = None
     """`file.py:function` of the messages, its own reply last: true ends the conversation."""
-    max_calls: int | None = None
-    """Number of times that its model is asked in one conversation; then it leaves."""
-    done_score: float | None = 1.0
-    """The score of the turn with which it ended the conversation itself, by marker or by predicate."""
-    other_score: float | None = 0.0
-    """The score of every other turn; None for no score."""
-    agent: str = "user"
-    """With the run's own model: whose words they are in the records."""
+    max_calls: AtLeastOne | None = None
+    """Requests to its model in one conversation; then it leaves."""
+    done_score: Score | None = 1.0
+    """The score of the turn after which it ended the conversation itself, by marker or by predicate; null for no score."""
+    other_score: Score | None = 0.0
+    """The score of every other turn; null for no score."""
+    agent: Text = "user"
+    """With the run's own model: the agent of its words in the records."""
     train: bool = False
     """With the run's own model: train its words too, with the trajectory's reward."""
     seed: int = 0
-    """The seed where nothing else gives one."""
+    """The seed if nothing else gives one."""
+
+    @model_validator(mode="after")
+    def _names_another_agent(self) -> Self:
+        if self.agent == "assistant":
+            raise ValueError("agent is 'assistant', which is the model's own name; give the user another one")
+        return self
 
 
 class SimulatedUser(ViewInteraction):
@@ -103,34 +110,34 @@ class SimulatedUser(ViewInteraction):
             ConfigError: a setting is unknown or cannot work.
         """
         super().__init__(config)
-        who = f"the simulated user {self.name!r}"
-        refuse_unknown(config, ["name", "policy", *names_of(UserSettings), *names_of(ChatPartnerSettings)], who=who)
-        self._who = who
-        self._settings = _user_settings(config, who=who)
+        who = self._who = f"the simulated user {self.name!r}"
+        settings = self._settings = UserSettings.read(config, who=who)
         self.reply_timeout_s = math.inf  # of the run's own engine, which has deadlines
-        self._voice: SpeakingPolicy | None = None
+        self._partner: Partner | None = None
         self._policy: str | None = None
-        if config.get("policy") is not None:
-            self._voice = PolicyPartner.read(config, policies or {}, who=who)
-            self._policy = self._voice.policy.name
-            self._refuse_train(self._policy, who=who)
-        elif config.get("model") == POLICY:
-            self._options = _policy_options(config, self._settings, who=who)
+        if settings.policy is None and settings.model == POLICY:
+            self._options = _speak_options(settings, who=who)
+        elif settings.train:
+            named = settings.policy or settings.model
+            raise ConfigError(f"{who}: train is on and {named!r} is not the run's own model; set model: {POLICY}")
         else:
-            voice = ChatPartnerSettings.read({"max_tokens": 256, **config}, who=who)
-            self._refuse_train(voice.model, who=who)
-            self._voice = ChatPartner(voice, who=who, base=base)
-            self.reply_timeout_s = MAX_EMPTY * voice.deadline_s + 5.0
+            at_endpoint = {"max_tokens": settings.max_tokens or MAX_TOKENS} if settings.policy is None else {}
+            partner = partner_of(settings.model_copy(update=at_endpoint), who=who, base=base, policies=policies)
+            self._partner = partner
+            if isinstance(partner, PolicyPartner):
+                self._policy = partner.policy.name
+            else:
+                self.reply_timeout_s = MAX_EMPTY * settings.deadline_s + 5.0
         self._predicate: Predicate | None = None
-        if self._settings.stop_when is not None:
-            self._predicate = import_attr(self._settings.stop_when, base=base)
+        if settings.stop_when is not None:
+            self._predicate = import_attr(settings.stop_when, base=base)
         self._bounded = CallWithDeadline(name="stop_when", timeout_s=STOP_TIMEOUT_S)
         self._live: dict[str, _SimulatedEpisode] = {}
 
     def check_setup(self) -> None:
         """Refuse an endpoint that does not answer."""
-        if self._voice is not None:
-            self._voice.require()
+        if self._partner is not None:
+            self._partner.require()
 
     def check_row(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse a row without a goal, or whose instructions cannot be written."""
@@ -141,8 +148,8 @@ class SimulatedUser(ViewInteraction):
         self._instructions(kwargs)
         instance_id = str(uuid4()) if instance_id is None else instance_id
         live = self._live[instance_id] = _SimulatedEpisode()
-        if self._voice is not None:
-            await live.stack.enter_async_context(self._voice.in_use())
+        if self._partner is not None:
+            await live.stack.enter_async_context(self._partner.in_use())
         return instance_id
 
     async def respond(
@@ -186,9 +193,9 @@ class SimulatedUser(ViewInteraction):
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Forget the episode; an id that was never started is a KeyError."""
         live = self._live.pop(instance_id)  # type: ignore[arg-type]
-        if self._voice is not None:
+        if self._partner is not None:
             for user_id in live.num_calls:
-                await self._voice.end(self._session(user_id))
+                await self._partner.end(self._session(user_id))
         await live.stack.aclose()
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
@@ -209,19 +216,19 @@ class SimulatedUser(ViewInteraction):
         live: _SimulatedEpisode,
         user_id: str,
         number: int,
-    ) -> ChatReply:
+    ) -> PartnerReply:
         """Return the simulated user's reply, which is never empty."""
         for attempt in range(MAX_EMPTY):
             live.num_calls[user_id] = live.num_calls.get(user_id, 0) + 1
-            if self._voice is not None:
+            if self._partner is not None:
                 start = (user_id, self._settings.seed) if view is None else (view.seed, self._settings.seed)
                 seed = derive_seed(*start, "user", number, attempt)
-                reply = await self._voice.say(messages_seen, seed=seed, session=self._session(user_id))
+                reply = await self._partner.say(messages_seen, seed=seed, session=self._session(user_id))
             elif view is None:
                 raise InteractionError(f"{self._who} speaks with the run's own model (model: {POLICY}) and there is no run")
             else:
                 message = await view.speak(messages_seen, self._options)
-                reply = ChatReply(text=without_thoughts(message.text))
+                reply = PartnerReply(text=without_thoughts(message.text))
             if reply.text:
                 return reply
         raise InteractionError(
@@ -230,10 +237,6 @@ class SimulatedUser(ViewInteraction):
 
     def _session(self, user_id: str) -> str:
         return f"{self.name}/{user_id}"
-
-    def _refuse_train(self, model: str, *, who: str) -> None:
-        if self._settings.train:
-            raise ConfigError(f"{who}: train is on and {model!r} is not the run's own model; set model: {POLICY}")
 
     def _end(self, text: str, *, why: str, number: int, **info: Any) -> tuple[bool, str, float | None, dict[str, Any]]:
         is_own = why in ("marker", "predicate")
@@ -276,51 +279,17 @@ class _SimulatedEpisode(UserTurns):
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
 
-def _user_settings(config: Mapping[str, Any], *, who: str) -> UserSettings:
-    # A score of null means none; elsewhere null is what the default is.
-    nullable = ("done_score", "other_score", "stop_marker")
-    options = {
-        f.name: config[f.name]
-        for f in fields(UserSettings)
-        if f.name in config and (config[f.name] is not None or f.name in nullable)
-    }
-    for name in ("max_user_turns", "max_calls"):
-        if name in options:
-            check_positive(options[name], name=name, who=who, is_whole=True)
-    for name in ("persona", "goal", "instructions", "stop_marker", "stop_when", "agent"):
-        if options.get(name) is not None and (not isinstance(options[name], str) or not options[name].strip()):
-            raise ConfigError(f"{who}: {name} is {options[name]!r}; give a text")
-    for name in ("done_score", "other_score"):
-        score = options.get(name)
-        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or as_score(score) is None):
-            raise ConfigError(f"{who}: {name} is {score!r:.100}; give a number, or null for no score")
-    if not isinstance(options.get("seed", 0), int):
-        raise ConfigError(f"{who}: seed is {options['seed']!r:.100}; give a whole number")
-    if not isinstance(options.get("train", False), bool):
-        raise ConfigError(f"{who}: train is {options['train']!r:.100}; give true or false")
-    if options.get("agent") == "assistant":
-        raise ConfigError(f"{who}: agent is 'assistant', which is the model's own name; give the user another one")
-    return UserSettings(**options)
-
-
-def _policy_options(config: Mapping[str, Any], settings: UserSettings, *, who: str) -> SpeakOptions:
+def _speak_options(settings: UserSettings, *, who: str) -> SpeakOptions:
     """Return the sampling options for the run's own model when it plays the user."""
-    for name in config:
-        if name in names_of(ChatPartnerSettings) and name not in ("model", "temperature", "top_p", "max_tokens"):
-            raise ConfigError(f"{who}: {name} is for a model at an endpoint, and model is {POLICY}, the run's own; drop it")
-    if settings.train and (config.get("temperature") is not None or config.get("top_p") is not None):
+    settings.refuse_endpoint(but=("model",), who=who, instead=f"model is {POLICY}, the run's own")
+    if settings.train and (settings.temperature is not None or settings.top_p is not None):
         raise ConfigError(
             f"{who}: train is on, and what is trained is sampled as the run samples; drop its temperature and top_p"
         )
-    for name, high in (("temperature", math.inf), ("top_p", 1.0)):
-        if config.get(name) is not None:
-            check_within(config[name], 0.0, high, name=name, who=who)
-    max_tokens = config.get("max_tokens", 256)
-    check_positive(max_tokens, name="max_tokens", who=who, is_whole=True)
     return SpeakOptions(
         agent=settings.agent,
-        max_tokens=max_tokens,
-        temperature=config.get("temperature"),
-        top_p=config.get("top_p"),
+        max_tokens=settings.max_tokens or MAX_TOKENS,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
         is_trained=settings.train,
     )

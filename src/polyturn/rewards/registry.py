@@ -13,7 +13,8 @@ from polyturn.core.errors import DataError
 from polyturn.core.plugins import Registry
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, judge, math, math_dapo, search_r1
+from polyturn.partners import judge
+from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, math, math_dapo, search_r1
 from polyturn.rewards.default import ROUTES
 
 __all__ = ["BUILT_IN_ROUTES", "CHECKS", "COMPARING", "QUICK", "ground_truth", "last_answer", "rewards", "truth_of"]

@@ -30,11 +30,11 @@ from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, brief
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.frozen_policy import Policies
+from polyturn.partners.judge import Judges
+from polyturn.partners.policy import Policies
 from polyturn.rewards.calls import CallRateLimit, RunningEpisodes
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
-from polyturn.rewards.judge import Judges
 from polyturn.rewards.options import DEFAULT_WEIGHTS, CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.registry import BUILT_IN_ROUTES, rewards

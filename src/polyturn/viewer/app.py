@@ -35,7 +35,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from polyturn.core.errors import one_line
-from polyturn.interactions.human_queue import HumanQueue, HumanReply
+from polyturn.interactions.person import HumanQueue, HumanReply
 from polyturn.serving.auth import ServerRules
 from polyturn.serving.body import json_object
 from polyturn.store.parquet_store import write_rows
@@ -147,7 +147,7 @@ def _let_people_answer(app: FastAPI, desk: HumanQueue | None) -> None:
     @app.post("/api/answer")
     async def answer(request: Request) -> Response:
         body = await json_object(request)
-        desk.answer(str(body.get("ticket", "")), HumanReply.read(body))
+        desk.answer(str(body.get("ticket", "")), HumanReply.of(body))
         return JSONResponse({})
 
 

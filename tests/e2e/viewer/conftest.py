@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.interactions.human_queue import HumanQueue
+from polyturn.interactions.person import HumanQueue
 from support.services import served_app
 from support.viewer_runs import leave_a_question, write_run
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.interactions.human_queue import HumanQueue, HumanReply
+from polyturn.interactions.person import HumanQueue, HumanReply
 from support.services import served_app
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")

@@ -11,7 +11,7 @@ import pytest
 
 from polyturn.core.errors import RewardError
 from polyturn.core.reward import MAX_REWARD, as_flag, as_score
-from polyturn.rewards.judge import read_verdict
+from polyturn.partners.judge import read_verdict
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.result_shape import finite

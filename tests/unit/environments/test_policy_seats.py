@@ -13,11 +13,11 @@ from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import PlayerSlot, Recalls, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
+from polyturn.partners.policy import FrozenPolicy
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
 from polyturn.tokens.delta import DeltaEncoder

@@ -19,12 +19,12 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.engines.chat_partner import without_thoughts
-from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.roles import OPENING, SILENCE, flipped
 from polyturn.interactions.simulated_user import SimulatedUser
+from polyturn.partners.partner import without_thoughts
+from polyturn.partners.policy import FrozenPolicy
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids

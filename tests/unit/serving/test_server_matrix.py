@@ -75,7 +75,7 @@ def search(rules: ServerRules) -> Any:
 
 
 def desk(rules: ServerRules) -> Any:
-    from polyturn.interactions.human_queue import HumanQueue
+    from polyturn.interactions.person import HumanQueue
     from polyturn.viewer.app import create_app
 
     return create_app([], desk=HumanQueue(Path(tempfile.mkdtemp())), rules=rules)

@@ -23,7 +23,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.nesting import is_deep
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import task_from_row
-from polyturn.interactions.human_queue import HumanQueue, HumanReply
+from polyturn.interactions.person import HumanQueue, HumanReply
 
 ROOT = Path(__file__).parents[3]
 

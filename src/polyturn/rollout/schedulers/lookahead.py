@@ -26,7 +26,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
-from polyturn.rewards.judge import ConversationJudge, Verdict
+from polyturn.partners.judge import ConversationJudge, Verdict
 from polyturn.rollout.aside import Aside
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.episode import Episode

@@ -12,8 +12,9 @@ from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.engines.frozen_policy import FrozenPolicy, PolicyPartner, policy_named, sampled_with
 from polyturn.engines.scripted import ScriptedEngine
+from polyturn.partners.partner import PartnerSettings, partner_of
+from polyturn.partners.policy import FrozenPolicy, policy_named, sampled_with
 from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
@@ -120,11 +121,12 @@ async def test_version_is_that_of_the_last_token() -> None:
 
 async def test_partner_speaks_with_its_own_sampling() -> None:
     one = policy("<think>Hm.</think>Two.")
-    voice = PolicyPartner.read({"policy": "opponent", "temperature": 0.0, "max_tokens": 24}, {"opponent": one}, who="x")
-    voice.require()
-    async with voice.in_use():
-        said = await voice.say(TALK, seed=1, session="s")
-    assert said.text == "Two." and said.version == 0 and voice.num_asked == 1
+    settings = PartnerSettings.read({"policy": "opponent", "temperature": 0.0, "max_tokens": 24}, who="x")
+    partner = partner_of(settings, who="x", policies={"opponent": one})
+    partner.require()
+    async with partner.in_use():
+        said = await partner.say(TALK, seed=1, session="s")
+    assert said.text == "Two." and said.version == 0 and partner.num_asked == 1
     (asked,) = one.engine.asked  # type: ignore[attr-defined]
     assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.session_id) == (0.0, 24, "s")
 
@@ -151,5 +153,6 @@ def test_unknown_policy_is_refused(name: str, policies: dict[str, Any]) -> None:
 
 
 def test_endpoint_beside_a_policy_is_refused() -> None:
+    settings = PartnerSettings.read({"policy": "opponent", "base_url": "http://x/v1"}, who="the judge")
     with pytest.raises(ConfigError, match=r"base_url .*'opponent'"):
-        PolicyPartner.read({"policy": "opponent", "base_url": "http://x/v1"}, {"opponent": policy("a")}, who="the judge")
+        partner_of(settings, who="the judge", policies={"opponent": policy("a")})

@@ -1,10 +1,10 @@
-"""ChatClient: asks an OpenAI-compatible endpoint, patiently. Shared by the engine, simulated users and judges.
+"""ChatClient: asks an OpenAI-compatible endpoint. Shared by the engine of served models, partners and players.
 
     POST URL/chat/completions {"model", "messages", …}   ->   the answer's JSON
 
-A server that is busy or fails is asked again, ever later; a refusal that no retry can mend (a wrong key, an unknown model)
-is a ConfigError. However many clients ask one host, each keeps to its own bound on how many requests are under way there.
-The key stands in a header and nowhere else.
+A server that is busy or fails is asked again, with growing waits; a refusal that every request would get (a wrong key, an
+unknown model) is a ConfigError. `max_concurrent` counts the requests of all clients at that host. The key is sent in a
+header and written nowhere else.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def place_at(url: str, *, limit: int) -> AsyncIterator[None]:
 
 
 class ChatClient:
-    """Connections to one endpoint, open while they are used."""
+    """Connections to one endpoint, open while somebody uses them."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         """Take the address; nothing is connected yet.
@@ -126,13 +126,13 @@ class ChatClient:
                 await self._client.close()
 
     async def ask(self, body: Mapping[str, Any]) -> Any:
-        """Return the endpoint's answer.
+        """Return what the endpoint answers.
 
         Raises:
             EngineError: the server refused it, or did not answer in as many tries as allowed.
             ConfigError: the server would refuse every request.
         """
-        endpoint, tries = self.endpoint, itertools.count()
+        place, tries = self.endpoint, itertools.count()
 
         async def once() -> Any:
             self.num_retries += next(tries) > 0
@@ -141,27 +141,25 @@ class ChatClient:
         def again(problem: Exception) -> bool | float:
             return isinstance(problem, _TryAgainError) and (problem.wait_s or True)
 
-        half = endpoint.backoff_s / 2
+        half = place.backoff_s / 2
         try:
-            return await retried(
-                once, again=again, tries=endpoint.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half
-            )
+            return await retried(once, again=again, tries=place.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half)
         except _TryAgainError as problem:
-            raise EngineError(f"{endpoint.url} {problem}; asked {endpoint.max_tries} times") from problem
+            raise EngineError(f"{place.url} {problem}; asked {place.max_tries} times") from problem
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
     async def _once(self, body: Mapping[str, Any]) -> Any:
-        endpoint = self.endpoint
+        place = self.endpoint
         try:
-            async with place_at(endpoint.url, limit=endpoint.max_concurrent):
+            async with place_at(place.url, limit=place.max_concurrent):
                 answer = await self._post(body)
                 if answer.status == 400 and self._learns_from(answer.said(1 << 16)):
                     answer = await self._post(body)
         except LargeAnswerError as problem:
-            raise EngineError(f"{endpoint.url}: {problem}; no model writes that much") from problem
+            raise EngineError(f"{place.url}: {problem}; no model writes that much") from problem
         except (BrokenOffError, TimeoutError) as problem:
             raise _TryAgainError(f"cannot be reached ({one_line(problem)})") from problem
         if 200 <= answer.status < 300:
@@ -174,7 +172,7 @@ class ChatClient:
             failed.wait_s = answer.retry_after_s
             raise failed
         kind = ConfigError if answer.status in HOPELESS else EngineError
-        raise kind(f"{endpoint.url} refused the request for {endpoint.model!r} with {answer.status}: {_reason(answer)}")
+        raise kind(f"{place.url} refused the request for {place.model!r} with {answer.status}: {_reason(answer)}")
 
     async def _post(self, body: Mapping[str, Any]) -> HttpReply:
         return await self._client.send("POST", f"{self.endpoint.url.rstrip('/')}/chat/completions", self._fitted(body))
@@ -221,9 +219,9 @@ def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
 
 def _reason(answer: HttpReply) -> str:
     try:
-        body = answer.json()
-        error = body.get("error", body)
-        reason = str(error.get("message", error) if isinstance(error, dict) else error)
+        found = answer.json()
+        error = found.get("error", found)
+        said = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
-        reason = answer.said()
-    return hide(" ".join(reason.split()), *answer.secrets)[:300] or "it gave no reason"
+        said = answer.said()
+    return hide(" ".join(said.split()), *answer.secrets)[:300] or "it gave no reason"

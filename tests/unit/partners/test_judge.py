@@ -13,9 +13,9 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.rewards.judge import read_verdict
+from polyturn.partners.judge import read_verdict
+from polyturn.partners.policy import FrozenPolicy
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids

@@ -1,0 +1,68 @@
+"""Settings: the settings of a plug-in as a pydantic model, and a sentence for each value that does not fit it.
+
+class UserSettings(Settings): max_turns: AtLeastOne = 8
+
+UserSettings.read({"max_turn": 3}, who="the user")     ->  "the user: there is no setting 'max_turn'. Did you mean …"
+UserSettings.read({"max_turns": "3"}, who="the user")  ->  "the user: max_turns is '3'; it must be a valid integer"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.reward import MAX_REWARD
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("give a text")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Score = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
+class Settings(BaseModel):
+    """Settings of a plug-in. A subclass adds its fields; null means the default where a field cannot be null."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, defer_build=True, protected_namespaces=()
+    )
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], *, who: str) -> Self:
+        """Read a config.
+
+        Raises:
+            ConfigError: a setting is unknown, cannot work, or would write a secret into the run's records.
+        """
+        fields = cls.model_fields
+        for name in config:
+            if name in ("api_key", "key", "token"):
+                raise ConfigError(
+                    f"{who}: {name} would stand in the run's records; put the key into an environment variable, and name "
+                    "that in api_key_env"
+                )
+            if name not in fields:
+                raise ConfigError(f"{who}: there is no setting {name!r}.{did_you_mean(str(name), fields)}")
+        given = {k: v for k, v in config.items() if v is not None or type(None) in get_args(fields[k].annotation)}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as problem:
+            raise ConfigError(f"{who}: {'; '.join(_sentences(problem))}") from None
+
+
+def _sentences(problem: ValidationError) -> list[str]:
+    sentences = []
+    for one in problem.errors(include_url=False):
+        message = one["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+        name = ".".join(map(str, one["loc"]))
+        sentences.append(f"{name} is {one['input']!r:.100}; {message}" if name else message)
+    return sentences

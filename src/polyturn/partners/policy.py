@@ -1,0 +1,182 @@
+"""FrozenPolicy: a further policy of a run, which speaks and is not trained: an opponent, a simulated user, a judge.
+
+    reply = await policies["opponent"].say([{"role": "user", "content": "Your move."}], seed=7, session="g0/1:seat 1")
+    reply.message.text, reply.version          ->  "[4]", 12
+
+It has an engine, a tokenizer and a template of its own, so only text passes between it and the policy that is trained: its
+words are observations there, and none of its tokens are in a training sample. Every request holds the whole conversation;
+a session only lets its engine keep the KV cache of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
+from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.messages import Message, Origin
+from polyturn.core.protocols import Engine
+from polyturn.infra.settings import AtLeastOne, Settings
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import ToolCallParser
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyReply:
+    """One reply of a policy."""
+
+    text: str
+    """The whole reply, reasoning included."""
+    message: Message
+    """The same, read by its parser."""
+    version: int
+    """The version of the weights that sampled its last token."""
+    is_cut: bool
+    """Whether it ran into a limit."""
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class FrozenPolicy:
+    """A policy that is asked for one message at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        engine: Engine,
+        encoder: DeltaEncoder,
+        parser: ToolCallParser,
+        sampling: SamplingParams,
+        max_context: int,
+    ) -> None:
+        """Take a policy of the run: its name in the configuration, and parts of its own."""
+        self.name = name
+        self.engine = engine
+        self.sampling = sampling
+        """How it is sampled by default."""
+        self.max_context = max_context
+        """The longest prompt plus completion."""
+        self.is_named = False
+        """Whether a setting names it."""
+        self._encoder = encoder
+        self._parser = parser
+        self._numbers = itertools.count()
+        self._num_tokens = 0
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of its tokenizer and template."""
+        return self._encoder.codec
+
+    async def say(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        seed: int,
+        session: str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> PolicyReply:
+        """Return its next reply.
+
+        Args:
+            messages: The conversation as the policy sees it, its own words under the role "assistant".
+            seed: Of the sampling.
+            session: The conversation's id if more requests will follow; `end` it afterwards. None keeps nothing.
+            sampling: Replaces its default sampling.
+
+        Raises:
+            EngineError: the conversation does not fit, or the engine is lost.
+            TemplateError: its template cannot render the conversation.
+        """
+        codec = self.codec
+        ids = self._encoder.start([Message.from_openai(m) for m in messages])
+        if len(ids) >= self.max_context:
+            raise EngineError(
+                f"the policy {self.name!r} was shown {len(ids)} tokens and its context has {self.max_context}; raise "
+                f"policies.{self.name}.max_context, or shorten the conversation"
+            )
+        request_id = f"{self.name}/{next(self._numbers)}"
+        request = GenerateRequest(
+            request_id=request_id,
+            session_id=session or request_id,
+            prompt_ids=ids,
+            sampling=dataclasses.replace(sampling or self.sampling, seed=seed, stop_token_ids=codec.stop_token_ids),
+        )
+        try:
+            completion = await self.engine.generate(request)
+        finally:
+            if session is None:
+                await self.engine.end_session(request_id)
+        self._num_tokens += len(completion.token_ids)
+        text = codec.decode_turn(completion.token_ids)
+        parsed = self._parser.parse(text)
+        return PolicyReply(
+            text=text,
+            message=Message(role="assistant", content=parsed.content, reasoning=parsed.reasoning, origin=Origin.MODEL),
+            version=completion.policy_versions[-1][1],
+            is_cut=completion.finish_reason is not FinishReason.STOP,
+            prompt_tokens=len(ids),
+            completion_tokens=len(completion.token_ids),
+        )
+
+    async def end(self, session: str) -> None:
+        """Forget a conversation. Unknown ids are fine."""
+        await self.engine.end_session(session)
+
+    async def close(self) -> None:
+        """Free its engine."""
+        await self.engine.close()
+
+    def read_tokens(self) -> int:
+        """Return the number of tokens sampled since the last call."""
+        num, self._num_tokens = self._num_tokens, 0
+        return num
+
+
+Policies = Mapping[str, FrozenPolicy]
+"""The further policies of a run, by name."""
+
+
+def policy_named(name: Any, policies: Policies, *, who: str) -> FrozenPolicy:
+    """Return the policy that a setting names.
+
+    Raises:
+        UnknownNameError: the run has none of that name.
+    """
+    if not isinstance(name, str) or name not in policies:
+        hint = did_you_mean(str(name), policies) if policies else " It has none; name its model in the section `policies`."
+        raise UnknownNameError(f"{who}: the run has no policy {name!r} beside the one that it trains.{hint}")
+    policies[name].is_named = True
+    return policies[name]
+
+
+class SpeakerSampling(Settings):
+    """How a speaker is sampled; null is its own default."""
+
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_tokens: AtLeastOne | None = None
+    """Tokens of one reply at most."""
+
+
+SAMPLED_WITH = tuple(SpeakerSampling.model_fields)
+
+
+def sampled_with(policy: FrozenPolicy, config: Mapping[str, Any], *, who: str) -> SamplingParams:
+    """Return a policy's sampling parameters with the keys of `SpeakerSampling` in `config` put in their place.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+    read = SpeakerSampling.read({name: config[name] for name in SAMPLED_WITH if name in config}, who=who)
+    try:
+        return dataclasses.replace(policy.sampling, **read.model_dump(exclude_none=True))
+    except ConfigError as problem:
+        raise ConfigError(f"{who}: {problem}") from problem

@@ -1,0 +1,41 @@
+"""Settings of plug-ins: what is read, and what the error names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import ConfigError
+from polyturn.infra.settings import AtLeastOne, Score, Settings, Text
+
+
+class Mine(Settings):
+    size: AtLeastOne = 8
+    name: Text = "x"
+    score: Score | None = 1.0
+
+
+def test_null_is_none_or_the_default() -> None:
+    assert Mine.read({"size": None, "score": None}, who="it") == Mine(size=8, score=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        ({"size": 0}, "size", "0"),
+        ({"size": True}, "size", "True"),
+        ({"size": 1.5}, "size", "1.5"),
+        ({"name": " "}, "name", "' '"),
+        ({"name": 3}, "name", "3"),
+        ({"score": float("nan")}, "score", "nan"),
+        ({"score": 1e16}, "score", "1e+16"),
+        ({"score": "1"}, "score", "'1'"),
+        ({"siz": 1}, "'siz'", "'size'"),
+        ({"api_key": "sk"}, "api_key", "api_key_env"),
+    ],
+)
+def test_wrong_setting_is_named_with_its_value(config: dict[str, Any], key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="it: ") as caught:
+        Mine.read(config, who="it")
+    assert key in str(caught.value) and value in str(caught.value) and "'sk'" not in str(caught.value)
