@@ -1,13 +1,12 @@
 """Breaker: a tool that failed several times in a row, through no fault of the model's, is left alone for a while.
 
     closed ── n failures in a row, of several episodes ──► open: calls are answered at once, for `cooldown_s`
-      ▲                                                      │ then one call is let through to try
-      └────────────── it is answered ◄───────────────────────┤
-                                                             └── it fails: open again, for twice as long
+      ▲                                                      │ then one call tries it
+      └────────────── the tool answers ◄─────────────────────┤
+                                                             └── the call fails: open again, for twice as long
 
-A failure is a time-out or a lost connection. A refusal, a crash or bad arguments say that the tool was reached, so they
-count as answers; and a call that was late while another one was answered was slow by itself, and counts for nothing. So a
-policy does not open the breaker for others with what it writes, and one episode alone cannot open it either.
+A failure is a time-out or a lost connection. A refusal, a crash or bad arguments count as answers, because the tool was
+reached. So the calls that a policy writes do not open the breaker for others, and one episode alone cannot open it.
 """
 
 from __future__ import annotations
@@ -42,34 +41,21 @@ class BreakerSettings:
     """Seconds that it is left alone at most."""
 
     def __post_init__(self) -> None:
-        if self.failures < 0 or self.min_episodes < 1 or not 0 < self.cooldown_s <= self.max_cooldown_s:
-            raise ConfigError(
-                f"a breaker with failures {self.failures}, min_episodes {self.min_episodes}, cooldown_s {self.cooldown_s:g} "
-                f"and max_cooldown_s {self.max_cooldown_s:g} cannot work; use at least 0, at least 1, and a positive "
-                "cooldown_s that is at most max_cooldown_s"
-            )
+        if self.cooldown_s > self.max_cooldown_s:
+            raise ConfigError(f"cooldown_s {self.cooldown_s:g} exceeds max_cooldown_s {self.max_cooldown_s:g}; lower it")
 
 
 class Breaker:
-    """The breaker of one tool, shared by all episodes."""
+    """The breaker of one tool, shared by all episodes. A call that was admitted ends with `answered`, `failed` or `left`."""
 
     def __init__(
         self, tool: str, settings: BreakerSettings | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_opened = 0
-        """Number of times that the tool was given up."""
-        self._tool = tool
-        self._settings = settings or BreakerSettings()
-        self._clock = clock
-        self._failures = 0
-        self._episodes: set[str] = set()
-        self._cooldown_s = 0.0
-        """0 while it is closed."""
-        self._until = 0.0
-        self._counted = -math.inf
-        """When the latest failure was counted."""
-        self._answered = -math.inf
-        """When the tool last answered."""
+        self._tool, self._settings, self._clock = tool, settings or BreakerSettings(), clock
+        self._failures, self._episodes = 0, set[str]()
+        self._cooldown_s = self._until = 0.0  # a cool-down of 0: closed
+        self._counted = self._answered = -math.inf  # when a failure was last counted, and when the tool last answered
         self._is_trying = False
 
     @property
@@ -78,64 +64,47 @@ class Breaker:
         return self._cooldown_s > 0
 
     def admit(self) -> float | None:
-        """Return None if a call may be made, else for how many more seconds the tool is left alone.
-
-        Who was admitted must say what came of it: `answered`, `failed` or `left`.
-        """
+        """Return None if a call may be made, else for how many more seconds the tool is left alone."""
         if not self.is_open:
             return None
-        rest = self._until - self._clock()
-        if rest > 0:
-            return rest
-        if self._is_trying:
-            return self._cooldown_s
+        if (rest_s := self._until - self._clock()) > 0 or self._is_trying:
+            return rest_s if rest_s > 0 else self._cooldown_s
         self._is_trying = True
         return None
 
     def answered(self) -> None:
-        """Count an answer, a refusal and a crash included: the tool can be reached."""
+        """Close it."""
         if self.is_open:
             logger.info("tool %r answers again", self._tool)
         self._failures, self._cooldown_s, self._is_trying = 0, 0.0, False
         self._episodes.clear()
         self._answered = self._clock()
 
-    def failed(self, episode: str, *, began: float | None = None, is_late: bool = False) -> None:
-        """Count a time-out or a lost connection.
-
-        Args:
-            episode: Whose call it was.
-            began: When the call began. Calls that were under way when what they asked broke off are one failure together.
-            is_late: Whether it was a time-out, which is the call's own fault where the tool has answered since it began.
-        """
-        settings = self._settings
-        if is_late and began is not None and self._answered >= began:
-            return self.left()
-        if self.is_open:
-            if self._is_trying:
-                self._open(min(2 * self._cooldown_s, settings.max_cooldown_s))
-            return  # it was under way when the breaker opened
-        if len(self._episodes) < settings.min_episodes:
-            self._episodes.add(episode)
-        if is_late or began is None or began >= self._counted:
-            self._counted = self._clock()
-            self._failures += 1
-        if 0 < settings.failures <= self._failures and len(self._episodes) >= settings.min_episodes:
-            self._open(settings.cooldown_s)
-
     def left(self) -> None:
-        """Say that an admitted call ended before anything came of it; another one may try."""
+        """Let another call try: an admitted one ended without a result."""
         self._is_trying = False
+
+    def failed(self, episode: str, *, began: float | None = None, is_late: bool = False) -> None:
+        """Count a time-out (`is_late`) or a lost connection of a call that began at `began`."""
+        settings, began = self._settings, self._clock() if began is None else began
+        if is_late and self._answered >= began:  # another call was answered meanwhile: this one was slow by itself
+            self.left()
+        elif self.is_open:
+            if self._is_trying:  # else it was under way when the breaker opened
+                self._open(min(2 * self._cooldown_s, settings.max_cooldown_s))
+        else:
+            if len(self._episodes) < settings.min_episodes:
+                self._episodes.add(episode)
+            if is_late or began >= self._counted:  # calls that a lost connection ended together are one failure
+                self._counted = self._clock()
+                self._failures += 1
+            if 0 < settings.failures <= self._failures and len(self._episodes) >= settings.min_episodes:
+                self._open(settings.cooldown_s)
 
     def _open(self, cooldown_s: float) -> None:
         self.num_opened += 1
-        self._cooldown_s, self._is_trying = cooldown_s, False
-        self._until = self._clock() + cooldown_s
-        log = logger.warning if self.num_opened == 1 else logger.info
-        log(
-            "tool %r failed %d times in a row (time-outs or lost connections): its calls are answered with an error for "
-            "%g s, then one is tried",
-            self._tool,
-            self._failures,
-            cooldown_s,
+        self._cooldown_s, self._until, self._is_trying = cooldown_s, self._clock() + cooldown_s, False
+        message = "tool %r failed %d times in a row: its calls are answered with an error for %g s, then one is tried"
+        logger.log(
+            logging.WARNING if self.num_opened == 1 else logging.INFO, message, self._tool, self._failures, cooldown_s
         )

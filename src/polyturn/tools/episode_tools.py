@@ -92,8 +92,8 @@ class ToolSession:
         self._is_started = True
         self._names = self._box.select(task)
         self._instances.kwargs = task.tools_kwargs
-        message = await self._create(self._names)
-        return tuple(result for result in message if result is not None)
+        said = await self._create(self._names)
+        return tuple(result for result in said if result is not None)
 
     async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
@@ -167,8 +167,8 @@ class ToolSession:
         Raises:
             SnapshotError: a tool's `restore` raised or was late.
         """
-        for name, state_of_tool in state["states"].items():
-            await self._instances.hooks(name, "restore", self._instances.ids[name], state_of_tool)
+        for name, held in state["states"].items():
+            await self._instances.hooks(name, "restore", self._instances.ids[name], held)
         if "extra" in state:
             data = self._seen_by_tools()
             data.tool_rewards, data.extra_fields = list(state["rewards"]), dict(state["extra"])
