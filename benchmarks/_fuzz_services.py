@@ -30,8 +30,9 @@ import _fuzz_tools
 from polyturn.core.errors import ConfigError
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.options import ToolOptions
+from polyturn.tools.toolbox import Toolbox
 from support.corruption import a_text, as_json, damaged, damaged_bytes
 
 Case = Callable[[random.Random], Awaitable[None]]
@@ -54,7 +55,7 @@ class Broken(Exception):
     """A surface broke its contract."""
 
 
-async def call(box: ToolBox, tool: str, arguments: Mapping[str, Any]) -> None:
+async def call(box: Toolbox, tool: str, arguments: Mapping[str, Any]) -> None:
     """Call a tool in an episode of its own, and check what came of it."""
     (result,) = [r async for r in _called(box, tool, arguments)]
     CAME[result.error or "answered"] += 1
@@ -64,8 +65,8 @@ async def call(box: ToolBox, tool: str, arguments: Mapping[str, Any]) -> None:
     json.dumps(result.content if isinstance(result.content, str) else list(result.content))
 
 
-async def _called(box: ToolBox, tool: str, arguments: Mapping[str, Any]) -> AsyncIterator[Any]:
-    async with box.session(f"e-{time.monotonic_ns()}") as session:
+async def _called(box: Toolbox, tool: str, arguments: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async with EpisodeTools(box, f"e-{time.monotonic_ns()}") as session:
         await session.start(Task(id="t", prompt=()))
         for result in await session.call([ToolCall(id="c", name=tool, arguments=dict(arguments))]):
             yield result
@@ -139,7 +140,7 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
     from polyturn.serving.listen import bind, http_config
     from polyturn.serving.mcp import ToolServer
 
-    tools = ToolServer(ToolBox([_fuzz_tools.add], ToolOptions(timeout_s=5.0, max_result_chars=None)))
+    tools = ToolServer(Toolbox([_fuzz_tools.add], ToolOptions(timeout_s=5.0, max_result_chars=None)))
     rules = ServerRules(max_body_bytes=1 << 20)
     app = tools.http_app(idle_s=60.0, max_sessions=1 << 20, max_body_bytes=1 << 20)
     guarded(app, rules)
@@ -246,7 +247,7 @@ class OnStdin:
 PROPERTIES = {"say": {"type": "string"}, "is_whole": {"type": "boolean"}}
 
 
-def mcp_box(settings: Mapping[str, Any], *, session: str) -> tuple[ToolBox, Any]:
+def mcp_box(settings: Mapping[str, Any], *, session: str) -> tuple[Toolbox, Any]:
     """Return the tools of a run with one hostile server, and the server."""
     from polyturn.tools.breaker import BreakerSettings
     from polyturn.tools.mcp import MCPBaseTool
@@ -257,7 +258,7 @@ def mcp_box(settings: Mapping[str, Any], *, session: str) -> tuple[ToolBox, Any]
     limits = McpLimits(max_answer_bytes=1 << 16, keep_s=0.0 if session == "episode" else 60.0)
     server = McpServer("hostile", settings, session=session, limits=limits)  # type: ignore[arg-type]
     tool.connect(server)
-    return ToolBox([tool], ToolOptions(timeout_s=10.0, breaker=BreakerSettings(failures=0))), server
+    return Toolbox([tool], ToolOptions(timeout_s=10.0, breaker=BreakerSettings(failures=0))), server
 
 
 @asynccontextmanager
@@ -406,7 +407,7 @@ async def a2a() -> AsyncIterator[Case]:
             peer.document = json.dumps(card).replace("@URL@", f"http://127.0.0.1:{peer.port}").encode()
             url = f"http://127.0.0.1:{peer.port}"
             tool = await asyncio.to_thread(A2ATool, {"type": "native", "url": url, "skill": "ask", "timeout": PATIENCE_S})
-            box = ToolBox([tool], ToolOptions(timeout_s=10.0, breaker=BreakerSettings(failures=0)))
+            box = Toolbox([tool], ToolOptions(timeout_s=10.0, breaker=BreakerSettings(failures=0)))
             agents.append((peer, tool, box, STREAM if is_streaming else JSON))
             tool.agent.open()  # so that the connections outlive an episode
             stack.push_async_callback(tool.agent.close)

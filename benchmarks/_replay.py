@@ -32,7 +32,7 @@ from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tokens.parsers import HermesParser
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.toolbox import Toolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ async def replay(workload: Workload, engines: Sequence[Engine]) -> float:
         engine=EnginePool([_Planned(engine, plans) for engine in engines], slots=workload.slots),
         codec=tiny_codec(),
         parser=HermesParser(),
-        tools=ToolBox([]),
+        tools=Toolbox([]),
         interactions={},
         rewarder=RewardRouter({}),
         scheduler=_Waits(plans, "7" * workload.observation_tokens),

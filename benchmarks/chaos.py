@@ -55,10 +55,10 @@ from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tokens.parsers import HermesParser
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.failures import ToolFailure
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.registry import initialize_tools_from_config
+from polyturn.tools.toolbox import Toolbox
 
 LONG = World(episodes=5000, concurrency=128)
 SHORT = World(
@@ -183,7 +183,7 @@ async def run(world: World, folder: Path) -> Outcome:
             "mcp": {"mcp_servers_config_path": "servers.json"},
         }
         tools += await asyncio.to_thread(initialize_tools_from_config, {"tools": [item]}, base=folder)
-    box = ToolBox(tools, ToolOptions(timeout_s=world.deadline_s, max_result_tokens=512), codec=tiny_codec())
+    box = Toolbox(tools, ToolOptions(timeout_s=world.deadline_s, max_result_tokens=512), codec=tiny_codec())
     if world.mcp_share:
         box.bounded["work"].timeout_s = 30.0  # a session of its own is started within the call
     servers = [ServerProcess(world, name=f"server {i}") for i in range(world.replicas)]

@@ -27,9 +27,10 @@ from typing import Any
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
 from polyturn.serving.listen import bind
-from polyturn.tools.executor import ToolBox, ToolSession
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.mcp import MCPBaseTool
 from polyturn.tools.mcp_connection import McpServer
+from polyturn.tools.toolbox import Toolbox
 
 NUM_EPISODES = 64
 ARGUMENTS = [str(Path(__file__).resolve()), "--serve"]
@@ -65,7 +66,7 @@ def serve(port: int) -> None:
         server.run()
 
 
-def box_of(server: McpServer) -> ToolBox:
+def box_of(server: McpServer) -> Toolbox:
     """Return the server's tools."""
     tools = []
     for name in ("add", "slow", "pid"):
@@ -74,20 +75,20 @@ def box_of(server: McpServer) -> ToolBox:
         tool = MCPBaseTool({"rate_limit": 1e6, "timeout": 20}, {"type": "function", "function": function})
         tool.connect(server)
         tools.append(tool)
-    return ToolBox(tools)
+    return Toolbox(tools)
 
 
-async def ask(session: ToolSession, name: str, a: int = 1, b: int = 2) -> tuple[str, str | None]:
+async def ask(session: EpisodeTools, name: str, a: int = 1, b: int = 2) -> tuple[str, str | None]:
     """Return a call's text, and the kind of its failure."""
     (result,) = await session.call([ToolCall(id="c", name=name, arguments={"a": a, "b": b})])
     return str(result.content), result.error
 
 
 @contextlib.asynccontextmanager
-async def episodes(box: ToolBox, count: int) -> Any:
+async def episodes(box: Toolbox, count: int) -> Any:
     """Begin episodes, and end them."""
     async with contextlib.AsyncExitStack() as stack:
-        sessions = [await stack.enter_async_context(box.session(f"e{n}")) for n in range(count)]
+        sessions = [await stack.enter_async_context(EpisodeTools(box, f"e{n}")) for n in range(count)]
         for session in sessions:
             await session.start(Task(id="t", prompt=()))
         yield sessions
@@ -99,7 +100,7 @@ async def calls_per_s(settings: dict[str, Any], *, num_calls: int) -> tuple[floa
     async with episodes(box_of(McpServer("bench", settings)), NUM_EPISODES) as sessions:
         await ask(sessions[0], "add")
 
-        async def play(session: ToolSession, number: int) -> None:
+        async def play(session: EpisodeTools, number: int) -> None:
             for turn in range(num_calls):
                 began = time.perf_counter()
                 said = await ask(session, "add", number, turn)
@@ -146,7 +147,7 @@ async def first_calls(count: int = 8) -> list[float]:
     times = []
     box = box_of(McpServer("bench", HERE, session="episode"))
     for number in range(count):
-        async with box.session(f"own{number}") as session:
+        async with EpisodeTools(box, f"own{number}") as session:
             await session.start(Task(id="t", prompt=()))
             began = time.perf_counter()
             assert (await ask(session, "add"))[1] is None
@@ -171,7 +172,7 @@ async def storm(seconds: float) -> dict[str, Any]:
         pids.add(int((await ask(sessions[0], "pid"))[0]))
         over = time.monotonic() + seconds
 
-        async def play(session: ToolSession) -> None:
+        async def play(session: EpisodeTools) -> None:
             nonlocal longest
             while time.monotonic() < over:
                 began = time.monotonic()

@@ -43,8 +43,8 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import tiny_codec, turn_ids
 from polyturn.tokens.parsers import HermesParser
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
+from polyturn.tools.toolbox import Toolbox
 from support.timed_engine import TimedEngine
 from support.virtual_time import run_virtual
 
@@ -139,7 +139,7 @@ async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVER
     servers = [Speaking(plan=lambda request: len(said(request)), name=f"server {i}", timeout_s=5.0) for i in range(2)]
     user = User()
     options = ToolOptions(timeout_s=5.0, max_result_tokens=64, max_concurrency={"flaky": 64})
-    box = ToolBox([flaky], options, codec=tiny_codec())
+    box = Toolbox([flaky], options, codec=tiny_codec())
     context = RolloutContext(
         engine=EnginePool(servers, slots=256),
         codec=tiny_codec(),

@@ -107,7 +107,7 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
         engine=engine,
         codec=codec,
         parser=polyturn.PlainParser(),
-        tools=polyturn.ToolBox([]),
+        tools=polyturn.Toolbox([]),
         interactions={"game": GuessingGame({"name": "game"})},
         rewarder=polyturn.RewardRouter(),
         scheduler=polyturn.MultiTurnScheduler(),

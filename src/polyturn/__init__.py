@@ -100,7 +100,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "RolloutContext": "polyturn.rollout.context",
         "GroupSpec": "polyturn.rollout.pool",
         "Limits": "polyturn.rollout.limits",
-        "ToolBox": "polyturn.tools.executor",
+        "Toolbox": "polyturn.tools.toolbox",
         "RewardRouter": "polyturn.rewards.router",
         "EmbeddedEngine": "polyturn.engines.embedded",
         "Codec": "polyturn.tokens.codec",
@@ -209,7 +209,7 @@ if TYPE_CHECKING:  # each with an alias of its own name, which says to type chec
     from polyturn.tokens.parsers import PlainParser as PlainParser
     from polyturn.tokens.train import train_tokenizer as train_tokenizer
     from polyturn.tools.base import BaseTool as BaseTool
-    from polyturn.tools.executor import ToolBox as ToolBox
+    from polyturn.tools.toolbox import Toolbox as Toolbox
     from polyturn.tools.function import FromTask as FromTask, tool as tool
     from polyturn.tools.schema import ToolResponse as ToolResponse
     from polyturn.tracking.base import RunTracker as RunTracker

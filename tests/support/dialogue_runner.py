@@ -28,7 +28,7 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ParsedTurn
 from polyturn.tools.base import BaseTool
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.toolbox import Toolbox
 from support.dialogues import TOOLS, Dialogue, DialogueTurn
 
 
@@ -82,7 +82,7 @@ class Runner:
                 engine=ScriptedEngine([]),
                 codec=self.codec,
                 parser=_DialogueParser(()),
-                tools=ToolBox([BaseTool({}, schema) for schema in TOOLS] if has_tools else []),
+                tools=Toolbox([BaseTool({}, schema) for schema in TOOLS] if has_tools else []),
                 interactions={},
                 rewarder=RewardRouter({}),
                 scheduler=MultiTurnScheduler(),

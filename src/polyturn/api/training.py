@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from polyturn.build.parts import Plugins
-    from polyturn.tools.executor import ToolBox
+    from polyturn.tools.toolbox import Toolbox
     from polyturn.training.loop import Trainer
     from polyturn.training.state import LoopState
     from polyturn.training.update import Revise
@@ -228,7 +228,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     else:
         source = replace(source, reads_parts=not (source.is_plan or build.holds_weights(source, num_ranks=this.size)))
 
-        def check(plugins: Plugins, tools: ToolBox) -> None:
+        def check(plugins: Plugins, tools: Toolbox) -> None:
             build.check_before_weights(source, tasks, plugins, tools)
             if not source.is_plan:
                 from polyturn.build.memory_check import require_memory  # imports PyTorch

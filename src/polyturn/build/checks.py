@@ -23,7 +23,7 @@ from polyturn.data.dataset import DatasetSummary, check_tasks
 from polyturn.data.sequences import Subset
 from polyturn.interactions.context import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.toolbox import Toolbox
 from polyturn.tracking.console import Progress
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ MEASURED_MEDIA_TASKS = 64
 
 def check_each(
     plugins: Plugins | RolloutContext,
-    tools: ToolBox,
+    tools: Toolbox,
     tasks: Sequence[Task],
     *,
     name: str,
@@ -73,7 +73,7 @@ def check_each(
     )
 
 
-def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
+def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: Toolbox) -> None:
     """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
 
     What needs PyTorch, whose import takes seconds, comes last.
@@ -95,7 +95,7 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
 
 
 def check_first_tasks(
-    config_source: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins, tools: ToolBox
+    config_source: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins, tools: Toolbox
 ) -> None:
     """Read the first tasks of each source, and refuse one that nothing can score, act out or answer.
 

@@ -44,9 +44,9 @@ from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import build_parser
 from polyturn.tools.base import BaseTool
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.registry import TOOL, check_tools, initialize_tools_from_config, load_function_tools
+from polyturn.tools.toolbox import Toolbox
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def build_parts(
     checkpoint: Path | None = None,
     engine: Any = None,
     has_weights: bool = True,
-    check: Callable[[Plugins, ToolBox], None] | None = None,
+    check: Callable[[Plugins, Toolbox], None] | None = None,
 ) -> Parts:
     """Make the model, the engine and the rollout context.
 
@@ -254,14 +254,14 @@ def _scheduler_class(source: ConfigSource) -> Any:
     return next((adapter for adapter in adapted if adapter is not None), scheduler)
 
 
-def build_tools(source: ConfigSource, *, codec: Codec) -> ToolBox:
+def build_tools(source: ConfigSource, *, codec: Codec) -> Toolbox:
     """Make the tools of the file and of the named functions."""
     tools = source.config.rollout.tools
     tools_so_far: list[BaseTool] = []
     if tools.file is not None:
         tools_so_far += initialize_tools_from_config(tools.file, base=source.base)
     tools_so_far += _function_tools(source)
-    return ToolBox([*tools_so_far, *build_env_tools(source)], tools, codec=codec)
+    return Toolbox([*tools_so_far, *build_env_tools(source)], tools, codec=codec)
 
 
 def _function_tools(source: ConfigSource) -> list[BaseTool]:

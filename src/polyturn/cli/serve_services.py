@@ -35,15 +35,15 @@ def serve_mcp(options: ServeOptions, source: Path, *, stdio: bool = False, idle_
     """
     with needing("mcp,serve", what="a server of tools"):
         from polyturn.serving.mcp import ToolServer
-    from polyturn.tools.executor import ToolBox
     from polyturn.tools.options import ToolOptions
     from polyturn.tools.registry import initialize_tools_from_config, load_function_tools
+    from polyturn.tools.toolbox import Toolbox
 
     tools = load_function_tools(source) if source.suffix == ".py" else initialize_tools_from_config(source)
     if not tools:
         raise ConfigError(f"{source} has no tool to serve")
     timeout_s = 60.0 if options.deadline_s is None else options.deadline_s
-    server = ToolServer(ToolBox(tools, ToolOptions(timeout_s=timeout_s, max_result_chars=None)))
+    server = ToolServer(Toolbox(tools, ToolOptions(timeout_s=timeout_s, max_result_chars=None)))
     if stdio:
         run_loop(server.serve_stdio())
         return

@@ -1,6 +1,6 @@
 """RolloutContext: the values that every episode of a run shares, without configs. `build` makes it.
 
-context = RolloutContext(engine=…, codec=…, parser=…, tools=ToolBox(…), interactions={"gsm8k": …}, rewarder=…, …)
+context = RolloutContext(engine=…, codec=…, parser=…, tools=Toolbox(…), interactions={"gsm8k": …}, rewarder=…, …)
 trajectory = await run_episode(context, task, id="g0/0", seed=1)
 """
 
@@ -34,7 +34,7 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import ToolCallParser
 from polyturn.tokens.templates import NO_TOOLS
 from polyturn.tokens.trust import name_of
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RolloutContext:
     engine: Engine
     codec: Codec
     parser: ToolCallParser
-    tools: ToolBox
+    tools: Toolbox
     interactions: Mapping[str, Interaction]
     also: tuple[Engine, ...] = ()
     """Engines of further policies, which only those know that let them speak; closed with the run's own."""

@@ -27,6 +27,7 @@ from polyturn.rollout.bridge import LoopBridge
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History
 from polyturn.rollout.open_turn import OpenTurn
+from polyturn.tools.episode_tools import EpisodeTools
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Resources:
         self.began = self._now()
         """Moved back by the seconds that an earlier process spent."""
         self._context = context
-        self.tools = context.tools.session(id)
+        self.tools = EpisodeTools(context.tools, id)
         self.interaction = context.partner_for(task)
         """The interaction that the row names; None if it names none."""
         self._has_partners = True

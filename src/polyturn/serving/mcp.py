@@ -31,10 +31,10 @@ from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.mcp_content import blocks_of
 from polyturn.tools.schema import OpenAIFunctionToolSchema
-from polyturn.tools.session import ToolSession
+from polyturn.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _SESSION = "mcp-session-id"
 class ToolServer:
     """The tools of a box behind MCP; counts the episodes that live."""
 
-    def __init__(self, box: ToolBox, *, name: str = "polyturn", version: str = "") -> None:
+    def __init__(self, box: Toolbox, *, name: str = "polyturn", version: str = "") -> None:
         self.num_live = 0
         """Episodes that were begun and not ended."""
         self._box = box
@@ -98,20 +98,20 @@ class ToolServer:
             return types.CallToolResult(content=blocks_of(one_line(problem), ()), is_error=True)
         return types.CallToolResult(content=_blocks(result), is_error=result.error is not None)
 
-    async def _session(self, context: ServerRequestContext[Any]) -> ToolSession:
+    async def _session(self, context: ServerRequestContext[Any]) -> EpisodeTools:
         """Return the episode of a connection, begun by its first call."""
         connection = context.session._connection  # the one object that lives as long as the client's session
         if _KEY not in connection.state:
-            begun = self._box.session(f"mcp-{uuid4()}")
+            begun = EpisodeTools(self._box, f"mcp-{uuid4()}")
             self.num_live += 1
             connection.exit_stack.push_async_callback(self._end, begun)
             connection.state[_KEY] = begun, asyncio.ensure_future(begun.start(Task(id="mcp", prompt=())))
         session, starting = connection.state[_KEY]
         await asyncio.shield(starting)
-        tool_session: ToolSession = session
+        tool_session: EpisodeTools = session
         return tool_session
 
-    async def _end(self, session: ToolSession) -> None:
+    async def _end(self, session: EpisodeTools) -> None:
         try:
             await session.close()
         finally:

@@ -27,8 +27,8 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import HermesParser
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
+from polyturn.tools.toolbox import Toolbox
 
 Say = str | Exception
 """The model's text in one turn, or the error that its engine fails with."""
@@ -84,7 +84,7 @@ def scripted_context(
         engine=ScriptedEngine(answer, latency_s=latency_s),
         codec=tiny_codec(),
         parser=HermesParser(),
-        tools=ToolBox(list(tools), ToolOptions(timeout_s=options.pop("tool_timeout_s", 5.0))),
+        tools=Toolbox(list(tools), ToolOptions(timeout_s=options.pop("tool_timeout_s", 5.0))),
         interactions=interactions or {},
         rewarder=RewardRouter(rewards or {}),
         scheduler=scheduler or MultiTurnScheduler(),

@@ -1,16 +1,18 @@
-"""ToolSession: the tools of a run, in one episode.
+"""EpisodeTools: the tools of a run in one episode, each created once and released exactly once (I9), whatever happens.
 
-    async with box.session("train-7/2") as session:
-        await session.start(task)                   create, once per tool the task selects
-        results = await session.call(calls)         execute, in parallel, answered in call order
-        rewards = await session.finish()            calc_reward, once
-                                                    release, exactly once per create (`instances`)
+    async with EpisodeTools(Toolbox([search, calculator]), "train-7/2") as tools:
+        await tools.start(task)                   create, once per tool the task selects
+        results = await tools.call(calls)         execute, in parallel, answered in call order
+        rewards = await tools.finish()            calc_reward, once
+                                                  release, exactly once per create
 
     a call:   can it be read, is the tool there, do the arguments fit -> its turn -> breaker -> execute, with a deadline
+    create    ok                               ->  owned; `release` when the episode ends
+              failed or cancelled on its way   ->  it may have taken something; `release`, whose failure is not counted
+              ended in its thread afterwards   ->  owned late; released at once if the episode is over
 
-A call that fails is an observation: the model reads what went wrong and the episode goes on. Only what the model cannot
-answer for raises: a `create` that fails, a tool that cannot begin a call, a reward that is no number, too many calls left
-behind.
+A failing call is an observation: the model reads the error and the episode goes on. Only failures that the model cannot
+cause raise: a `create` that fails, a tool that cannot begin a call, a reward that is no number, too many calls that run on.
 """
 
 from __future__ import annotations
@@ -20,25 +22,32 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from polyturn.core.aio import first_error
-from polyturn.core.errors import LifecycleError, RewardError, ToolUnavailableError, one_line
+from polyturn.core.aio import finish, first_error
+from polyturn.core.errors import (
+    LifecycleError,
+    PolyturnError,
+    RewardError,
+    SnapshotError,
+    ToolUnavailableError,
+    one_line,
+)
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import ToolCall
-from polyturn.core.task import Task
+from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
 from polyturn.tools.agent_data import ToolContext
 from polyturn.tools.failures import ToolFailure, kind_of, reason_of
-from polyturn.tools.result_shape import ToolOutcome, normalize
-from polyturn.tools.run_tools import RunTools
-from polyturn.tools.tool_lifecycle import EpisodeTools
+from polyturn.tools.result_shape import ToolOutcome, normalize, to_response
+from polyturn.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +55,33 @@ Messages = Callable[[], list[dict[str, Any]]]
 """Gives a conversation so far, in OpenAI's form."""
 
 
-class ToolSession:
+_NO_KWARGS = ToolKwargs()
+
+
+class ToolStartError(PolyturnError, RuntimeError):
+    """A tool whose `create` failed: the trajectory fails, the run goes on."""
+
+
+class EpisodeTools:
     """The tools in one episode. `close` must be called whatever happened; `async with` does."""
 
-    def __init__(self, box: RunTools, episode_id: str) -> None:
-        self._box = box
+    def __init__(self, toolbox: Toolbox, episode_id: str) -> None:
+        self._toolbox = toolbox
         self._episode_id = episode_id
         self._names: tuple[str, ...] = ()
-        self._instances = EpisodeTools(box, episode_id)
+        self._ids: dict[str, str] = {}
+        """The id of each tool's instance, by the tool's name."""
+        self._kwargs: Mapping[str, ToolKwargs] = {}
+        """The row's arguments for the tools, by name."""
+        self._half_created: list[str] = []
+        """Tools whose create began and failed or was cancelled, maybe after it took something."""
+        self._closing: asyncio.Task[tuple[str, ...]] | None = None
         self._is_started = False
         self._is_finished = False
         self._locks: dict[str, asyncio.Lock] = {}
         self._agent_data: ToolContext | None = None
 
-    async def __aenter__(self) -> ToolSession:
+    async def __aenter__(self) -> EpisodeTools:
         return self
 
     async def __aexit__(
@@ -70,7 +92,7 @@ class ToolSession:
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         """The schemas of the selected tools, for rendering."""
-        return tuple(self._box.schemas[name] for name in self._names)
+        return tuple(self._toolbox.schemas[name] for name in self._names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,18 +109,18 @@ class ToolSession:
             DataError: the task names a tool that is not there.
             ToolStartError: a `create` raised, was late, or returned an id that another live episode uses.
         """
-        if self._is_started or self._instances.is_closing:
+        if self._is_started or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: its tools were started already")
         self._is_started = True
-        self._names = self._box.select(task)
-        self._instances.kwargs = task.tools_kwargs
+        self._names = self._toolbox.select(task)
+        self._kwargs = task.tools_kwargs
         said = await self._create(self._names)
         return tuple(result for result in said if result is not None)
 
     async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._instances.create(name)) for name in names]
+                tasks = [group.create_task(self._create_one(name)) for name in names]
         return [task.result() for task in tasks]
 
     async def call(self, calls: Sequence[ToolCall], *, messages: Messages = list) -> tuple[ToolResult, ...]:
@@ -114,10 +136,10 @@ class ToolSession:
             RolloutError: too many calls run on past their deadline.
             asyncio.CancelledError: the episode is cancelled; the calls are too.
         """
-        if not self._is_started or self._instances.is_closing:
+        if not self._is_started or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
-        self._box.check_abandoned()
-        runnable = calls[: self._box.options.max_parallel_calls]
+        self._toolbox.check_abandoned()
+        runnable = calls[: self._toolbox.options.max_parallel_calls]
         if len(runnable) == 1:
             answers = [await self._answer(runnable[0], messages)]
         else:
@@ -125,7 +147,9 @@ class ToolSession:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._answer(call, messages)) for call in runnable]
             answers = [t.result() for t in tasks]
-        limit = f"at most {self._box.options.max_parallel_calls} calls a turn are run; make this one again in your next turn"
+        limit = (
+            f"at most {self._toolbox.options.max_parallel_calls} calls a turn are run; make this one again in your next turn"
+        )
         answers += [self._failed(call, ToolFailure.SKIPPED, limit) for call in calls[len(runnable) :]]
         return tuple(answers)
 
@@ -135,16 +159,16 @@ class ToolSession:
         Raises:
             RewardError: one raised, was late, or returned something that is neither a finite number nor None.
         """
-        if self._is_finished or self._instances.is_closing:
+        if self._is_finished or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: the rewards of its tools were asked for already")
         self._is_finished = True
         rewards: dict[str, float | None] = {}
-        for name, instance_id in self._instances.ids.items():
-            methods, kwargs = self._box.methods[name], self._instances.kwargs_of(name).calc_reward_kwargs
-            bounded = self._box.bounded[name]
+        for name, instance_id in self._ids.items():
+            methods, kwargs = self._toolbox.methods[name], self._kwargs_of(name).calc_reward_kwargs
+            bounded = self._toolbox.bounded[name]
             try:
                 value = await bounded.run(functools.partial(methods.calc_reward, instance_id, **kwargs))
-                rewards[name] = self._box.number_or_none(name, value)
+                rewards[name] = self._toolbox.number_or_none(name, value)
             except PLUGIN_RAISES as problem:
                 pass_interrupt(problem)
                 raise RewardError(f"tool {name!r}: calc_reward failed: {one_line(problem)}") from problem
@@ -156,8 +180,8 @@ class ToolSession:
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.
         """
-        offered = [(name, id) for name, id in self._instances.ids.items() if self._box.hooks[name].snapshot is not None]
-        states = {name: await self._instances.hooks(name, "snapshot", id) for name, id in offered}
+        offered = [(name, id) for name, id in self._ids.items() if self._toolbox.hooks[name].snapshot is not None]
+        states = {name: await self._hook(name, "snapshot", id) for name, id in offered}
         data = self._agent_data
         return {"states": states, "rewards": data.tool_rewards, "extra": data.extra_fields} if data else {"states": states}
 
@@ -168,7 +192,7 @@ class ToolSession:
             SnapshotError: a tool's `restore` raised or was late.
         """
         for name, held in state["states"].items():
-            await self._instances.hooks(name, "restore", self._instances.ids[name], held)
+            await self._hook(name, "restore", self._ids[name], held)
         if "extra" in state:
             data = self._seen_by_tools()
             data.tool_rewards, data.extra_fields = list(state["rewards"]), dict(state["extra"])
@@ -185,7 +209,130 @@ class ToolSession:
         Raises:
             asyncio.CancelledError: the caller was cancelled meanwhile; everything has been released first.
         """
-        return await self._instances.close()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._release_all())
+        problems, cancelled = await finish(self._closing)
+        if cancelled is not None:
+            raise cancelled
+        return problems
+
+    # Creating and releasing.
+
+    def _kwargs_of(self, name: str) -> ToolKwargs:
+        """Return the row's arguments for a tool."""
+        return self._kwargs.get(name, _NO_KWARGS)
+
+    async def _create_one(self, name: str) -> ToolResult | None:
+        """Create a tool; return its opening message, None if it has none.
+
+        Raises:
+            ToolStartError: its `create` raised, was late, or returned an id that another live episode uses.
+        """
+        methods, kwargs = self._toolbox.methods[name], self._kwargs_of(name).create_kwargs
+        bounded, loop = self._toolbox.bounded[name], asyncio.get_running_loop()
+
+        def on_late(returned: Any) -> None:
+            try:
+                loop.call_soon_threadsafe(self._own, name, returned)
+            except RuntimeError:  # the loop has ended, and with it the run
+                logger.warning("tool %r: create of episode %s ended after the run", name, self._episode_id)
+
+        async def create() -> Any:
+            try:
+                returned = await bounded.call(functools.partial(methods.create, self._episode_id, **kwargs), on_late=on_late)
+            except BaseException as problem:
+                is_late = isinstance(problem, asyncio.CancelledError) and not inspect.iscoroutinefunction(methods.create)
+                if not is_late:  # what runs on in its thread is taken over by `on_late`
+                    self._own_half(name)
+                raise
+            self._own(name, returned)  # at once: nothing may come between a create and our knowing of it
+            return returned
+
+        try:
+            returned = await bounded.run(create)
+            response = to_response(returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None)
+            content = results.content_of(response, limit=self._toolbox.limit)
+        except ToolStartError:
+            raise
+        except PLUGIN_RAISES as problem:
+            pass_interrupt(problem)
+            raise ToolStartError(
+                f"tool {name!r}: create failed for episode {self._episode_id!r}: {one_line(problem)}; check the row's "
+                f"tools_kwargs[{name!r}]['create_kwargs']"
+            ) from problem
+        return None if response.is_empty() else ToolResult(call_id="", name=name, content=content)
+
+    async def _hook(self, name: str, which: str, *args: Any) -> Any:
+        """Call a tool's `snapshot` or `restore`.
+
+        Raises:
+            SnapshotError: it raised or was late.
+        """
+        hooks = self._toolbox.hooks[name]
+        method: Any = hooks.snapshot if which == "snapshot" else hooks.restore
+        try:
+            return await self._toolbox.bounded[name].run(functools.partial(method, *args))
+        except Exception as problem:
+            raise SnapshotError(f"{hooks.label}: {which} failed: {one_line(problem)}") from problem
+
+    def _own(self, name: str, returned: Any) -> None:
+        """Take over what a `create` made; release it now if the episode has ended meanwhile."""
+        first = returned[0] if isinstance(returned, tuple) and returned else returned
+        instance_id = self._episode_id if first is None or isinstance(first, tuple) else str(first)
+        if (name, instance_id) in self._toolbox.live_ids:
+            raise ToolStartError(
+                f"tool {name!r}: create returned the id {instance_id!r}, which another live episode uses; return the id it "
+                "was given, or a new one"
+            )
+        self._toolbox.live_ids.add((name, instance_id))
+        self._ids[name] = instance_id
+        if self._closing is not None:
+            self._do_late(self._release(name, []))
+
+    def _own_half(self, name: str) -> None:
+        """Release with the rest what a failed `create` may have taken; now, if the episode has ended meanwhile."""
+        if self._closing is None:
+            self._half_created.append(name)
+        else:
+            self._do_late(self._release_half(name))
+
+    def _do_late(self, release: Coroutine[Any, Any, None]) -> None:
+        """Release something of an episode that has ended."""
+        late = asyncio.get_running_loop().create_task(release)
+        self._toolbox.late.add(late)
+        late.add_done_callback(self._toolbox.late.discard)
+
+    async def _release_all(self) -> tuple[str, ...]:
+        problems: list[str] = []
+        async with asyncio.TaskGroup() as group:
+            for name in list(self._ids):
+                group.create_task(self._release(name, problems))
+            for name in self._half_created:
+                group.create_task(self._release_half(name))
+        return tuple(problems)
+
+    async def _release(self, name: str, problems: list[str]) -> None:
+        instance_id = self._ids.pop(name, None)
+        if instance_id is None:  # a create that came late has begun to release it
+            return
+        methods, kwargs = self._toolbox.methods[name], self._kwargs_of(name).release_kwargs
+        bounded = self._toolbox.bounded[name]
+        try:
+            await bounded.run(functools.partial(methods.release, instance_id, **kwargs), is_owed=True)
+        except Exception as problem:
+            problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {one_line(problem)}")
+            logger.warning("%s", problems[-1])
+        finally:
+            self._toolbox.live_ids.discard((name, instance_id))
+
+    async def _release_half(self, name: str) -> None:
+        """Release what a failed create may have taken; where it took nothing, a release may well fail."""
+        methods, kwargs = self._toolbox.methods[name], self._kwargs_of(name).release_kwargs
+        try:
+            release = functools.partial(methods.release, self._episode_id, **kwargs)
+            await self._toolbox.bounded[name].run(release, is_owed=True)
+        except Exception as problem:
+            logger.debug("tool %r: release after a failed create: %s", name, one_line(problem))
 
     # One call.
 
@@ -193,7 +340,7 @@ class ToolSession:
         """Answer one call; what cannot be read, found or fitted costs no tool anything."""
         if (refused := self._refused(call)) is not None:
             return refused
-        is_plain, concurrency = not self._box.methods[call.name].is_async, self._box.concurrency
+        is_plain, concurrency = not self._toolbox.methods[call.name].is_async, self._toolbox.concurrency
         if not is_plain and not concurrency.has_limit(call.name):
             return await self._execute(call, messages)
         alone = (
@@ -214,30 +361,30 @@ class ToolSession:
             return self._failed(
                 call, ToolFailure.UNKNOWN_TOOL, f"there is no tool {call.name!r}. {results.available(self._names)}"
             )
-        takes = self._box.arguments[call.name]
+        takes = self._toolbox.arguments[call.name]
         if takes is not None and (wrong := takes.problem(dict(call.arguments))):
             return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
         return None
 
     async def _execute(self, call: ToolCall, messages: Messages) -> ToolResult:
         """Make a call, with its deadline, unless the tool's breaker is open, and tell the breaker what came of it."""
-        box, breaker, clock = self._box, self._box.breakers[call.name], asyncio.get_running_loop().time
+        toolbox, breaker, clock = self._toolbox, self._toolbox.breakers[call.name], asyncio.get_running_loop().time
         if (rest_s := breaker.admit()) is not None:
-            if box.options.unreachable == "failure":
+            if toolbox.options.unreachable == "failure":
                 raise ToolUnavailableError(f"tool {call.name!r} cannot be reached; its breaker is open")
             why = f"{call.name!r} does not work at the moment and was not asked; try again in {math.ceil(rest_s)} s"
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
         began, began_at = time.monotonic(), clock()
         try:
-            kwargs = self._instances.kwargs_of(call.name).execute_kwargs
-            if box.methods[call.name].wants_agent_data:
+            kwargs = self._kwargs_of(call.name).execute_kwargs
+            if toolbox.methods[call.name].wants_agent_data:
                 seen = self._seen_by_tools()
                 seen.messages = messages()
                 kwargs = {"agent_data": seen, **kwargs}
             arguments = _own_copy(dict(call.arguments))  # the tool may keep or change them; the record must not
-            execute = functools.partial(box.tools[call.name].execute, self._instances.ids[call.name], arguments, **kwargs)
+            execute = functools.partial(toolbox.tools[call.name].execute, self._ids[call.name], arguments, **kwargs)
             try:
-                outcome = normalize(await box.bounded[call.name].run(execute))
+                outcome = normalize(await toolbox.bounded[call.name].run(execute))
                 result = self._result(call, outcome, duration_s=clock() - began_at)
             except PLUGIN_RAISES as problem:
                 pass_interrupt(problem)
@@ -250,13 +397,13 @@ class ToolSession:
             breaker.failed(self._episode_id, began=began, is_late=result.error == ToolFailure.TIMEOUT)
         else:
             breaker.answered()
-        if box.options.unreachable == "failure" and result.error == ToolFailure.CONNECTION:
+        if toolbox.options.unreachable == "failure" and result.error == ToolFailure.CONNECTION:
             raise ToolUnavailableError(f"tool {call.name!r} cannot be reached: {str(result.content)[:500]}")
         return result
 
     def _result(self, call: ToolCall, outcome: ToolOutcome, *, duration_s: float) -> ToolResult:
         """Return a tool's answer as the observation."""
-        content = results.content_of(outcome.response, limit=self._box.limit)
+        content = results.content_of(outcome.response, limit=self._toolbox.limit)
         if outcome.reward is not None and self._agent_data is not None:
             self._agent_data.tool_rewards.append(outcome.reward)
         return ToolResult(
@@ -281,16 +428,16 @@ class ToolSession:
             raise ToolUnavailableError(f"tool {call.name!r}: {problem}") from problem
         kind = kind_of(problem)
         failed = self._failed(call, kind, reason_of(problem, tool=call.name), duration_s=duration_s)
-        return failed if kind is not ToolFailure.EXCEPTION else self._box.crashed(failed, problem)
+        return failed if kind is not ToolFailure.EXCEPTION else self._toolbox.crashed(failed, problem)
 
     def _seen_by_tools(self) -> ToolContext:
         if self._agent_data is None:
-            kwargs = {name: dataclasses.asdict(of) for name, of in self._instances.kwargs.items()}
+            kwargs = {name: dataclasses.asdict(of) for name, of in self._kwargs.items()}
             self._agent_data = ToolContext(request_id=self._episode_id, tools_kwargs=kwargs)
         return self._agent_data
 
     def _failed(self, call: ToolCall, kind: ToolFailure, reason: str, *, duration_s: float = 0.0) -> ToolResult:
-        text = self._box.limit.cut(results.error_text(kind, reason))
+        text = self._toolbox.limit.cut(results.error_text(kind, reason))
         return ToolResult(call_id=call.id, name=call.name, content=text, error=kind.value, duration_s=duration_s)
 
 

@@ -1,6 +1,7 @@
-"""RunTools: every tool of a run, and what its calls have in common: deadline, size, limits, breaker.
+"""Toolbox: every tool of a run, and what its calls have in common: deadline, size, limits, breaker.
 
-Separate from the session, which answers the calls of one episode, and from `ToolBox`, which makes sessions of both.
+toolbox = Toolbox([search, calculator], ToolOptions(timeout_s=60))
+async with EpisodeTools(toolbox, "train-7/2") as tools: ...        the tools in one episode; see `episode_tools.py`
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MAX_SCHEMA_PARTS = 1 << 16
 """Lists and mappings that the schema of one tool may hold."""
 
 
-class RunTools:
-    """Every tool of a run, with what each call needs to know of it. Shared by all episodes."""
+class Toolbox:
+    """Every tool of a run, and the limits of each call. Shared by all episodes."""
 
     def __init__(self, tools: Sequence[Tool], options: ToolOptions | None = None, *, codec: Codec | None = None) -> None:
         """Collect the tools.

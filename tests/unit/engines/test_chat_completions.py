@@ -32,8 +32,8 @@ from polyturn.testing.episodes import task
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tokens.text_codec import read_chat, text_codec, write_turn
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
+from polyturn.tools.toolbox import Toolbox
 from support.runs import call_command, write_tiny_run
 
 pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
@@ -259,7 +259,7 @@ def context(url: str, *, limits: Limits | None = None) -> RolloutContext:
         engine=ChatEngine(Endpoint(url=url, model="m", backoff_s=0.01, max_tries=2)),
         codec=text_codec(),
         parser=HermesParser(),
-        tools=ToolBox([add], ToolOptions(timeout_s=5.0)),
+        tools=Toolbox([add], ToolOptions(timeout_s=5.0)),
         interactions={},
         rewarder=RewardRouter({}),
         scheduler=MultiTurnScheduler(),

@@ -35,9 +35,9 @@ from polyturn.store.stored_run import open_store
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers.base import ParsedTurn
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.toolbox import Toolbox
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
@@ -109,7 +109,7 @@ def context(**options: Any) -> RolloutContext:
     return RolloutContext(
         engine=EmbeddedEngine(model(), media=MEDIA, num_slots=4),
         codec=CODEC,
-        tools=ToolBox([look], ToolOptions(timeout_s=5.0)),
+        tools=Toolbox([look], ToolOptions(timeout_s=5.0)),
         interactions={"painter": Painter({"name": "painter"})},
         rewarder=RewardRouter({}),
         sampling=SamplingParams(temperature=1.0),

@@ -24,11 +24,11 @@ from polyturn.serving.auth import ServerRules, guarded
 from polyturn.serving.listen import http_config
 from polyturn.serving.mcp import ToolServer, _Shares
 from polyturn.tools.base import BaseTool
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.mcp_client import list_tools
 from polyturn.tools.mcp_connection import McpServer
 from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.toolbox import Toolbox
 from support.isolated import need_isolation
 from support.tools_parts import until
 
@@ -90,7 +90,7 @@ async def listening(application: Any, token: str | None = None) -> AsyncIterator
 
 
 @asynccontextmanager
-async def served(box: ToolBox, *, token: str | None = None, idle_s: float = 60.0) -> AsyncIterator[tuple[str, ToolServer]]:
+async def served(box: Toolbox, *, token: str | None = None, idle_s: float = 60.0) -> AsyncIterator[tuple[str, ToolServer]]:
     tools = ToolServer(box)
     async with listening(tools.http_app(idle_s=idle_s, max_sessions=8, max_body_bytes=1 << 20), token) as url:
         yield f"{url}/mcp", tools
@@ -103,7 +103,7 @@ async def texts(client: Client, name: str, **arguments: Any) -> tuple[str, bool]
 
 async def test_session_over_http_is_an_episode() -> None:
     counter = Counter()
-    async with served(ToolBox([counter, draw])) as (url, server):
+    async with served(Toolbox([counter, draw])) as (url, server):
         async with Client(url) as one, Client(url) as other:
             listed = {t.name: t for t in (await one.list_tools()).tools}
             assert listed["draw"].input_schema["properties"]["height"] == {"type": "integer", "description": "In pixels."}
@@ -143,7 +143,7 @@ async def test_server_of_the_older_transport_is_sent_the_token() -> None:
 async def test_python_sandbox_keeps_variables_within_a_session() -> None:
     need_isolation()
     sandbox = PythonSandbox({"warm": 0, "timeout": 50})
-    async with served(ToolBox([sandbox])) as (url, _), Client(url) as one, Client(url) as other:
+    async with served(Toolbox([sandbox])) as (url, _), Client(url) as one, Client(url) as other:
         assert "printed nothing" in (await texts(one, "python", code="x = 6 * 7"))[0]
         assert (await texts(one, "python", code="x"))[0].strip() == "42"
         assert "NameError" in (await texts(other, "python", code="x"))[0]
@@ -152,7 +152,7 @@ async def test_python_sandbox_keeps_variables_within_a_session() -> None:
 @pytest.mark.clock  # the session must not be silent for 0.3 s before its first call
 async def test_silent_session_is_ended() -> None:
     counter = Counter()
-    async with served(ToolBox([counter]), idle_s=0.3) as (url, _):
+    async with served(Toolbox([counter]), idle_s=0.3) as (url, _):
         quiet = Client(streamable_http_client(url, terminate_on_close=False), mode="legacy")
         async with quiet:
             assert await texts(quiet, "count") == ("1", False)
@@ -161,7 +161,7 @@ async def test_silent_session_is_ended() -> None:
 
 async def test_session_that_the_server_forgot_is_begun_again() -> None:
     counter = Counter()
-    async with served(ToolBox([counter])) as (url, tools):
+    async with served(Toolbox([counter])) as (url, tools):
         own, shared = McpServer("own", {"url": url}, session="episode"), McpServer("all", {"url": url})
         for server in (own, shared):
             server.open("e")
@@ -179,7 +179,7 @@ async def test_session_that_the_server_forgot_is_begun_again() -> None:
 async def test_token_is_demanded_of_clients() -> None:
     import httpx2
 
-    async with served(ToolBox([draw]), token="secret") as (url, _):
+    async with served(Toolbox([draw]), token="secret") as (url, _):
         with pytest.raises(ConfigError, match="HTTP 401"):
             await asyncio.to_thread(list_tools, "ours", {"url": url})
         found = await asyncio.to_thread(list_tools, "ours", {"url": url, "auth_token": "secret"})

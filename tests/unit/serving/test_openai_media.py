@@ -25,7 +25,7 @@ from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import HermesParser
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.toolbox import Toolbox
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
@@ -48,7 +48,7 @@ def context(scheduler: MultiTurnScheduler) -> RolloutContext:
         codec=CODEC,
         media=MEDIA,
         parser=HermesParser(),
-        tools=ToolBox([]),
+        tools=Toolbox([]),
         interactions={},
         rewarder=RewardRouter({}, scheduler=SimpleNamespace(scores_turns=False, gives_reward=True)),
         scheduler=scheduler,

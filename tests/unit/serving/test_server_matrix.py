@@ -84,16 +84,16 @@ def desk(rules: ServerRules) -> Any:
 def tools(rules: ServerRules) -> Any:
     from polyturn.serving.auth import guarded
     from polyturn.serving.mcp import ToolServer
-    from polyturn.tools.executor import ToolBox
     from polyturn.tools.function import tool
     from polyturn.tools.options import ToolOptions
+    from polyturn.tools.toolbox import Toolbox
 
     @tool
     def shout() -> str:
         """Say something loudly."""
         return "A"
 
-    server = ToolServer(ToolBox([shout], ToolOptions(timeout_s=5.0, max_result_chars=None)))
+    server = ToolServer(Toolbox([shout], ToolOptions(timeout_s=5.0, max_result_chars=None)))
     app = server.http_app(idle_s=5.0, max_sessions=1000, max_body_bytes=rules.max_body_bytes)
     guarded(app, rules)
     return app

@@ -23,9 +23,10 @@ from polyturn.testing import check_interaction, check_tool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.a2a import A2ATool
 from polyturn.tools.a2a_client import A2AAgent, A2AConversation
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.registry import initialize_tools_from_config
 from polyturn.tools.schema import OpenAIFunctionToolSchema
+from polyturn.tools.toolbox import Toolbox
 from support.tools_parts import until
 
 
@@ -42,7 +43,7 @@ async def test_skills_are_tools_and_an_episode_is_one_conversation(streaming: bo
         assert "Example: book a flight" in tools[0].schema["function"]["description"]
         assert tools[0].schema["function"]["parameters"]["required"] == ["message"]
         assert tools[1].schema == CONVERT.to_dict(), "a schema of ours comes back whole"
-        async with ToolBox(tools).session("e") as session:
+        async with EpisodeTools(Toolbox(tools), "e") as session:
             await session.start(Task(id="t", prompt=()))
 
             async def ask(message: str) -> tuple[Any, str | None]:

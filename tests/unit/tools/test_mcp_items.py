@@ -13,11 +13,12 @@ from mcp import types
 from polyturn.core.errors import ConfigError
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.mcp_client import list_tools, read_servers, transport_of
 from polyturn.tools.mcp_content import blocks_of, images_of, text_of
 from polyturn.tools.registry import initialize_tools_from_config
 from polyturn.tools.schema import OpenAIFunctionToolSchema
+from polyturn.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
 
@@ -40,7 +41,7 @@ async def test_prefix_tells_tools_of_one_name_apart() -> None:
         tools_of(two, tool_selected_list=["count"])
     tools = tools_of(two, {"session": "episode"}, tool_selected_list=["count"], prefix=True)
     assert [t.name for t in tools] == ["left_count", "right_count"]
-    async with ToolBox(tools).session("e") as session:
+    async with EpisodeTools(Toolbox(tools), "e") as session:
         await session.start(Task(id="t", prompt=()))
         names = ["left_count", "right_count", "left_count"]
         found = await session.call([ToolCall(id=str(i), name=n, arguments={}) for i, n in enumerate(names)])
@@ -171,7 +172,7 @@ async def test_published_time_server_tells_the_time() -> None:
     servers = {"time": {"command": sys.executable, "args": ["-m", "mcp_server_time", "--local-timezone=Europe/Rome"]}}
     tools = tools_of(servers, {"timeout": 50})
     assert sorted(t.name for t in tools) == ["convert_time", "get_current_time"]
-    async with ToolBox(tools).session("e") as session:
+    async with EpisodeTools(Toolbox(tools), "e") as session:
         await session.start(Task(id="t", prompt=()))
         given = {"source_timezone": "Asia/Tokyo", "time": "16:30", "target_timezone": "Asia/Kolkata"}
         asked = [

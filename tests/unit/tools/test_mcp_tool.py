@@ -18,10 +18,11 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing import check_tool
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.mcp import MCPBaseTool, MCPSearchTool, Pace
 from polyturn.tools.mcp_connection import McpLimits, McpServer
 from polyturn.tools.registry import initialize_tools_from_config
+from polyturn.tools.toolbox import Toolbox
 from support.tools_parts import Held, until
 from support.virtual_time import run_virtual
 
@@ -44,10 +45,10 @@ async def test_tools_of_a_server_are_called_and_failures_told_apart(tmp_path: Pa
     tools = initialize_tools_from_config({"tools": [item]}, base=tmp_path)
     assert [t.name for t in tools] == ["add", "fail", "search", "die"]
     assert {type(t) for t in tools} == {MCPSearchTool}
-    box = ToolBox(tools)
+    box = Toolbox(tools)
     tags = box.schemas["add"]["function"]["parameters"]["properties"]["tags"]
     assert tags["anyOf"] == [{"items": {"type": "string"}, "type": "array"}, {"type": "null"}]
-    async with box.session("e") as session:
+    async with EpisodeTools(box, "e") as session:
         await session.start(Task(id="t", prompt=()))
 
         async def ask(name: str, **arguments: Any) -> Any:

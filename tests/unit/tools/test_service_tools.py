@@ -14,12 +14,12 @@ from aiohttp.test_utils import TestServer
 
 from polyturn.core.errors import ConfigError
 from polyturn.tools.a2a_client import _http_client
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.http_service import HttpService
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.tools.search import SearchTool
+from polyturn.tools.toolbox import Toolbox
 from support.services import serve
 
 TIMEOUT_S = 50
@@ -157,7 +157,7 @@ def test_service_serves_one_event_loop_after_another() -> None:
 
 
 def test_schema_keeps_every_keyword() -> None:
-    (shown,) = ToolBox([search_tool("http://a/")]).schemas.values()
+    (shown,) = Toolbox([search_tool("http://a/")]).schemas.values()
     assert shown["function"]["parameters"]["properties"]["query_list"]["items"] == {"type": "string"}
     assert shown["function"]["parameters"]["properties"]["query_list"]["minItems"] == 1
 
@@ -261,12 +261,12 @@ async def test_calls_wait_for_their_turn_outside_their_deadline() -> None:
     tools.append(PythonSandbox({"num_workers": 2, "warm": 0, "allow_unsafe": True}))
     for tool in tools:
         assert tool.max_concurrency == 2
-        assert ToolBox([tool]).concurrency.has_limit(tool.name), "so that the wait is the box's, and in no deadline"
+        assert Toolbox([tool]).concurrency.has_limit(tool.name), "so that the wait is the box's, and in no deadline"
 
 
 def test_program_ends_before_the_tools_deadline() -> None:
     service, local = sandbox_tool("http://a/", default_timeout=60), PythonSandbox({"allow_unsafe": True, "timeout": 3600})
-    ToolBox([service, local], ToolOptions(timeout_s=60))
+    Toolbox([service, local], ToolOptions(timeout_s=60))
     assert (service.default_timeout, local.limits.timeout_s) == (30, 45)
 
 

@@ -20,10 +20,11 @@ from polyturn.core.media import to_source
 from polyturn.core.messages import ToolCall
 from polyturn.core.metrics import Mean, Sum, merge, reduce
 from polyturn.core.task import Task
-from polyturn.tools.executor import ToolBox, ToolStartError
+from polyturn.tools.episode_tools import EpisodeTools, ToolStartError
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.toolbox import Toolbox
 from polyturn.tools.truncate import truncate
 from support.tools_parts import Answers, Obeys, PlainObeys, call, task_with
 from support.virtual_time import run_virtual
@@ -34,8 +35,8 @@ LATE_S = 0.02
 
 async def answer(*tools: Any, calls: Any, of: Task | None = None, late: str = "", **options: Any) -> tuple:
     """Return the results of calls in one episode; `late` names the tool whose calls have the short deadline."""
-    box = ToolBox(tools, ToolOptions(**{"timeout_s": 60.0, **options}))
-    async with box.session("e") as session:
+    box = Toolbox(tools, ToolOptions(**{"timeout_s": 60.0, **options}))
+    async with EpisodeTools(box, "e") as session:
         await session.start(of or task_with())
         if late:
             box.bounded[late].timeout_s = LATE_S
@@ -166,7 +167,7 @@ async def test_row_kwargs_reach_each_point_of_a_tools_life() -> None:
             "release_kwargs": {"d": 4},
         }
     )
-    async with ToolBox([tool]).session("e") as session:
+    async with EpisodeTools(Toolbox([tool]), "e") as session:
         await session.start(row)
         await session.call([call("rec")])
         assert await session.finish() == {"rec": 0.25}
@@ -187,12 +188,12 @@ async def test_id_that_create_returns_is_used() -> None:
             return instance_id
 
     tool = Own()
-    box = ToolBox([tool])
-    async with box.session("e") as session:
+    box = Toolbox([tool])
+    async with EpisodeTools(box, "e") as session:
         (greeting,) = await session.start(task_with())
         assert (greeting.name, greeting.content) == ("rec", "welcome")
         assert (await session.call([call("rec")]))[0].content == "own"
-        async with box.session("f") as other:
+        async with EpisodeTools(box, "f") as other:
             with pytest.raises(ToolStartError, match="'own'"):
                 await other.start(task_with())
         assert not tool.released, "the id belongs to the first episode"
@@ -202,8 +203,8 @@ async def test_id_that_create_returns_is_used() -> None:
 
 async def test_only_selected_tools_are_created_and_callable() -> None:
     one, two = Obeys("one"), Obeys("two")
-    box = ToolBox([one, two])
-    async with box.session("e") as session:
+    box = Toolbox([one, two])
+    async with EpisodeTools(box, "e") as session:
         await session.start(task_with(tools=("two",)))
         found = await session.call([call("one"), call("two")])
         assert [s["function"]["name"] for s in session.schemas] == ["two"]
@@ -218,7 +219,7 @@ def test_tool_name_that_a_task_may_skip_is_warned_of_once(caplog: pytest.LogCapt
     def lenient(*tools: str) -> Task:
         return dataclasses.replace(task_with(tools=tools), skips_unknown_tools=True)
 
-    box = ToolBox([Obeys("one"), Obeys("two")])
+    box = Toolbox([Obeys("one"), Obeys("two")])
     for _ in range(3):
         assert box.select(lenient("gone", "two")) == ("two",)
     assert box.select(lenient("gone")) == ()
@@ -228,7 +229,7 @@ def test_tool_name_that_a_task_may_skip_is_warned_of_once(caplog: pytest.LogCapt
 
 
 async def test_session_is_used_in_order() -> None:
-    session = ToolBox([Obeys()]).session("e")
+    session = EpisodeTools(Toolbox([Obeys()]), "e")
     with pytest.raises(LifecycleError):
         await session.call([call("rec")])
     await session.start(task_with())
@@ -257,7 +258,7 @@ async def test_session_is_used_in_order() -> None:
 )
 def test_options_that_cannot_work_are_config_errors(tools: list, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ToolBox(tools, ToolOptions(**options))
+        Toolbox(tools, ToolOptions(**options))
 
 
 # ---- create, reward and release -------------------------------------------------------------------------------------
@@ -266,10 +267,10 @@ def test_options_that_cannot_work_are_config_errors(tools: list, options: dict, 
 @pytest.mark.parametrize("do", ["raise", "hang", "cancel", "refuse"])
 async def test_failing_create_ends_the_episode_and_releases_all(do: str) -> None:
     good, bad = Obeys("good"), Obeys("bad")
-    box = ToolBox([good, bad], ToolOptions(timeout_s=60.0))
+    box = Toolbox([good, bad], ToolOptions(timeout_s=60.0))
     if do == "hang":
         box.bounded["bad"].timeout_s = LATE_S
-    async with box.session("e") as session:
+    async with EpisodeTools(box, "e") as session:
         with pytest.raises(ToolStartError, match=r"'bad'.*'e'"):
             await session.start(task_with(bad={"create_kwargs": {"do": do}}))
     assert good.created == good.released
@@ -279,7 +280,7 @@ async def test_failing_create_ends_the_episode_and_releases_all(do: str) -> None
 @pytest.mark.parametrize("value", [float("nan"), "much", [1]])
 async def test_reward_that_is_no_number_is_an_error(value: Any) -> None:
     tool = Obeys()
-    async with ToolBox([tool]).session("e") as session:
+    async with EpisodeTools(Toolbox([tool]), "e") as session:
         await session.start(task_with(rec={"calc_reward_kwargs": {"value": value}}))
         with pytest.raises(RewardError, match=r"'rec'.*step reward"):
             await session.call([call("rec", reward=value), call("rec")])
@@ -290,9 +291,9 @@ async def test_reward_that_is_no_number_is_an_error(value: Any) -> None:
 
 async def test_failing_release_is_returned_and_never_raised() -> None:
     one, two = Obeys("one"), Obeys("two")
-    box = ToolBox([one, two], ToolOptions(timeout_s=60.0))
+    box = Toolbox([one, two], ToolOptions(timeout_s=60.0))
     box.bounded["two"].timeout_s = LATE_S
-    session = box.session("e")
+    session = EpisodeTools(box, "e")
     await session.start(task_with(one={"release_kwargs": {"do": "raise"}}, two={"release_kwargs": {"do": "hang"}}))
     problems = await session.close()
     assert len(problems) == 2
@@ -303,10 +304,10 @@ async def test_failing_release_is_returned_and_never_raised() -> None:
 
 async def test_calls_past_their_deadline_are_counted_and_capped() -> None:
     tool = PlainObeys()
-    box = ToolBox([tool], ToolOptions(timeout_s=60.0))
+    box = Toolbox([tool], ToolOptions(timeout_s=60.0))
     box.max_abandoned = 1
     try:
-        async with box.session("e") as session:
+        async with EpisodeTools(box, "e") as session:
             await session.start(task_with())
             box.bounded["rec"].timeout_s = LATE_S
             for _ in range(2):
@@ -323,7 +324,7 @@ async def test_cancellation_is_passed_on_after_the_release() -> None:
     tool = Obeys()
 
     async def episode() -> None:
-        async with ToolBox([tool]).session("e") as session:
+        async with EpisodeTools(Toolbox([tool]), "e") as session:
             await session.start(task_with(rec={"release_kwargs": {"do": "stubborn"}}))
             await session.call([call("rec", do="hang"), call("rec", do="hang")])
 
@@ -341,8 +342,8 @@ async def test_cancellation_is_passed_on_after_the_release() -> None:
 @pytest.mark.parametrize("kind", [Obeys, PlainObeys])
 async def test_create_that_ends_after_its_episode_is_released(kind: type[Obeys]) -> None:
     tool = kind()
-    box = ToolBox([tool], ToolOptions(timeout_s=60.0))
-    session = box.session("e")
+    box = Toolbox([tool], ToolOptions(timeout_s=60.0))
+    session = EpisodeTools(box, "e")
     starting = asyncio.create_task(session.start(task_with(rec={"create_kwargs": {"do": "hang"}})))
     while not tool.begun:  # noqa: ASYNC110
         await asyncio.sleep(0.001)

@@ -12,9 +12,10 @@ from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools.base import BaseTool
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.function import tool
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.toolbox import Toolbox
 from support.tools_parts import Answers, call
 
 SCHEMA = {"type": "function", "function": {"name": "t", "parameters": {"properties": {"x": {"type": "string"}}}}}
@@ -22,8 +23,8 @@ ROW = Task(id="t", prompt=(), tools_kwargs={"t": ToolKwargs(create_kwargs={"grou
 
 
 async def use(tool: Any, *, arguments: dict[str, Any] | None = None) -> tuple[ToolResult, dict[str, float | None]]:
-    box = ToolBox([tool])
-    async with box.session("e") as session:
+    box = Toolbox([tool])
+    async with EpisodeTools(box, "e") as session:
         await session.start(ROW)
         (result,) = await session.call([ToolCall(id="c", name="t", arguments=arguments or {})])
         rewards = await session.finish()
@@ -118,14 +119,14 @@ class Looks(Base):
 
 
 async def test_tool_that_takes_agent_data_sees_its_episode() -> None:
-    async with ToolBox([Looks({})]).session("e") as session:
+    async with EpisodeTools(Toolbox([Looks({})]), "e") as session:
         await session.start(ROW)
         texts = [(await session.call([call("t")], messages=lambda: [{"content": "hi"}]))[0].content for _ in range(2)]
     assert texts == ["['hi'] 1 e [] {'ground_truth': '5'}", "['hi'] 2 e [0.5] {'ground_truth': '5'}"]
 
 
 async def test_branches_at_once_each_see_their_own_conversation() -> None:
-    async with ToolBox([Looks({})]).session("e") as session:
+    async with EpisodeTools(Toolbox([Looks({})]), "e") as session:
         await session.start(ROW)
 
         async def branch(name: str) -> Any:

@@ -18,11 +18,12 @@ from polyturn.testing.episodes import tiny_codec
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import Breaker, BreakerSettings
 from polyturn.tools.concurrency import ConcurrencyLimits, FairLimit
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.result_shape import MAX_DATA, MAX_DEPTH, MAX_MEDIUM
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.toolbox import Toolbox
 from polyturn.tools.truncate import ResultLimit, truncate, truncate_tokens
 from support.tools_parts import TASK, Answers, Obeys, call, schema
 from support.virtual_time import run_virtual
@@ -30,8 +31,8 @@ from support.virtual_time import run_virtual
 SETTINGS = BreakerSettings(failures=3, cooldown_s=10.0, max_cooldown_s=40.0)
 
 
-async def ask(box: ToolBox, *calls: ToolCall, episode: str = "e") -> tuple:
-    async with box.session(episode) as session:
+async def ask(box: Toolbox, *calls: ToolCall, episode: str = "e") -> tuple:
+    async with EpisodeTools(box, episode) as session:
         await session.start(TASK)
         return await session.call(calls)
 
@@ -154,7 +155,7 @@ def test_zero_failures_turn_a_breaker_off():
 )
 async def test_tool_that_is_gone_is_not_asked_any_more(problem: Exception, kind: str):
     tool = Obeys()
-    box = ToolBox([tool], ToolOptions(breaker=BreakerSettings(failures=2, cooldown_s=60.0)))
+    box = Toolbox([tool], ToolOptions(breaker=BreakerSettings(failures=2, cooldown_s=60.0)))
     seen = [(await ask(box, call("rec", error=problem), episode=f"e{i}"))[0] for i in range(4)]
     assert [r.error for r in seen] == [kind, kind, "circuit_open", "circuit_open"]
     assert tool.num_asked == 2
@@ -166,7 +167,7 @@ async def test_tool_that_is_gone_is_not_asked_any_more(problem: Exception, kind:
 )
 async def test_policy_cannot_open_a_breaker(made: ToolCall):
     """Otherwise a policy could switch off the tool that charges it."""
-    box = ToolBox([Obeys()], ToolOptions(breaker=BreakerSettings(failures=1, min_episodes=1)))
+    box = Toolbox([Obeys()], ToolOptions(breaker=BreakerSettings(failures=1, min_episodes=1)))
     for i in range(5):
         await ask(box, made, episode=f"e{i}")
     assert (await ask(box, call("rec")))[0].error is None
@@ -174,7 +175,7 @@ async def test_policy_cannot_open_a_breaker(made: ToolCall):
 
 @pytest.mark.parametrize("metrics", [{"unavailable": True}, {"failure": "connection"}])
 async def test_tool_may_report_its_service_gone_in_its_metrics(metrics: dict[str, Any]):
-    box = ToolBox([Answers(("Search error: unreachable", None, metrics))], ToolOptions(breaker=BreakerSettings(failures=2)))
+    box = Toolbox([Answers(("Search error: unreachable", None, metrics))], ToolOptions(breaker=BreakerSettings(failures=2)))
     seen = [(await ask(box, call("tool"), episode=f"e{i}"))[0] for i in range(3)]
     assert [r.error for r in seen] == ["connection", "connection", "circuit_open"]
     assert seen[0].content == "Search error: unreachable", "in the tool's own words"
@@ -183,7 +184,7 @@ async def test_tool_may_report_its_service_gone_in_its_metrics(metrics: dict[str
 
 @pytest.mark.parametrize("kind", ["unknown_tool", "circuit_open", "no kind", 1.0, None])
 async def test_tool_cannot_report_failures_that_are_not_its_own(kind: Any):
-    assert (await ask(ToolBox([Answers(("fine", None, {"failure": kind}))]), call("tool")))[0].error is None
+    assert (await ask(Toolbox([Answers(("fine", None, {"failure": kind}))]), call("tool")))[0].error is None
 
 
 # ---- concurrent calls -----------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ async def test_tool_cannot_report_failures_that_are_not_its_own(kind: Any):
 
 def test_wait_for_a_turn_is_not_part_of_the_deadline():
     tool = Obeys(config={"max_concurrency": 1})
-    box = ToolBox([tool], ToolOptions(timeout_s=5.0))
+    box = Toolbox([tool], ToolOptions(timeout_s=5.0))
     found = run_virtual(ask(box, *[call("rec", wait_s=2.0) for _ in range(4)]))
     assert [r.error for r in found] == [None] * 4
     assert tool.most_running == 1
@@ -202,7 +203,7 @@ def test_tools_of_one_host_share_its_limit():
     one = Obeys("one", {"url": "http://h:1/a"})
     two = Obeys("two", {"service": "http://h:1/b"})
     other = Obeys("other", {"url": "http://else/"})
-    box = ToolBox([one, two, other], ToolOptions(max_per_host=1))
+    box = Toolbox([one, two, other], ToolOptions(max_per_host=1))
     found = run_virtual(ask(box, call("one", wait_s=2.0), call("two", wait_s=2.0), call("other", wait_s=2.0)))
     assert [r.metrics["waited_s"] for r in found] == [0.0, 2.0, 0.0]
 
@@ -285,7 +286,7 @@ def test_cut_leaves_no_half_of_a_control_token():
 
 
 async def test_lone_surrogates_and_zeros_reach_the_model_as_text():
-    (result,) = await ask(ToolBox([Answers("a\ud83d\ude00b\ud800c\x00")]), call("tool"))
+    (result,) = await ask(Toolbox([Answers("a\ud83d\ude00b\ud800c\x00")]), call("tool"))
     assert result.content == "a\U0001f600b\ufffdc\x00"
 
 
@@ -297,7 +298,7 @@ async def test_hundred_megabytes_are_cut_without_a_copy():
         """Answer too much."""
         return text
 
-    box = ToolBox([huge], ToolOptions(max_result_tokens=64), codec=tiny_codec())
+    box = Toolbox([huge], ToolOptions(max_result_tokens=64), codec=tiny_codec())
     tracemalloc.start()
     try:
         (result,) = await ask(box, call("huge"))
@@ -330,7 +331,7 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(("depth", "error"), [(MAX_DEPTH, None), (MAX_DEPTH + 1, "too_large"), (100_000, "too_large")])
 async def test_deeply_nested_result_is_refused_before_it_is_read(depth: int, error: str | None):
     answer, Level.num_seen = nested(depth), 0
-    (result,) = await ask(ToolBox([Answers(answer)]), call("tool"))
+    (result,) = await ask(Toolbox([Answers(answer)]), call("tool"))
     assert 1 < Level.num_seen <= 2 * MAX_DEPTH, "once to measure its depth, once to write it out"
     assert result.error == error
 
@@ -352,7 +353,7 @@ def _holds_itself() -> dict[str, Any]:
     ids=["rows", "bytes", "image", "holds itself"],
 )
 async def test_result_that_takes_too_long_to_write_out_is_refused(answer: Any):
-    assert (await ask(ToolBox([Answers(answer)]), call("tool")))[0].error == "too_large"
+    assert (await ask(Toolbox([Answers(answer)]), call("tool")))[0].error == "too_large"
 
 
 def nested_schema(depth: int) -> dict[str, Any]:
@@ -377,4 +378,4 @@ def test_schema_nested_too_deep_is_refused(parameters: dict[str, Any]) -> None:
             super().__init__({}, schema("t", parameters))
 
     with pytest.raises(ConfigError, match="'t'"):
-        ToolBox([Deep()])
+        Toolbox([Deep()])

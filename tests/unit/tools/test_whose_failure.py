@@ -17,12 +17,12 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import BreakerSettings
-from polyturn.tools.executor import ToolBox
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.python_sandbox import PythonSandbox, SandboxLimits, WarmPool
 from polyturn.tools.python_sandbox import tool as sandbox_tool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.isolation import Isolation, bare_python
+from polyturn.tools.toolbox import Toolbox
 from polyturn.training.rollout_metrics import rollout_metrics
 from support.tools_parts import schema
 
@@ -30,7 +30,7 @@ CALL = '<tool_call>\n{"name": "%s", "arguments": {"code": "%s"}}\n</tool_call>'
 PATIENT = ToolOptions(timeout_s=60)
 
 
-async def play(box: ToolBox, name: str, code: str = "1") -> Trajectory:
+async def play(box: Toolbox, name: str, code: str = "1") -> Trajectory:
     context = dataclasses.replace(scripted_context([CALL % (name, code), "#### 4"]), tools=box)
     return await run_episode(context, task(tools=(name,)), id="e")
 
@@ -55,7 +55,7 @@ async def test_sandbox_that_cannot_be_started_fails_the_trajectory(monkeypatch: 
 
     monkeypatch.setattr(sandbox_tool, "Interpreter", refuses)
     tool = PythonSandbox({"warm": 0, "allow_unsafe": True})
-    trajectory = await play(ToolBox([tool], PATIENT), tool.name)
+    trajectory = await play(Toolbox([tool], PATIENT), tool.name)
     assert trajectory.is_failed
     assert trajectory.reward is None
     assert str(trajectory.error).startswith("ToolUnavailableError: tool 'python': [Errno 11]")
@@ -70,7 +70,7 @@ async def test_sandbox_that_cannot_be_started_fails_the_trajectory(monkeypatch: 
 )
 async def test_code_that_ends_its_sandbox_is_an_observation(code: str, status: str, text: str):
     tool = PythonSandbox({"warm": 0, "allow_unsafe": True, "timeout": 0.5 if status == "timeout" else 50})
-    box = ToolBox([tool], ToolOptions(timeout_s=80, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)))
+    box = Toolbox([tool], ToolOptions(timeout_s=80, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)))
     trajectory = await play(box, tool.name, code)
     (result,) = trajectory.turns[0].tool_results
     assert (trajectory.is_failed, result.error, result.metrics["status"]) == (False, None, status)
@@ -79,10 +79,10 @@ async def test_code_that_ends_its_sandbox_is_an_observation(code: str, status: s
 
 
 async def test_lost_service_is_an_observation_unless_the_run_says_otherwise():
-    trajectory = await play(ToolBox([Gone()], PATIENT), "gone")
+    trajectory = await play(Toolbox([Gone()], PATIENT), "gone")
     assert (trajectory.is_failed, trajectory.turns[0].tool_results[0].error) == (False, "connection")
     breaker = BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)
-    box = ToolBox([Gone()], ToolOptions(timeout_s=60, unreachable="failure", breaker=breaker))
+    box = Toolbox([Gone()], ToolOptions(timeout_s=60, unreachable="failure", breaker=breaker))
     first, second = [await play(box, "gone") for _ in range(2)]
     assert str(first.error).startswith("ToolUnavailableError: tool 'gone' cannot be reached")
     assert "breaker is open" in str(second.error)
@@ -90,9 +90,9 @@ async def test_lost_service_is_an_observation_unless_the_run_says_otherwise():
 
 async def test_tool_may_say_that_its_failure_is_not_the_models():
     assert polyturn.ToolUnavailableError is ToolUnavailableError
-    trajectory = await play(ToolBox([Gone(ToolUnavailableError)], PATIENT), "gone")
+    trajectory = await play(Toolbox([Gone(ToolUnavailableError)], PATIENT), "gone")
     assert str(trajectory.error).startswith("ToolUnavailableError: tool 'gone': nobody listens")
-    refused = await play(ToolBox([Gone(polyturn.ToolError)], ToolOptions(timeout_s=60, unreachable="failure")), "gone")
+    refused = await play(Toolbox([Gone(polyturn.ToolError)], ToolOptions(timeout_s=60, unreachable="failure")), "gone")
     assert not refused.is_failed, "the model can mend a refusal"
 
 

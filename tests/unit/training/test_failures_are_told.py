@@ -21,7 +21,7 @@ from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.toolbox import Toolbox
 from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.plugin_alarms import MIN_CALLS, PluginAlarms
 
@@ -163,7 +163,7 @@ def test_row_that_nothing_scores_is_refused() -> None:
         """
         return key, 1.0
 
-    silent, paying = ToolBox([look]), ToolBox([look, paid])
+    silent, paying = Toolbox([look]), Toolbox([look, paid])
     row = task(data_source=None)
     assert (silent.scoring, paying.scoring) == (frozenset(), {"paid"})
     with pytest.raises(DataError, match=r"'t0'.*'look'"):

@@ -18,9 +18,10 @@ from polyturn.core.trajectory import ToolResult
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
-from polyturn.tools.executor import ToolBox
+from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.failures import ToolFailure
 from polyturn.tools.options import ToolOptions
+from polyturn.tools.toolbox import Toolbox
 
 _BROKEN = (ToolFailure.EXCEPTION, ToolFailure.TOO_LARGE, ToolFailure.TIMEOUT, ToolFailure.CONNECTION)
 
@@ -49,7 +50,7 @@ async def check_tool(
     kwargs = ToolKwargs(**row)
     async with Findings(f"tool {tool.name}") as findings:
         _check_schema(tool, findings)
-        box = ToolBox([tool], ToolOptions(timeout_s=DEADLINE_S, max_result_chars=None))
+        box = Toolbox([tool], ToolOptions(timeout_s=DEADLINE_S, max_result_chars=None))
         suite = _ToolSuite(box, tool, findings, kwargs)
         alone = await suite.play("alone", calls)
         await suite.play("unused", [], where=" in an episode without a call")
@@ -96,7 +97,7 @@ def _check_schema(tool: Tool, findings: Findings) -> None:
 class _ToolSuite:
     """Episodes with one tool."""
 
-    def __init__(self, box: ToolBox, tool: Tool, findings: Findings, kwargs: ToolKwargs) -> None:
+    def __init__(self, box: Toolbox, tool: Tool, findings: Findings, kwargs: ToolKwargs) -> None:
         self._box = box
         self._tool = tool
         self._found = findings
@@ -105,7 +106,7 @@ class _ToolSuite:
     async def play(self, id: str, calls: Sequence[Mapping[str, Any]], *, where: str = "") -> list[tuple[Any, float | None]]:
         """Play one episode, call by call, and return the observations and the step rewards."""
         answers: list[tuple[Any, float | None]] = []
-        session = self._box.session(id)
+        session = EpisodeTools(self._box, id)
         async with self._found.calling(f"an episode{where}"):
             await session.start(self._task)
             for number, arguments in enumerate(calls):
@@ -131,7 +132,7 @@ class _ToolSuite:
 
     async def check_isolation(self, calls: Sequence[Mapping[str, Any]], alone: list[tuple[Any, float | None]]) -> None:
         """Play episodes side by side, call by call; each must go as it goes alone."""
-        sessions = [self._box.session(f"side-{number}") for number in range(3)]
+        sessions = [EpisodeTools(self._box, f"side-{number}") for number in range(3)]
         played: list[list[tuple[Any, float | None]]] = [[] for _ in sessions]
         async with self._found.calling("episodes side by side"):
             for session in sessions:
@@ -157,7 +158,7 @@ class _ToolSuite:
             return
         for number in range(1, len(calls)):
             played: list[tuple[Any, float | None]] = []
-            first, then = self._box.session("before"), self._box.session("after")
+            first, then = EpisodeTools(self._box, "before"), EpisodeTools(self._box, "after")
             async with self._found.calling("going on behind a call", advice="return from snapshot what JSON can write"):
                 await first.start(self._task)
                 for k, arguments in enumerate(calls[:number]):
@@ -180,7 +181,7 @@ class _ToolSuite:
         """Call it as a model does that got it wrong; the model must read what is wrong, and the episode go on."""
         wrong: list[Mapping[str, Any]] = [{}, {**call, "no_such_argument": 1}, dict.fromkeys(call, None)]
         wrong.append({name: {"not": [name]} for name in call})
-        session = self._box.session("wrong")
+        session = EpisodeTools(self._box, "wrong")
         async with self._found.calling("a call with wrong arguments"):
             await session.start(self._task)
             for number, arguments in enumerate(wrong):
