@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 import uvicorn
 
-from polyturn.data.python_docs import python_documentation
+from polyturn.core.plugins import import_attr
 from polyturn.retrieval.index import SearchIndex, build_index
 from polyturn.retrieval.passages import Passage
 from polyturn.retrieval.searcher import Searcher
@@ -30,6 +30,7 @@ from polyturn.serving.auth import ServerRules
 from polyturn.serving.listen import bind, http_config
 from polyturn.serving.search import create_app
 
+DATA_SCRIPTS = Path(__file__).parents[1] / "examples" / "data"
 NUM_CLIENTS = 16
 
 
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=200_000)
     parser.add_argument("--queries", type=int, default=500)
     asked = parser.parse_args()
+    python_documentation = import_attr("python_docs.py:python_documentation", base=DATA_SCRIPTS)
     vocabulary = [word for passage in python_documentation() for word in passage.contents.split()]
     rng = random.Random("queries")
     queries = [" ".join(rng.choices(vocabulary, k=8)) for _ in range(asked.queries)]

@@ -11,13 +11,17 @@ import pytest
 
 from polyturn.cli.main import app
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.data.cloze import BLANK, FOUND_WITHIN, make_questions, prepare_cloze
+from polyturn.core.plugins import import_attr
 from polyturn.data.dataset import TaskDataset
-from polyturn.data.python_docs import python_documentation
 from polyturn.retrieval.index import SearchIndex
 from polyturn.retrieval.passages import Passage
 from polyturn.rewards import search_r1
 
+FOLDER = Path(__file__).parents[3] / "examples" / "data"
+BLANK, FOUND_WITHIN, make_questions, prepare_cloze, main = (
+    import_attr(f"cloze.py:{name}", base=FOLDER)
+    for name in ("BLANK", "FOUND_WITHIN", "make_questions", "prepare_cloze", "main")
+)
 RIVERS = ("Amazon", "Danube", "Ganges", "Indus", "Jordan", "Loire", "Mekong", "Niger", "Oder", "Rhine", "Seine", "Volga")
 
 
@@ -80,19 +84,24 @@ def test_too_little_text_and_a_taken_folder_are_refused(tmp_path: Path):
 
 
 def test_python_documents_itself():
-    passages = {passage.title: passage.text for passage in python_documentation()}
+    passages = {passage.title: passage.text for passage in import_attr("python_docs.py:python_documentation", base=FOLDER)()}
     assert len(passages) > 1500
     assert "linear" in passages["statistics.linear_regression"]
     assert passages["str.casefold"].startswith("Return a version of the string")
     assert len(set(passages.values())) == len(passages)
 
 
-def test_command_makes_questions_over_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_script_makes_questions_over_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "rivers").mkdir()
     for passage in PASSAGES:
         (tmp_path / "rivers" / f"{passage.id}.txt").write_text(passage.text)
-    app(["data", "search", "--texts", str(tmp_path / "rivers"), "--out", str(tmp_path / "out")], standalone_mode=False)
+    main([str(tmp_path / "rivers"), "--out", str(tmp_path / "out")])
     assert str(tmp_path / "out" / "index") in capsys.readouterr().out
     assert pq.read_table(tmp_path / "out" / "train.parquet").num_rows == 11
-    with pytest.raises(ConfigError, match="--from names questions"):
-        app(["data", "search", "--python-docs", "--from", ".", "--out", str(tmp_path / "x")], standalone_mode=False)
+
+
+@pytest.mark.parametrize("option", [["--texts", "notes"], ["--python-docs"], ["--questions", "9"]])
+def test_retired_option_names_the_script(option: list[str], tmp_path: Path):
+    with pytest.raises(ConfigError, match=re.escape(option[0])) as caught:
+        app(["data", "search", *option, "--out", str(tmp_path / "x")], standalone_mode=False)
+    assert "examples/data/cloze.py" in str(caught.value) and not (tmp_path / "x").exists()

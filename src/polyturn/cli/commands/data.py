@@ -96,32 +96,20 @@ def search(
             "--from", help="Folder with train*.parquet and test*.parquet; without it, the hub's nq_hotpotqa_train."
         ),
     ] = None,
-    texts: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text of yours to make questions over: a file, a folder, passages as .jsonl; may be repeated."),
-    ] = None,
-    python_docs: Annotated[
-        bool, typer.Option("--python-docs", help="Make questions over Python's own documentation, without a download.")
-    ] = False,
-    questions: Annotated[int, typer.Option(min=1, help="With texts: questions at most.")] = 5000,
+    texts: Annotated[list[Path] | None, typer.Option(hidden=True)] = None,
+    python_docs: Annotated[bool, typer.Option("--python-docs", hidden=True)] = False,
+    questions: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Write questions as tasks that are answered by searching. Over texts, with the index that answers them."""
+    """Write questions as tasks that are answered by searching."""
     from polyturn.data.prepare import prepare_search
 
-    if texts or python_docs:
-        from polyturn.data.cloze import prepare_cloze
-        from polyturn.data.python_docs import python_documentation
-        from polyturn.retrieval.passages import read_passages
-
-        if source is not None:
-            raise ConfigError("--from names questions that exist already; leave it out to make questions over texts")
-        passages = [passage for path in texts or [] for passage in read_passages(path)]
-        passages += python_documentation() if python_docs else []
-        with _all_or_nothing(out):
-            written = prepare_cloze(passages, out=out, max_questions=questions)
-    else:
-        with _all_or_nothing(out):
-            written = prepare_search(source, out=out)
+    if texts or python_docs or questions is not None:
+        raise ConfigError(
+            "--texts, --python-docs and --questions are no longer options of `data search`: examples/data/cloze.py in the "
+            "repository makes questions over texts, and python_docs.py beside it writes Python's documentation as texts"
+        )
+    with _all_or_nothing(out):
+        written = prepare_search(source, out=out)
     _print(written)
 
 

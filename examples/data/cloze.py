@@ -1,14 +1,19 @@
 """Questions over any text, made without a model: a sentence whose rarest word is missing, to be found by searching.
 
+    python cloze.py notes/ --out data                                                       over texts of yours
+    python python_docs.py docs.jsonl && python cloze.py docs.jsonl --out data               over Python's documentation
+
     passage   math.acos: Return the arc cosine (measured in radians) of x. The result is between 0 and pi.
     question  Which word is missing? "Return the arc ____ (measured in radians) of x."        answer  cosine
 
-Every question that is written can be answered: a search for its own words finds the passage among the first few. A sentence
-that fits several words is left out. Questions of training and of the test never share a passage.
+`data` then holds train.parquet and test.parquet, the passages, and the index for the tool `search`. Every question can be
+answered: a search for its own words finds the passage among the first few. A sentence that fits several words is left out.
+Questions of training and of the test never share a passage.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import tempfile
@@ -24,7 +29,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.data.prepare import search_row
 from polyturn.retrieval.bm25 import words
 from polyturn.retrieval.index import SearchIndex, build_index
-from polyturn.retrieval.passages import Passage
+from polyturn.retrieval.passages import Passage, read_passages
 
 BLANK = "____"
 TEST_EVERY = 10
@@ -62,24 +67,24 @@ def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int 
         ConfigError: `out` holds an index already, or bm25s is not installed.
         DataError: the texts give too few questions for a training and a test set.
     """
-    kept = list(passages)
+    held = list(passages)
     if (out / "index").exists():
         raise ConfigError(f"{out / 'index'} exists already; name a new folder, or remove this one")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".making-") as making:
         folder = Path(making) / "index"
-        build_index(kept, folder)
+        build_index(held, folder)
         index = SearchIndex.open(folder)
-        questions = answerable(make_questions(kept), kept, index)
+        questions = answerable(make_questions(held), held, index)
         questions = _spread(questions, max_questions)
         rows = _rows(questions)
         if not all(rows.values()):
             raise DataError(
-                f"{len(kept)} passages give {len(questions)} questions, and a training and a test set need {TEST_EVERY} at "
+                f"{len(held)} passages give {len(questions)} questions, and a training and a test set need {TEST_EVERY} at "
                 "least; give more text"
             )
         folder.rename(out / "index")
-    lines = (json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in kept)
+    lines = (json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in held)
     (out / "passages.jsonl").write_text("".join(lines), encoding="utf-8")
     for split, items in rows.items():
         pq.write_table(pa.Table.from_pylist(items), out / f"{split}.parquet")
@@ -91,14 +96,12 @@ def make_questions(passages: Sequence[Passage]) -> list[Cloze]:
     num_with: Counter[str] = Counter()
     for passage in passages:
         num_with.update(set(words(passage.contents)))
-    questions = []
+    found = []
     for number, passage in enumerate(passages):
-        asked_questions = [q for sentence in _sentences(passage.text) if (q := _ask(sentence, number, num_with)) is not None]
-        if asked_questions:
-            questions.append(
-                min(asked_questions, key=lambda q: sum(num_with[w] for w in words(q.sentence)) / len(words(q.sentence)))
-            )
-    return _without_doubt(questions)
+        asked = [q for sentence in _sentences(passage.text) if (q := _ask(sentence, number, num_with)) is not None]
+        if asked:
+            found.append(min(asked, key=lambda q: sum(num_with[w] for w in words(q.sentence)) / len(words(q.sentence))))
+    return _without_doubt(found)
 
 
 def answerable(questions: Iterable[Cloze], passages: Sequence[Passage], index: SearchIndex) -> list[Cloze]:
@@ -138,32 +141,48 @@ def _is_alone(sentence: str, match: re.Match[str]) -> bool:
 def _without_doubt(questions: Iterable[Cloze]) -> list[Cloze]:
     """Leave out sentences that fit several words, and repetitions."""
     answers: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    questions_left = list(questions)
-    for question in questions_left:
+    held = list(questions)
+    for question in held:
         answers[tuple(words(question.sentence))].add(question.answer.casefold())
     once: set[tuple[str, ...]] = set()
-    kept = []
-    for question in questions_left:
+    found = []
+    for question in held:
         key = tuple(words(question.sentence))
         if len(answers[key]) == 1 and key not in once:
             once.add(key)
-            kept.append(question)
-    return kept
+            found.append(question)
+    return found
 
 
 def _spread(questions: list[Cloze], limit: int) -> list[Cloze]:
     step = max(1.0, len(questions) / limit)
-    return [questions[int(index * step)] for index in range(min(limit, len(questions)))]
+    return [questions[int(place * step)] for place in range(min(limit, len(questions)))]
 
 
 def _rows(questions: Sequence[Cloze]) -> dict[str, list[dict[str, Any]]]:
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
-    for index, question in enumerate(questions):
-        split = "test" if index % TEST_EVERY == TEST_EVERY - 1 else "train"
-        message = {
+    for place, question in enumerate(questions):
+        split = "test" if place % TEST_EVERY == TEST_EVERY - 1 else "train"
+        asked = {
             "question": f'Which word is missing? "{question.sentence}"',
             "golden_answers": [question.answer],
             "data_source": "cloze",
         }
-        rows[split].append(search_row(message, index=len(rows[split]), split=split, where=f"question {index}"))
+        rows[split].append(search_row(asked, index=len(rows[split]), split=split, where=f"question {place}"))
     return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the questions and print where they are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", type=Path, nargs="+", help="a text file, a folder of them, or passages as .jsonl")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="the folder to write to")
+    parser.add_argument("--questions", type=int, default=5000, help="questions at most")
+    chosen = parser.parse_args(arguments)
+    passages = [passage for path in chosen.texts for passage in read_passages(path)]
+    for path in prepare_cloze(passages, out=chosen.out, max_questions=chosen.questions):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """Python's own documentation strings as passages: real text that is on every machine, without a download.
 
+    python python_docs.py docs.jsonl
+
     textwrap.shorten\\nshorten(text, width, **kwargs): Collapse and truncate the given text to fit in the given width. …
 
 One passage for each documented function, class and method of some modules of the standard library. The text is that of the
@@ -10,8 +12,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,3 +70,8 @@ def _documented(module: ModuleType) -> Iterator[tuple[str, Any]]:
                 for inner, method in sorted(vars(thing).items())
                 if not inner.startswith("_") and inspect.isroutine(method) and method.__doc__
             )
+
+
+if __name__ == "__main__":
+    lines = [json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in python_documentation()]
+    Path(sys.argv[1]).write_text("".join(lines), encoding="utf-8")
