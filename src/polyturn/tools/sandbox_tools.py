@@ -17,10 +17,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from uuid import uuid4
 
+from pydantic import Field
+
 from polyturn.core.errors import ConfigError, ToolError, did_you_mean
+from polyturn.infra.settings import AtLeastOne, Seconds, Settings
 from polyturn.sandbox import BaseSandbox, EpisodeSandboxes, SandboxFileError, SandboxSpec, check_spec, read_spec
 from polyturn.sandbox.base import ExecResult
 from polyturn.tools.base import BaseTool
@@ -28,13 +31,11 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 45.0
 SHARE = 0.75
 """Of a call's deadline, for the command: the rest is for starting a sandbox."""
 MAX_COMMAND = 100_000
 """Bytes of a command; the kernel takes no argument that is much longer."""
 MAX_EDITED = 4 << 20
-_SETTINGS = ("type", "sandbox", "timeout", "max_output_bytes", "tools")
 _SHELL = """exec 2>&1
 if [ -f /tmp/.polyturn-shell ]; then
   . /tmp/.polyturn-shell > /dev/null 2>&1
@@ -51,6 +52,17 @@ eval "$POLYTURN_COMMAND"
 """What reads the state back complains about the shell's own variables, which are read-only, and goes on."""
 
 
+class SandboxToolSettings(Settings):
+    """Settings of the tools that share a sandbox."""
+
+    type: str = "native"
+    timeout: Seconds = 45.0
+    """Seconds of a command."""
+    max_output_bytes: AtLeastOne = 1 << 16
+    tools: Annotated[list[str], Field(min_length=1)] | None = None
+    """The names of the tools; null is all of them."""
+
+
 class SandboxTool(BaseTool):
     """A tool that works in the episode's sandbox."""
 
@@ -59,19 +71,22 @@ class SandboxTool(BaseTool):
     ARGUMENTS: ClassVar[Mapping[str, str | int]]
     """Name of each argument to its description; those that end with "(optional)" may be left out."""
 
-    def __init__(self, config: dict[str, Any], boxes: EpisodeSandboxes, spec: SandboxSpec | None) -> None:
+    def __init__(
+        self, settings: SandboxToolSettings, boxes: EpisodeSandboxes, spec: SandboxSpec | None, *, config: dict[str, Any]
+    ) -> None:
         """Make the tool.
 
         Args:
-            config: `timeout` and `max_output_bytes`.
+            settings: Its deadline and the size of its output.
             boxes: The sandboxes of live episodes, shared with other tools.
-            spec: The sandbox of an episode; None where the environment names and starts it.
+            spec: The sandbox of an episode; None if the environment names and starts it.
+            config: The settings as they were written.
         """
         super().__init__(config, None)
         self._boxes = boxes
         self._spec = spec
-        self.timeout_s: float = config.get("timeout", TIMEOUT_S)
-        self._max_bytes: int = config.get("max_output_bytes", 1 << 16)
+        self.timeout_s = settings.timeout
+        self._max_bytes = settings.max_output_bytes
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema."""
@@ -201,8 +216,8 @@ TOOLS: tuple[type[SandboxTool], ...] = (BashTool, ReadFileTool, WriteFileTool, E
 class SandboxTools(BaseTool):
     """The item of a tool file that stands for all of them.
 
-    Config: `sandbox` (the fields of `SandboxSpec`: `backend` bubblewrap, `image`, `network` false, …), `timeout` 45 seconds
-    for a command, `max_output_bytes` 65536, `tools` all four.
+    Config: `sandbox` (the fields of `SandboxSpec`: `backend` bubblewrap, `image`, `network` false, …) beside the fields of
+    `SandboxToolSettings`.
     """
 
     @classmethod
@@ -224,20 +239,12 @@ def make_tools(config: Mapping[str, Any], boxes: EpisodeSandboxes, spec: Sandbox
         ConfigError: a setting is unknown or cannot be.
     """
     known = {tool.NAME: tool for tool in TOOLS}
-    for name in config:
-        if name not in _SETTINGS:
-            raise ConfigError(f"the sandbox tools have no setting {name!r}.{did_you_mean(str(name), _SETTINGS)}")
-    for name, kinds in (("timeout", (int, float)), ("max_output_bytes", (int,))):
-        value = config.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            raise ConfigError(f"the sandbox tools' {name} is {value!r}; give a positive number")
-    chosen = config.get("tools", list(known))
-    if not isinstance(chosen, list) or not chosen:
-        raise ConfigError(f"the sandbox tools' tools is {chosen!r:.100}; list some of {', '.join(known)}")
+    settings = SandboxToolSettings.read(config, who="the sandbox tools")
+    chosen = list(known) if settings.tools is None else settings.tools
     for name in chosen:
         if name not in known:
-            raise ConfigError(f"there is no sandbox tool {name!r}.{did_you_mean(str(name), known)}")
-    return [known[name](dict(config), boxes, spec) for name in dict.fromkeys(chosen)]
+            raise ConfigError(f"there is no sandbox tool {name!r}.{did_you_mean(name, known)}")
+    return [known[name](settings, boxes, spec, config=dict(config)) for name in dict.fromkeys(chosen)]
 
 
 def result_text(result: ExecResult, *, timeout_s: float) -> str:

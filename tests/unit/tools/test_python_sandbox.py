@@ -347,7 +347,7 @@ async def test_dead_sandbox_is_replaced_and_the_model_hears_of_it() -> None:
     ("config", "message"),
     [
         ({"timeot": 3}, "'timeot'. Did you mean 'timeout'"),
-        ({"timeout": 0}, "timeout_s is 0"),
+        ({"timeout": 0}, "timeout is 0"),
         ({"num_workers": 0}, "num_workers is 0"),
         ({"python": "/nowhere/python"}, "'/nowhere/python'"),
     ],

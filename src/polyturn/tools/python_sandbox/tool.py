@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
 
-from polyturn.core.errors import ConfigError, ToolError, ToolUnavailableError, did_you_mean
+from pydantic import Field
+
+from polyturn.core.errors import ToolError, ToolUnavailableError
+from polyturn.infra.settings import AtLeastOne, Seconds, Settings, Text
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.base import BaseTool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
@@ -27,45 +30,53 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.75
-_LIMITS = {
-    "timeout": "timeout_s",
-    "cpu_time": "cpu_s",
-    "memory_limit_mb": "memory_mb",
-    "max_processes": "processes",
-    "max_output_bytes": "output_bytes",
-    "disk_mb": "disk_mb",
-}
-_OTHERS = ("type", "python", "warm", "num_workers", "allow_unsafe")
+
+
+class PythonSandboxSettings(Settings):
+    """The limits of a sandbox, and how many there are."""
+
+    type: str = "native"
+    timeout: Seconds = 10.0
+    """Seconds of one call."""
+    cpu_time: Seconds = 120.0
+    """Seconds of the processor for a whole episode."""
+    memory_limit_mb: AtLeastOne = 512
+    max_processes: AtLeastOne = 32
+    max_output_bytes: AtLeastOne = 65_536
+    """Bytes of stdout, and of stderr."""
+    disk_mb: AtLeastOne = 64
+    warm: Annotated[int, Field(ge=0)] = 2
+    """Sandboxes that are started in advance."""
+    num_workers: AtLeastOne = 16
+    """Calls at once."""
+    python: Text | None = None
+    """The interpreter, whose packages the code may import; null is this one's, with the standard library alone."""
+    allow_unsafe: bool = False
+    """Run the code with resource limits alone if there is no bubblewrap."""
 
 
 class PythonSandbox(BaseTool):
-    """Runs Python code, with a memory.
-
-    Config: `timeout` 10 seconds a call, `cpu_time` 120 seconds an episode, `memory_limit_mb` 512, `max_processes` 32,
-    `max_output_bytes` 65536 of stdout and of stderr, `disk_mb` 64; `warm` 2 sandboxes that wait; `num_workers` 16 calls at
-    once; `python` the interpreter, whose packages the code may import (by default this one's, standard library alone);
-    `allow_unsafe` false: true runs the code with resource limits alone where there is no bubblewrap.
-    """
+    """Runs Python code, with a memory. Config: `PythonSandboxSettings`."""
 
     checks_own_arguments = True
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        for name in config:
-            if name not in _LIMITS and name not in _OTHERS:
-                known = [*_LIMITS, *_OTHERS]
-                raise ConfigError(f"the Python sandbox has no setting {name!r}.{did_you_mean(str(name), known)}")
-        self.limits = SandboxLimits(**{_LIMITS[name]: value for name, value in config.items() if name in _LIMITS})
-        python = config.get("python") or bare_python()
+        settings = PythonSandboxSettings.read(config, who="the Python sandbox")
+        self.limits = SandboxLimits(
+            timeout_s=settings.timeout,
+            cpu_s=settings.cpu_time,
+            memory_mb=settings.memory_limit_mb,
+            processes=settings.max_processes,
+            output_bytes=settings.max_output_bytes,
+            disk_mb=settings.disk_mb,
+        )
+        python = settings.python or bare_python()
         interpreter_folders(python)
-        isolation = require_isolation(allow_unsafe=config.get("allow_unsafe") is True)
-        warm, workers = config.get("warm", 2), config.get("num_workers", 16)
-        for name, value, least in (("warm", warm, 0), ("num_workers", workers, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"the Python sandbox's {name} is {value!r}; it is a whole number from {least} on")
-        self._pool = WarmPool(lambda: Interpreter(self.limits, isolation=isolation, python=python), size=warm)
-        self._num_workers = workers
-        self._threads = DaemonThreads(name="sandbox", max_threads=workers)
+        isolation = require_isolation(allow_unsafe=settings.allow_unsafe)
+        self._pool = WarmPool(lambda: Interpreter(self.limits, isolation=isolation, python=python), size=settings.warm)
+        self._num_workers = settings.num_workers
+        self._threads = DaemonThreads(name="sandbox", max_threads=settings.num_workers)
         self._instance_dict: dict[str, _Session] = {}
 
     @property
