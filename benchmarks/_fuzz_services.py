@@ -440,7 +440,7 @@ async def a2a() -> AsyncIterator[Case]:
 
 PAPER: dict[str, Any] = {
     "ticket": "t", "about": {"goal": "Eat."}, "since": 1.0, "until": 4e9,
-    "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": [{"type": "text", "text": "Yes?"}]}],
+    "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}],
 }  # fmt: skip
 GIVEN = {"ticket": "t", "text": "And for four?", "is_end": False, "score": 0.5}
 TYPED = ("And for four?", "/end thanks", "/end 1 thanks", "/score 0.5 go on", "/help", "/score x", "/")

@@ -72,10 +72,10 @@ class Paper(Settings):
     """A conversation that waits at a desk."""
 
     ticket: str
-    about: dict[str, Any]
+    about: dict[str, str]
     since: float
     until: float
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, str]]
 
 
 class HumanQueue:
@@ -97,7 +97,7 @@ class HumanQueue:
             raise ConfigError(f"the desk {str(folder)!r} cannot be made: {one_line(problem)}") from problem
 
     async def ask(
-        self, messages: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any], deadline_s: float
+        self, messages: Sequence[Mapping[str, str]], *, about: Mapping[str, str], deadline_s: float
     ) -> HumanReply | None:
         """Let a conversation wait for an answer; return None if none came within `deadline_s`.
 
@@ -107,7 +107,13 @@ class HumanQueue:
             deadline_s: Seconds that it waits.
         """
         ticket, now, end = secrets.token_hex(16), time.time(), time.monotonic() + deadline_s
-        paper = Paper(ticket=ticket, about={**about}, since=now, until=now + deadline_s, messages=[{**m} for m in messages])
+        paper = Paper(
+            ticket=ticket,
+            about=_well_formed(about),
+            since=now,
+            until=now + deadline_s,
+            messages=[_well_formed(message) for message in messages],
+        )
         try:
             await self._threads.run(self._write, paper, on_late=lambda _: self._forget(ticket))
             while True:
@@ -152,7 +158,7 @@ class HumanQueue:
 
     def _write(self, paper: Paper) -> None:
         draft = self._waiting / f"{paper.ticket}.draft"
-        draft.write_text(paper.model_dump_json(fallback=str), encoding="utf-8")
+        draft.write_text(paper.model_dump_json(), encoding="utf-8")
         draft.replace(draft.with_suffix(".json"))  # atomic, so that no reader sees half a conversation
 
     def _answer_to(self, ticket: str) -> HumanReply | None:
@@ -168,6 +174,11 @@ class HumanQueue:
     def _forget(self, ticket: str) -> None:
         for part in (self._waiting, self._answers):
             (part / f"{ticket}.json").unlink(missing_ok=True)
+
+
+def _well_formed(texts: Mapping[str, str]) -> dict[str, str]:
+    """Replace halves of characters, which no file in UTF-8 can hold."""
+    return {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
 
 
 class Terminal:

@@ -108,6 +108,17 @@ async def test_unreadable_answer_is_not_thrown_away(tmp_path: Path) -> None:
     assert await asking == HumanReply(text="yes")
 
 
+async def test_half_of_a_character_is_shown_as_a_question_mark(tmp_path: Path) -> None:
+    desk = HumanQueue(tmp_path)
+    asking = asyncio.create_task(
+        desk.ask([{"role": "user", "content": "a\ud800"}], about={"goal": "\ud800"}, deadline_s=120)
+    )
+    (paper,) = await waiting(desk)
+    assert paper["about"] == {"goal": "?"} and paper["messages"] == [{"role": "user", "content": "a?"}]
+    desk.answer(paper["ticket"], HumanReply(text="yes"))
+    await asking
+
+
 async def test_cancelled_episode_leaves_the_desk(tmp_path: Path) -> None:
     desk = HumanQueue(tmp_path / "desk")
     running = asyncio.create_task(play(HumanUser({"at": "desk", "desk": "desk"}, base=tmp_path)))

@@ -129,12 +129,11 @@ def test_damaged_files_do_not_stop_a_queue_of_people(tmp_path: Path):
     texts = ["", "{", "[]", "5", '{"ticket": "4"}', '{"ticket": "5", "until": "x"}', "[" * 5000, deep]
     for number, text in enumerate(texts):
         (tmp_path / "waiting" / f"{number}.json").write_text(text)
-    assert desk.waiting() == []
     (tmp_path / "waiting" / "7.json").write_text(json.dumps({**good, "about": {"goal": "\ud800"}}))
-    assert [paper["about"] for paper in desk.waiting()] == [{"goal": "?"}], "what has half a character can be shown"
+    assert desk.waiting() == []
     for score in (10**400, float("nan"), True, "1"):
-        with pytest.raises(DataError, match="finite number"):
-            HumanReply.read({"text": "x", "score": score})
+        with pytest.raises(DataError, match="score"):
+            HumanReply.of({"text": "x", "score": score})
 
 
 async def test_damaged_answer_is_dropped_and_the_wait_goes_on(tmp_path: Path):
