@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,7 +50,7 @@ class Endpoint:
     """Deadline of one attempt."""
     max_tries: int = 6
     backoff_s: float = 1.0
-    """The wait before the second attempt; it doubles, with chance, up to a minute. A server's Retry-After counts instead."""
+    """The wait before the second attempt; it doubles, with jitter, up to a minute. A server's Retry-After counts instead."""
 
     def __repr__(self) -> str:
         return f"Endpoint(url={self.url!r}, model={self.model!r})"  # never the key
@@ -63,36 +63,34 @@ class _TryAgainError(Exception):
     """Seconds that the server asks to wait."""
 
 
-@dataclass(slots=True)
-class _Host:
-    """The requests that are under way at one host."""
+class _Hosts:
+    """The number of requests under way at each host, in one event loop."""
 
-    num_used: int = 0
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    def __init__(self) -> None:
+        self._num_used: Counter[str] = Counter()
+        self._freed: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)
+
+    @contextlib.asynccontextmanager
+    async def slot(self, url: str, *, limit: int) -> AsyncIterator[None]:
+        """Wait until fewer than `limit` requests are under way at the host of `url`, and count one more."""
+        host = urlsplit(url).netloc
+        async with self._freed[host]:
+            await self._freed[host].wait_for(lambda: self._num_used[host] < limit)
+            self._num_used[host] += 1
+        try:
+            yield
+        finally:
+            self._num_used[host] -= 1
+            async with self._freed[host]:
+                self._freed[host].notify_all()
 
 
-_HOSTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Host]] = weakref.WeakKeyDictionary()
-"""By event loop: what belongs to one cannot be waited for in another."""
-
-
-@contextlib.asynccontextmanager
-async def place_at(url: str, *, limit: int) -> AsyncIterator[None]:
-    """Wait until fewer than `limit` requests are under way at the host of `url`, and count one more."""
-    hosts = _HOSTS.setdefault(asyncio.get_running_loop(), {})
-    host = hosts.setdefault(urlsplit(url).netloc, _Host())
-    async with host.changed:
-        await host.changed.wait_for(lambda: host.num_used < limit)
-        host.num_used += 1
-    try:
-        yield
-    finally:
-        host.num_used -= 1
-        async with host.changed:
-            host.changed.notify_all()
+_HOSTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hosts] = weakref.WeakKeyDictionary()
+"""By event loop: a condition of one cannot be waited for in another."""
 
 
 class ChatClient:
-    """Connections to one endpoint, open while somebody uses them."""
+    """Connections to one endpoint, open while it is in use."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         """Take the address; nothing is connected yet.
@@ -123,43 +121,48 @@ class ChatClient:
         finally:
             self._num_users -= 1
             if self._num_users == 0:
-                await self._client.close()
-
-    async def ask(self, body: Mapping[str, Any]) -> Any:
-        """Return what the endpoint answers.
-
-        Raises:
-            EngineError: the server refused it, or did not answer in as many tries as allowed.
-            ConfigError: the server would refuse every request.
-        """
-        place, tries = self.endpoint, itertools.count()
-
-        async def once() -> Any:
-            self.num_retries += next(tries) > 0
-            return await self._once(body)
-
-        def again(problem: Exception) -> bool | float:
-            return isinstance(problem, _TryAgainError) and (problem.wait_s or True)
-
-        half = place.backoff_s / 2
-        try:
-            return await retried(once, again=again, tries=place.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half)
-        except _TryAgainError as problem:
-            raise EngineError(f"{place.url} {problem}; asked {place.max_tries} times") from problem
+                await self.close()
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
-    async def _once(self, body: Mapping[str, Any]) -> Any:
-        place = self.endpoint
+    async def ask(self, body: Mapping[str, Any]) -> Any:
+        """Return the endpoint's answer.
+
+        Raises:
+            EngineError: the server refused it, or did not answer in as many tries as allowed.
+            ConfigError: the server would refuse every request.
+        """
+        endpoint, num_tries = self.endpoint, 0
+
+        async def once() -> Any:
+            nonlocal num_tries
+            self.num_retries += num_tries > 0
+            num_tries += 1
+            return await self._once(body)
+
+        def again(problem: Exception) -> bool | float:
+            return isinstance(problem, _TryAgainError) and (problem.wait_s or True)
+
+        half = endpoint.backoff_s / 2
         try:
-            async with place_at(place.url, limit=place.max_concurrent):
+            return await retried(
+                once, again=again, tries=endpoint.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half
+            )
+        except _TryAgainError as problem:
+            raise EngineError(f"{endpoint.url} {problem}; asked {endpoint.max_tries} times") from problem
+
+    async def _once(self, body: Mapping[str, Any]) -> Any:
+        endpoint = self.endpoint
+        hosts = _HOSTS.setdefault(asyncio.get_running_loop(), _Hosts())
+        try:
+            async with hosts.slot(endpoint.url, limit=endpoint.max_concurrent):
                 answer = await self._post(body)
                 if answer.status == 400 and self._learns_from(answer.said(1 << 16)):
                     answer = await self._post(body)
         except LargeAnswerError as problem:
-            raise EngineError(f"{place.url}: {problem}; no model writes that much") from problem
+            raise EngineError(f"{endpoint.url}: {problem}; no model writes that much") from problem
         except (BrokenOffError, TimeoutError) as problem:
             raise _TryAgainError(f"cannot be reached ({one_line(problem)})") from problem
         if 200 <= answer.status < 300:
@@ -168,21 +171,17 @@ class ChatClient:
             except ValueError as problem:
                 raise _TryAgainError(f"answered no JSON: {answer.said(200)!r}") from problem
         if answer.status in AGAIN:
-            failed = _TryAgainError(f"answered {answer.status}: {_reason(answer)}")
-            failed.wait_s = answer.retry_after_s
-            raise failed
+            failure = _TryAgainError(f"answered {answer.status}: {_reason(answer)}")
+            failure.wait_s = answer.retry_after_s
+            raise failure
         kind = ConfigError if answer.status in HOPELESS else EngineError
-        raise kind(f"{place.url} refused the request for {place.model!r} with {answer.status}: {_reason(answer)}")
+        raise kind(f"{endpoint.url} refused the request for {endpoint.model!r} with {answer.status}: {_reason(answer)}")
 
     async def _post(self, body: Mapping[str, Any]) -> HttpReply:
-        return await self._client.send("POST", f"{self.endpoint.url.rstrip('/')}/chat/completions", self._fitted(body))
-
-    def _fitted(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body in the words that this server knows."""
-        fitted = {k: v for k, v in body.items() if k != "seed" or self._sends_seed}
+        sent = {name: value for name, value in body.items() if name != "seed" or self._sends_seed}
         if self.endpoint.max_tokens is not None:
-            fitted[self._length_name] = self.endpoint.max_tokens
-        return fitted
+            sent[self._length_name] = self.endpoint.max_tokens
+        return await self._client.send("POST", f"{self.endpoint.url.rstrip('/')}/chat/completions", sent)
 
     def _learns_from(self, refusal: str) -> bool:
         """Note which optional parameter a server does not know; return whether it is worth asking again."""
@@ -219,9 +218,9 @@ def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
 
 def _reason(answer: HttpReply) -> str:
     try:
-        found = answer.json()
-        error = found.get("error", found)
-        said = str(error.get("message", error) if isinstance(error, dict) else error)
+        body = answer.json()
+        error = body.get("error", body)
+        message = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
-        said = answer.said()
-    return hide(" ".join(said.split()), *answer.secrets)[:300] or "it gave no reason"
+        message = answer.said()
+    return hide(" ".join(message.split()), *answer.secrets)[:300] or "it gave no reason"
