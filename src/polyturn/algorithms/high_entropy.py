@@ -4,8 +4,8 @@
     factor_t  = 1 if entropy_t >= threshold, else 0            of the policy loss of token t
 
 The average still counts the other tokens, so a token that stays weighs what it weighed without the selection. Source: Wang
-et al. 2025 (Beyond the 80/20 Rule, arXiv 2506.01939), equation 6, which takes the threshold over a micro-batch; TRL and
-ms-swift have it as `top_entropy_quantile`. Here it is taken over everything that one optimizer step trains on, so that the
+et al. 2025 (Beyond the 80/20 Rule, arXiv 2506.01939), equation 6, which takes the threshold over a micro-batch; TRL
+has it as `top_entropy_quantile`. Here it is taken over everything that one optimizer step trains on, so that the
 result does not depend on micro-batches or ranks.
 """
 

@@ -55,6 +55,7 @@ command()(recorded.report)
 command()(around.check)
 command()(around.init)
 command()(around.doctor)
+command()(around.model)
 command()(around.export)
 command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
 for _name in RETIRED:

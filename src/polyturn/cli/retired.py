@@ -12,7 +12,6 @@ RETIRED = {
     "runs": "`polyturn show FOLDER` lists the runs of a folder",
     "plot": "`polyturn report RUN... --metric NAME -o curve.png` draws metrics",
     "answer": "`polyturn view --desk DESK` shows the conversations that wait, and answers them here with --terminal",
-    "model": "`polyturn data model NAME` fetches a model",
 }
 """Command -> what to do instead."""
 

@@ -67,14 +67,14 @@ class LegacyEnvironment:
 
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
             served = Served(client)
-            found = await self._env.run_rollout(
+            output = await self._env.run_rollout(
                 input, served, model, dict(self._env.sampling_args), state_columns=["stop_condition"]
             )
         return {
-            "reward": float(found["reward"] or 0.0),
-            "metrics": {k: float(v) for k, v in (found.get("metrics") or {}).items()},
-            "stop_condition": found.get("stop_condition"),
-            "error": None if is_over else what_failed(found.get("error")),
+            "reward": float(output["reward"] or 0.0),
+            "metrics": {k: float(v) for k, v in (output.get("metrics") or {}).items()},
+            "stop_condition": output.get("stop_condition"),
+            "error": None if is_over else what_failed(output.get("error")),
         }
 
     async def close(self):

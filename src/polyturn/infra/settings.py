@@ -52,9 +52,9 @@ class Settings(BaseModel):
                 )
             if name not in fields:
                 raise ConfigError(f"{who}: there is no setting {name!r}.{did_you_mean(str(name), fields)}")
-        given = {k: v for k, v in config.items() if v is not None or type(None) in get_args(fields[k].annotation)}
+        options = {k: v for k, v in config.items() if v is not None or type(None) in get_args(fields[k].annotation)}
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(options)
         except ValidationError as problem:
             raise ConfigError(f"{who}: {'; '.join(_sentences(problem))}") from None
 

@@ -1,8 +1,8 @@
 """HumanUser: a person answers, in the terminal of the run or at a desk that `polyturn view --desk` shows as a page.
 
-    class_name: polyturn.interactions.human_user.HumanUser
-    config: {at: terminal}                                       one conversation after another, in the run's own terminal
-    config: {at: desk, desk: ./desk, deadline_s: 3600}           many at once; `polyturn view --desk ./desk` elsewhere
+class_name: polyturn.interactions.human_user.HumanUser
+config: {at: terminal}                                       one conversation after another, in the run's own terminal
+config: {at: desk, desk: ./desk, deadline_s: 3600}           many at once; `polyturn view --desk ./desk` elsewhere
 """
 
 from __future__ import annotations

@@ -172,11 +172,11 @@ def _read_turns(turns: Any, *, where: str) -> tuple[Recorded, ...]:
     read = []
     for number, turn in enumerate(turns):
         who = f"{where}, reply {number}: {turn!r:.100}"
-        given = {"content": turn} if isinstance(turn, str) else turn
-        if not isinstance(given, Mapping) or not isinstance(given.get("content"), str):
+        fields = {"content": turn} if isinstance(turn, str) else turn
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("content"), str):
             raise DataError(f"{who} is neither a text nor a mapping with `content`")
         try:
-            read.append(Recorded.read(given, who=who))
+            read.append(Recorded.read(fields, who=who))
         except ConfigError as problem:
             raise DataError(str(problem)) from problem
     return tuple(read)

@@ -195,8 +195,8 @@ def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
     if isinstance(read, Mapping):
         if "score" not in read:
             raise ValueError(f"has no 'score': {text!r:.200}")
-        read, said = read["score"], read.get("reason", "")
-        reason = said[:MAX_REASON] if isinstance(said, str) else brief(said, MAX_REASON)
+        read, why = read["score"], read.get("reason", "")
+        reason = why[:MAX_REASON] if isinstance(why, str) else brief(why, MAX_REASON)
     if isinstance(read, bool) or not isinstance(read, int | float) or as_score(read) is None:
         raise ValueError(f"has the score {brief(read)}, which is no finite number")
     if not low <= read <= high:

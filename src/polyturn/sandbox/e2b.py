@@ -87,14 +87,14 @@ class E2BSandbox(BaseSandbox):
             "metadata": {"polyturn": str(os.getpid())},
         }
         try:
-            made = await self._control("POST", "/sandboxes", body)
+            created = await self._control("POST", "/sandboxes", body)
         except SandboxError as problem:
             raise SandboxSetupError(str(problem)) from problem
-        self._id = made["sandboxID"]
-        domain = made.get("domain") or os.environ.get("E2B_DOMAIN", "e2b.app")
+        self._id = created["sandboxID"]
+        domain = created.get("domain") or os.environ.get("E2B_DOMAIN", "e2b.app")
         self._origin = os.environ.get("E2B_SANDBOX_URL", f"https://{PORT}-{self._id}.{domain}")
-        token = made.get("envdAccessToken") or ""
-        self._headers = {"E2b-Sandbox-Id": made["sandboxID"], "E2b-Sandbox-Port": str(PORT), "X-Access-Token": token}
+        token = created.get("envdAccessToken") or ""
+        self._headers = {"E2b-Sandbox-Id": created["sandboxID"], "E2b-Sandbox-Port": str(PORT), "X-Access-Token": token}
 
     async def _end(self) -> None:
         try:

@@ -98,11 +98,11 @@ def _listen(pid: int, namespaces: list[str]) -> socket.socket:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:
-            subprocess.run(command, stdin=theirs, capture_output=True, timeout=LISTEN_S, check=True)
+            subprocess.run(command, stdin=theirs.fileno(), capture_output=True, timeout=LISTEN_S, check=True)
         except (OSError, subprocess.SubprocessError) as problem:
-            told = getattr(problem, "stderr", None) or b""
+            error_bytes = getattr(problem, "stderr", None) or b""
             raise SandboxError(
-                f"nothing can listen in the sandbox's network ({told.decode().strip() or one_line(problem)}); set "
+                f"nothing can listen in the sandbox's network ({error_bytes.decode().strip() or one_line(problem)}); set "
                 "sandbox.network: true, and host and reach_as to what reaches this machine from inside"
             ) from problem
         _, (descriptor, *_), _, _ = socket.recv_fds(ours, 1, 1)

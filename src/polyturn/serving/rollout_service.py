@@ -83,10 +83,10 @@ class RolloutService:
         Raises:
             ConfigError: `config` asks for what the engine cannot do.
         """
-        asked = self._asked(config or {})
+        options = self._asked(config or {})
         limits = [t for t in (timeout_s, self._deadline_s) if t is not None]
         deadline = min(limits) if limits else None
-        replies = [asyncio.create_task(self._reply(request, asked, deadline)) for request in requests]
+        replies = [asyncio.create_task(self._reply(request, options, deadline)) for request in requests]
         try:
             return [output for reply in replies for output in await reply]
         finally:
@@ -154,15 +154,15 @@ class RolloutService:
             seed=secrets.randbits(48) if seed is None else seed,
         )
 
-    async def _reply(self, request: Any, asked: _Asked, deadline_s: float | None) -> list[dict[str, Any]]:
-        given = request.get("uuid") if isinstance(request, Mapping) else None
-        name = str(given or f"chatcmpl-{uuid.uuid4().hex}")
+    async def _reply(self, request: Any, options: _Asked, deadline_s: float | None) -> list[dict[str, Any]]:
+        own_uuid = request.get("uuid") if isinstance(request, Mapping) else None
+        name = str(own_uuid or f"chatcmpl-{uuid.uuid4().hex}")
         try:
             task = task_of(request, id=name, max_messages=self.context.limits.max_context)
             with AsSchedulerError("the scheduler's check_task"):
                 self.context.scheduler.check_task(task)
             await check_length(task.prompt, codec=self.context.codec, limits=self.context.limits)
-            running = asyncio.create_task(self._run(task, asked))
+            running = asyncio.create_task(self._run(task, options))
         except (PolyturnError, TypeError) as problem:
             return [_failure(name, f"the request cannot be run: {one_line(problem)}")]
         self._live.add(running)
@@ -171,7 +171,7 @@ class RolloutService:
             if not done:
                 running.cancel()
                 return [_failure(name, f"the episode was not over after {deadline_s:g} seconds")]
-            return _outputs(running.result(), name, asked.stops)
+            return _outputs(running.result(), name, options.stops)
         except asyncio.CancelledError:
             if self.is_stopping and running.cancelled():
                 return [_failure(name, "the server was stopped before the episode was over")]
@@ -185,13 +185,13 @@ class RolloutService:
             running.cancel()
             self._live.discard(running)
 
-    async def _run(self, task: Task, asked: _Asked) -> Trajectory:
+    async def _run(self, task: Task, options: _Asked) -> Trajectory:
         def begin(episode: Episode) -> None:
-            episode.sample_as(asked.sampling, stops=asked.stops)
+            episode.sample_as(options.sampling, stops=options.stops)
 
         async with self._slots:
-            name, seed = f"{task.id}/{next(self._numbers)}", derive_seed(asked.seed, task.id, 0)
-            return await run_episode(self.context, task, id=name, seed=seed, sampling=asked.sampling, on_start=begin)
+            name, seed = f"{task.id}/{next(self._numbers)}", derive_seed(options.seed, task.id, 0)
+            return await run_episode(self.context, task, id=name, seed=seed, sampling=options.sampling, on_start=begin)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,8 +114,8 @@ class EpisodeTools:
         self._is_started = True
         self._names = self._toolbox.select(task)
         self._kwargs = task.tools_kwargs
-        said = await self._create(self._names)
-        return tuple(result for result in said if result is not None)
+        message = await self._create(self._names)
+        return tuple(result for result in message if result is not None)
 
     async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
@@ -191,8 +191,8 @@ class EpisodeTools:
         Raises:
             SnapshotError: a tool's `restore` raised or was late.
         """
-        for name, held in state["states"].items():
-            await self._hook(name, "restore", self._ids[name], held)
+        for name, tool_state in state["states"].items():
+            await self._hook(name, "restore", self._ids[name], tool_state)
         if "extra" in state:
             data = self._seen_by_tools()
             data.tool_rewards, data.extra_fields = list(state["rewards"]), dict(state["extra"])

@@ -153,15 +153,15 @@ class HttpService:
         if 300 <= answer.status < 400:  # nor is it quoted
             error = f"HTTP {answer.status}: it redirects, which is not followed; give the address that it leads to"
             return ServiceReply(status="refused", error=error, num_tries=number), True
-        said = answer.said(200) if len(answer.content) < MAX_QUOTED else ""
+        text = answer.said(200) if len(answer.content) < MAX_QUOTED else ""
         if answer.status >= 400:
             kind: Status = "server_error" if answer.status >= 500 else "refused"
-            failed = ServiceReply(status=kind, error=f"HTTP {answer.status}: {said}", num_tries=number)
+            failed = ServiceReply(status=kind, error=f"HTTP {answer.status}: {text}", num_tries=number)
             return failed, answer.status not in RETRIED
         try:
             return ServiceReply(status="ok", data=answer.json(), num_tries=number), True
         except ValueError:
-            return ServiceReply(status="bad_reply", error=f"the reply is no JSON: {said}", num_tries=number), True
+            return ServiceReply(status="bad_reply", error=f"the reply is no JSON: {text}", num_tries=number), True
 
 
 class _ServiceBusyError(Exception):

@@ -175,15 +175,15 @@ class Toolbox:
 def _schema_of(tool: Tool) -> dict[str, Any]:
     try:
         schema = dict(tool.schema)
-        found = excess(schema, max_count=MAX_SCHEMA_PARTS)
+        problem = excess(schema, max_count=MAX_SCHEMA_PARTS)
     except RecursionError:  # it is written out by recursion where it is no plain dictionary
-        found = "it is nested without end, or refers to itself"
-    if found is not None:
-        raise ConfigError(f"the tool {tool.name!r} has a schema that no prompt can show: {found}; write it flatter")
+        problem = "it is nested without end, or refers to itself"
+    if problem is not None:
+        raise ConfigError(f"the tool {tool.name!r} has a schema that no prompt can show: {problem}; write it flatter")
     schema = copy.deepcopy(schema)
-    shown = schema.get("function", {}).get("name")
-    if shown != tool.name:
-        raise ConfigError(f"the tool {tool.name!r} is called {shown!r} in its schema; the model would call it by that name")
+    name = schema.get("function", {}).get("name")
+    if name != tool.name:
+        raise ConfigError(f"the tool {tool.name!r} is called {name!r} in its schema; the model would call it by that name")
     return schema
 
 

@@ -94,9 +94,9 @@ class Network(nn.Module):
 
     def entropies(self, batch: MicroBatch) -> Tensor:
         """Return [S] the entropy of the distribution of each target, of a policy."""
-        found: TargetScores = self(batch, entropy_grad=False)
-        assert found.entropy_S is not None
-        return found.entropy_S
+        target_scores: TargetScores = self(batch, entropy_grad=False)
+        assert target_scores.entropy_S is not None
+        return target_scores.entropy_S
 
     def cut(self, batch: MicroBatch) -> tuple[MicroBatch, ContextShare | None]:
         """Return the tokens and targets of `batch` that this rank computes, and its share of the whole; None for all."""

@@ -105,8 +105,8 @@ class ModelPolicy(OverBackend):
             average, weight = loss.algorithm.aggregate, loss.algorithm.segment_weight
             coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
         samples = with_observation_coefs(samples, loss.algorithm.observation_coef)
-        found = self.backend.forward_backward(samples, coefs, "policy", TermWeights(self.kl.coef, self.entropy.coef))
-        return self._counted(found._replace(metrics={**found.metrics, **figures}))
+        result = self.backend.forward_backward(samples, coefs, "policy", TermWeights(self.kl.coef, self.entropy.coef))
+        return self._counted(result._replace(metrics={**result.metrics, **figures}))
 
     def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
         """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.

@@ -265,7 +265,7 @@ class Update:
         return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside what is in shards: the weight of the KL penalty, the estimator's state."""
+        """Return the unsharded part of a checkpoint: the weight of the KL penalty and the estimator's state."""
         return {
             "reward_kl": None if self._reward_kl is None else self._reward_kl.state_dict(),
             "has_scored": self._has_scored,

@@ -309,7 +309,6 @@ def test_retired_command_names_its_replacement() -> None:
         ("runs", "polyturn show"),
         ("plot", "polyturn report"),
         ("answer", "polyturn view --desk"),
-        ("model", "polyturn data model"),
     ):
         assert_refused(call(name, "x", "--option", "y"), successor)
 

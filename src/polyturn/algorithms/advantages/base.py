@@ -262,9 +262,7 @@ def centred(values_G: Rewards) -> Rewards:
 def discounted(values_N: NDArray[np.float64], decay_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [N] the sums x_n = v_n + decay_n x_{n+1}, from the last to the first; nothing follows the last."""
     pairs = zip(reversed(values_N.tolist()), reversed(decay_N.tolist()), strict=True)
-    sums = accumulate(
-        pairs, lambda later, pair: pair[0] + pair[1] * later, initial=0.0
-    )
+    sums = accumulate(pairs, lambda later, pair: pair[0] + pair[1] * later, initial=0.0)
     return np.array([*sums][:0:-1], dtype=np.float64)
 
 

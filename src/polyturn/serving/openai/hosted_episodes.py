@@ -162,7 +162,7 @@ class OpenAIService:
         try:
             await asyncio.wait([running, answer], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
             if answer.done():
-                return [_with_fresh_ids(said) for said in answer.result()]
+                return [_with_fresh_ids(response) for response in answer.result()]
             answer.cancel()
             trajectory = running.result()
             raise BadRequest(trajectory.error or "the request was ended", status=503, code="server_error")
@@ -227,8 +227,10 @@ class OpenAIService:
         self._live[live.name] = live
         self._keys[live.name] = live.address.reward_key
         live.task.add_done_callback(lambda done: self._end(live, id, done))
-        told = {"base_url": live.address.base_url, "anthropic_base_url": live.address.anthropic_base_url}
-        return json_answer({"id": live.name, **told, "api_key": live.address.api_key, "reward_key": live.address.reward_key})
+        addresses = {"base_url": live.address.base_url, "anthropic_base_url": live.address.anthropic_base_url}
+        return json_answer(
+            {"id": live.name, **addresses, "api_key": live.address.api_key, "reward_key": live.address.reward_key}
+        )
 
     def _end(self, live: _CreatedEpisode, id: str, done: asyncio.Task[Trajectory]) -> None:
         self._visits.pop(id, None)
@@ -294,12 +296,12 @@ class OpenAIService:
                     live.ending.set()
 
 
-def _with_fresh_ids(said: ChatResponse) -> ChatResponse:
+def _with_fresh_ids(response: ChatResponse) -> ChatResponse:
     """Return an answer whose calls have ids that no other request's have: here every request is an episode's first."""
     calls = tuple(
-        dataclasses.replace(c, id=f"call_{secrets.token_hex(8)}") if c.id.startswith("call_") else c for c in said.calls
+        dataclasses.replace(c, id=f"call_{secrets.token_hex(8)}") if c.id.startswith("call_") else c for c in response.calls
     )
-    return dataclasses.replace(said, calls=calls) if calls else said
+    return dataclasses.replace(response, calls=calls) if calls else response
 
 
 def _look_at(done: asyncio.Task[Trajectory]) -> None:

@@ -169,7 +169,7 @@ class BlackBox(SessionScheduler):
             raise ConfigError(f"black_box: max_calls is {self.max_calls}; use at least 1")
         function = self._function
         self._wanted = () if function is None else _wanted(function, self._kwargs, str(agent))
-        if "reward_key" in self._wanted and self.reward != "posted":
+        if function is not None and "reward_key" in self._wanted and self.reward != "posted":
             if inspect.signature(function).parameters.get("reward_key") is not None:
                 raise ConfigError(
                     f"black_box: the agent {agent!r} has a parameter 'reward_key', and reward is {self.reward!r}: nothing "
