@@ -258,9 +258,7 @@ def no_assert_on_wall_time(tree: Tree) -> Iterator[Violation]:
 def prose_names_the_thing(tree: Tree) -> Iterator[Violation]:
     for path, text in tree.texts.items():
         for match in PHRASES.finditer(text):
-            yield Violation(
-                path, _line(text, match), f"{match[0]!r} is a phrase that the style guide replaces; name the thing"
-            )
+            yield Violation(path, _line(text, match), f"{match[0]!r} hides the thing that it stands for; name it")
 
 
 def variables_tell_their_content(tree: Tree) -> Iterator[Violation]:

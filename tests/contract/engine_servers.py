@@ -64,5 +64,7 @@ def launch_spec(
 ) -> LaunchSpec:
     """Return how `engine` serves the model in `model` on a CPU, as a run would start it; weights come by a folder too."""
     make = getattr(serve_commands, f"{engine}_command")
-    spec = make(python=str(interpreter(engine)), model=model, max_context=max_context, device="cpu", sees=sees, way=way)
+    spec = make(
+        python=str(interpreter(engine)), model=model, max_context=max_context, device="cpu", sees=sees, transport=way
+    )
     return dataclasses.replace(spec, ready_timeout_s=READY_S)

@@ -36,7 +36,7 @@ async def test_sleeping_server_frees_the_gpu_and_wakes_with_new_weights(kind, wa
         model=tmp_path,
         max_context=2048,
         device="cuda",
-        way=way,
+        transport=way,
         args=[client.sleep_flag, client.share_flag, str(SHARE)],
     )
     transfer = WeightTransfer(way, client.open_link) if way == "ipc" else None

@@ -51,7 +51,7 @@ async def test_quickstart_tool_and_interaction_run(tmp_path: Path):
     assert [m.role for m in observed] == ["user", "tool", "tool", "user"]
     assert "no item 'lampe'" in observed[1].text, "a tool's own error is what the model reads"
     assert observed[2].text == "40"
-    assert t.turns[0].info == {"said": "It costs 41."}
+    assert t.turns[0].info == {"answer": "It costs 41."}
     assert t.reward is not None and t.reward.total == 1.0
 
 

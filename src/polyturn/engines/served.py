@@ -66,7 +66,9 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     transfer = None if in_folder else WeightTransfer(transport, client.open_link, own_model=own_model)
     key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
     launches = (
-        [] if options.urls else _launches(launch, setup, client, functools.partial(command, way=transport), folder.path)
+        []
+        if options.urls
+        else _launches(launch, setup, client, functools.partial(command, transport=transport), folder.path)
     )
     starters = [Server.start if places is None else places.starter(number) for number in range(len(launches))]
     supervisors = [

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 
 from polyturn.algorithms.advantages import advantages
+from polyturn.algorithms.advantages.base import traits_of
 from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.algorithms.loss_options import LossOptions, NamedLossOptions
 from polyturn.algorithms.losses import policy_losses, takes_option
@@ -68,5 +69,7 @@ def test_options_of_an_estimator_are_its_arguments() -> None:
     ours = [name for name in advantages if advantages.resolve(name).__module__.startswith("polyturn.algorithms")]
     assert sorted(found) == sorted(ours)
     for name, options in found.items():
-        parameters = inspect.signature(advantages.resolve(name)).parameters.values()
-        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(keys_of(options)) - {"name"}, name
+        estimator = advantages.resolve(name)
+        arguments = {p.name for p in inspect.signature(estimator).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        ours = {"state"} if traits_of(estimator).keeps_state else set()
+        assert arguments - ours == set(keys_of(options)) - {"name"}, name

@@ -40,7 +40,7 @@ def show(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show the one trajectory token by token, with its mask.")] = False,
     limit: Annotated[int, typer.Option("-n", min=1, help="How many trajectories to list.")] = 20,
 ) -> None:
-    """List the runs of a folder or a run's trajectories, or show one, down to its tokens."""
+    """List the runs of a folder, or a run's trajectories, or show one."""
     from polyturn.cli import show as command
 
     chosen = named or trajectory
@@ -110,7 +110,7 @@ def report(
         typer.Option(help="Draw this metric as a picture (.png, .svg, .pdf) instead; * is any part; may be repeated."),
     ] = None,
 ) -> None:
-    """Write one self-contained page about runs, or a picture of their metrics."""
+    """Write a page about runs in one file, or plot their metrics."""
     from polyturn.cli.console import Output
 
     if metric:
