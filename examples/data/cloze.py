@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import ConfigError, DataError, PolyturnError
 from polyturn.data.prepare import search_row
 from polyturn.retrieval.bm25 import words
 from polyturn.retrieval.index import SearchIndex, build_index
@@ -179,9 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--out", type=Path, required=True, help="the folder to write to")
     parser.add_argument("--questions", type=int, default=5000, help="questions at most")
     chosen = parser.parse_args(arguments)
-    passages = [passage for path in chosen.texts for passage in read_passages(path)]
-    for path in prepare_cloze(passages, out=chosen.out, max_questions=chosen.questions):
-        print(path)
+    if chosen.questions < 1:
+        parser.error(f"--questions is {chosen.questions}; give at least 1")
+    try:
+        passages = [passage for path in chosen.texts for passage in read_passages(path)]
+        for path in prepare_cloze(passages, out=chosen.out, max_questions=chosen.questions):
+            print(path)
+    except PolyturnError as problem:
+        parser.error(str(problem))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ interpreter that runs, so another Python version has other passages.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import json
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,6 +72,15 @@ def _documented(module: ModuleType) -> Iterator[tuple[str, Any]]:
             )
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the passages and print where they are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the .jsonl file to write")
+    out = parser.parse_args(arguments).out
     lines = [json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in python_documentation()]
-    Path(sys.argv[1]).write_text("".join(lines), encoding="utf-8")
+    out.write_text("".join(lines), encoding="utf-8")
+    print(f"{out}: {len(lines)} passages")
+
+
+if __name__ == "__main__":
+    main()

@@ -105,6 +105,8 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     "max_assistant_turns": _is("rollout.limits.max_turns"),
     # Optimizer and loss
     "learning_rate": _is("train.optim.lr"),
+    "top_entropy_quantile": _is("algorithm.high_entropy_share"),
+    "use_bias_correction_kl": _is("algorithm.kl.importance"),
     "lr_scheduler_type": _is("train.optim.schedule"),
     "warmup_ratio": _is("train.optim.warmup_steps"),
     "lr_warmup_steps": _is("train.optim.warmup_steps"),

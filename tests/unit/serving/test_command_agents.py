@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,27 @@ def test_agent_of_the_table_is_told_its_instruction_and_model(name: str):
     everything = [*own.command, *own.variables.values(), *own.files.values()]
     assert any("m1" in text for text in everything)
     assert not any(field in text for text in everything for field in ("{model}", "{base_url}", "{api_key}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"command": ()}, "command"),
+        ({"command": "sh -c true"}, "command"),
+        ({"timeout_s": "10"}, "timeout_s"),
+        ({"timeout_s": -1}, "timeout_s"),
+        ({"variables": {"A": 5}}, "variables"),
+        ({"files": {"../evil": "x"}}, "../evil"),
+        ({"files": {"/evil": "x"}}, "/evil"),
+    ],
+)
+def test_field_of_an_agent_that_cannot_work_is_refused(options: dict[str, Any], key: str):
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        CommandLineAgent(**{"command": ("true",), **options})
+
+
+@pytest.mark.parametrize("sandbox", WHERE)
+async def test_files_of_an_agent_may_lie_in_folders(sandbox: Any):
+    program = SCRIPT.replace("os.listdir(home)", 'open(home + "/a/b.txt").read() == "c"')
+    t = await play(dataclasses.replace(AGENT, files={"agent.py": program, "a/b.txt": "c"}), sandbox=sandbox)
+    assert t.error is None

@@ -330,3 +330,14 @@ def odd(base_url: str, browser: Any) -> None: ...
 def test_agent_that_cannot_be_called_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         BlackBox(**options)
+
+
+@pytest.mark.parametrize(("own", "ends"), [(2, StopReason.ERROR), (None, StopReason.LENGTH)])
+async def test_agent_that_fails_behind_a_cut_fails_unless_the_run_cut(own: int | None, ends: StopReason) -> None:
+    async def agent(client: Client) -> None:
+        await client.chat([user("a")], **({} if own is None else {"max_tokens": own}))
+        raise KeyError("bug")
+
+    t = await play(agent, ["a long answer"], limits=Limits(max_context=4000, max_tokens_per_turn=3))
+    assert t.stop_reason is ends
+    assert "bug" in str(t.error) if own else t.error is None

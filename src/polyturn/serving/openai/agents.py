@@ -18,6 +18,7 @@ empty folder for the agent's own files, beside the one it works in. The episode 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import shlex
 import subprocess
@@ -25,7 +26,7 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
@@ -63,6 +64,20 @@ class CommandLineAgent:
     `rollout.limits.timeout_s`."""
     reads_task: bool = False
     """Whether the task stands on its standard input, as one line of JSON. Else that is empty."""
+
+    def __post_init__(self) -> None:
+        command, limit = self.command, self.timeout_s
+        if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
+            raise ConfigError(f"CommandLineAgent: command is {command!r:.100}; give a tuple: the program and its arguments")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf):
+            raise ConfigError(f"CommandLineAgent: timeout_s is {limit!r:.100}; give a number of seconds above 0, or None")
+        for where, texts in (("variables", self.variables), ("files", self.files)):
+            for name, text in texts.items():
+                if not isinstance(name, str) or not isinstance(text, str):
+                    raise ConfigError(f"CommandLineAgent: {where}[{name!r}] is {text!r:.100}; names and values are texts")
+        for name in self.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ConfigError(f"CommandLineAgent: files has {name!r}; give a path inside home")
 
     def filled(self, *, address: Address, model: str, instruction: str, home: str) -> CommandLineAgent:
         """Return the agent with the values of one episode in place of the names between braces."""
@@ -267,5 +282,7 @@ def _make_folders(folder: Path, files: Mapping[str, str]) -> Path:
     for name in ("home", "work"):
         (folder / name).mkdir()
     for name, content in files.items():
-        (folder / "home" / name).write_text(content, encoding="utf-8")
+        file = folder / "home" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
     return folder / "work"

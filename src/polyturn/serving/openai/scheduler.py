@@ -143,6 +143,9 @@ class BlackBox(SessionScheduler):
             raise ConfigError(f"black_box: sampling is {self.sampling!r}; use 'run' or 'request'")
         if command is not None and (isinstance(command, str) or not command):
             raise ConfigError(f"black_box: command is {command!r}; write it as a list, [python, agent.py]")
+        for name in ("models", "ignore"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(f"black_box: {name} is {getattr(self, name)!r}; give a list of names")
         self._kwargs = dict(self.kwargs or {})
         self._spec = None if self.sandbox is None else read_spec(self.sandbox, where="sandbox", base=self.base)
         target = _target(agent, command, base=self.base)

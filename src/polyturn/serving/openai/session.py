@@ -113,6 +113,8 @@ class AgentSession:
         self._is_ready = asyncio.Event()
         self._over: StopReason | None = None
         """The reason that cut the latest request off; None where it was answered in full."""
+        self._is_refused = False
+        """Whether a limit of the run refused the latest request or cut its completion."""
         self._is_aborted = False
 
     async def run(self, agent: Callable[[], Awaitable[None]]) -> StopReason:
@@ -140,9 +142,9 @@ class AgentSession:
         try:
             await agent()
         except SchedulerError as problem:
-            if self._over is None and not self._is_aborted:
+            if not self._is_refused and not self._is_aborted:
                 raise
-            logger.debug("%s: its agent ended at a limit: %s", self.id, one_line(problem))
+            logger.info("%s: its agent failed behind a limit, so the episode is truncated: %s", self.id, one_line(problem))
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
         """Say what the episode is worth; the last word counts.
@@ -178,7 +180,7 @@ class AgentSession:
         await refuse_too_long(ask, self._episode)
         self._check_live()
         if self.num_calls + ask.n > self.rules.max_calls:
-            self._over = StopReason.MAX_TURNS
+            self._over, self._is_refused = StopReason.MAX_TURNS, True
             raise BadRequest(
                 f"the episode may have {self.rules.max_calls} completions and has had {self.num_calls}", code="limit"
             )
@@ -300,7 +302,7 @@ class AgentSession:
         else:
             self._is_aborted |= reason is StopReason.ABORTED
             if conversation.reply is not None:  # the loop ended instead of an answer
-                self._over = reason
+                self._over, self._is_refused = reason, True
                 _fail(conversation, self._limit(episode, reason))
 
     def _limit(self, episode: Episode, reason: StopReason) -> BadRequest:
@@ -330,6 +332,9 @@ class AgentSession:
         else:
             reply.set_result(response)
             self._over = turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
+            # A cut that the request asked for is no limit of the run: an agent that fails behind it has failed.
+            own = conversation.ask.max_tokens
+            self._is_refused = self._over is not None and (own is None or own >= self._sampling.max_tokens)
         if self.ended is not None:
             return Reply()
         conversation.waiting_after, conversation.heard = after_turn, asyncio.get_running_loop().create_future()
