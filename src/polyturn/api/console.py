@@ -47,7 +47,7 @@ class _Console(Console):
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console for text that anybody wrote."""
+    """Return a console for untrusted text."""
     console = _Console(stderr=stderr, highlight=False, markup=False)
     console.push_render_hook(_MakePrintable())
     return console
@@ -55,7 +55,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 @functools.cache
 def stderr_console() -> Console:
-    """Return the console of log lines and progress bars, the same one for everybody."""
+    """Return the console of log lines and progress bars, shared by all loggers."""
     return make_console(stderr=True)
 
 
@@ -101,5 +101,5 @@ def quiet_transformers() -> None:
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the console as everybody's do, once
+    logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the console once, like all others
     enable_progress_bars()

@@ -59,7 +59,7 @@ command()(around.model)
 command()(around.export)
 command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
 for _name in RETIRED:
-    command(_name, hidden=True, context_settings=_ANY_ARGUMENTS)(retired(_name))
+    command(_name, hidden=True, add_help_option=False, context_settings=_ANY_ARGUMENTS)(retired(_name))
 
 
 def _version(is_asked: bool) -> None:

@@ -246,7 +246,7 @@ class EnginePool(BaseEngine):
                         else:
                             replica.is_stale = True  # it gets them when it is back
             if is_kept:
-                self._served = PoolWeights(version, payload)  # before anybody waits: who comes back gets these
+                self._served = PoolWeights(version, payload)  # before servers are awaited: one that returns gets these
             self._is_pushing = False
             if not any(replica.is_live for replica in self._replicas) and not (is_kept and await self._one_is_live()):
                 problems = problems or ["all are lost"]

@@ -4,7 +4,7 @@
     on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, where the keys' heads are on both
 
 Checksums are additive (`server_side/polyturn_weights.py`), so a fused or sharded tensor's is a small sum of those of its
-parts. Which sum is not looked up in anybody's list of models: while the canary's weights are served all tensors differ, and
+parts. Which sum is not looked up in a list of models: while the canary's weights are served all tensors differ, and
 the one sum that comes out right is what that tensor is made of. A tensor that no sum explains (a quantised one, a packed
 copy) is not compared.
 """

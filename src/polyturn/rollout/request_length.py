@@ -58,7 +58,7 @@ async def check_text(
     limit = limits.max_context
     if limit is None:
         return
-    # Only the owner's text is encoded with control tokens; in everybody else's, each takes several tokens.
+    # Only the owner's text is encoded with control tokens; in any other text, each takes several tokens.
     trusted = [_text_of(m) for m in messages if m.origin is Origin.OWNER] + ([json.dumps(tools)] if tools else [])
     foreign = [_text_of(m) for m in messages if m.origin is not Origin.OWNER]
     num_chars = sum(map(len, trusted + foreign))

@@ -5,7 +5,7 @@
 
 The producer starts a group whenever the buffer grants a slot; the consumer takes one step's groups, trains, publishes the
 new weights, and only then frees the slots. Where the engine samples from the trainer's own parameters, training runs
-without giving up the event loop, so that no one samples from half an update; else it runs in a thread, and rollout goes on
+without giving up the event loop, so that nothing samples from half an update; else it runs in a thread, and rollout goes on
 beside it, unless the engine is on the trainer's GPUs: it then sleeps, and sampling pauses during an update. A cancellation
 never lands in the middle of a step.
 """

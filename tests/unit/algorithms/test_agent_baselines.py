@@ -65,8 +65,14 @@ def test_agent_without_peers_gets_no_advantage():
     assert peers([view("", "solver 1", 1.0), view("", "proposer", 3.0)]) == [[0.0], [0.0]]
 
 
-def test_one_agent_is_centred_over_its_group():
+def test_one_agent_is_centred_over_its_group(caplog: pytest.LogCaptureFixture):
     assert peers([view("", None, 1.0, 0.0)]) == [[0.5, -0.5]]
+    assert "none with a reward of its own" in caplog.text
+
+
+def test_pattern_without_an_agent_is_logged(caplog: pytest.LogCaptureFixture):
+    peers([view("", "solver 1", 1.0, 0.0)], within=["sover*"])
+    assert "sover*" in caplog.text and "solver 1" in caplog.text
 
 
 def peers(batch: list[GroupView], **options: Any) -> list[list[float]]:

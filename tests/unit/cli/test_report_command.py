@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polyturn.cli.main import app
-from polyturn.core.errors import DataError
+from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.pool import GroupSpec, RolloutPool
@@ -145,3 +145,9 @@ def test_before_is_the_evaluation_of_step_zero_only(tmp_path: Path):
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = page_of(tmp_path, tmp_path / "run").answers["runs/0/overview"]["before_after"]
     assert found == {"greedy: success": "0.100 → 0.800", "late: success": "- → 0.900"}
+
+
+def test_report_refuses_options_that_it_would_ignore(tmp_path: Path):
+    for words, key in ((("-o", "page.png"), "page.png"), (("-n", "3", "--metric", "reward/mean"), "-n")):
+        called = CliRunner().invoke(app, ["report", str(tmp_path), *words])
+        assert isinstance(called.exception, ConfigError) and key in str(called.exception)

@@ -311,6 +311,7 @@ def test_retired_command_names_its_replacement() -> None:
         ("answer", "polyturn view --desk"),
     ):
         assert_refused(call(name, "x", "--option", "y"), successor)
+        assert_refused(call(name, "--help"), successor)
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def context(url: str, *, limits: Limits | None = None) -> RolloutContext:
         engine=ChatEngine(Endpoint(url=url, model="m", backoff_s=0.01, max_tries=2)),
         codec=text_codec(),
         parser=HermesParser(),
-        tools=Toolbox([add], ToolOptions(timeout_s=5.0)),
+        tools=Toolbox([add], ToolOptions(timeout_s=60.0)),
         interactions={},
         rewarder=RewardRouter({}),
         scheduler=MultiTurnScheduler(),

@@ -109,7 +109,7 @@ def context(**options: Any) -> RolloutContext:
     return RolloutContext(
         engine=EmbeddedEngine(model(), media=MEDIA, num_slots=4),
         codec=CODEC,
-        tools=Toolbox([look], ToolOptions(timeout_s=5.0)),
+        tools=Toolbox([look], ToolOptions(timeout_s=60.0)),
         interactions={"painter": Painter({"name": "painter"})},
         rewarder=RewardRouter({}),
         sampling=SamplingParams(temperature=1.0),

@@ -185,3 +185,10 @@ async def test_files_of_an_agent_may_lie_in_folders(sandbox: Any):
     program = SCRIPT.replace("os.listdir(home)", 'open(home + "/a/b.txt").read() == "c"')
     t = await play(dataclasses.replace(AGENT, files={"agent.py": program, "a/b.txt": "c"}), sandbox=sandbox)
     assert t.error is None
+
+
+@pytest.mark.parametrize("sandbox", WHERE)
+def test_missing_program_of_a_command_is_refused_before_the_run(sandbox: Any):
+    scheduler = BlackBox(command=["no-such-program"], sandbox=sandbox)
+    with pytest.raises(ConfigError, match="no-such-program"):
+        scheduler.check_task(task("Say four."))

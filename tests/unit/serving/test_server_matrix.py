@@ -93,7 +93,7 @@ def tools(rules: ServerRules) -> Any:
         """Say something loudly."""
         return "A"
 
-    server = ToolServer(Toolbox([shout], ToolOptions(timeout_s=5.0, max_result_chars=None)))
+    server = ToolServer(Toolbox([shout], ToolOptions(timeout_s=60.0, max_result_chars=None)))
     app = server.http_app(idle_s=5.0, max_sessions=1000, max_body_bytes=rules.max_body_bytes)
     guarded(app, rules)
     return app

@@ -7,6 +7,7 @@ cut into samples or micro-batches.
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from polyturn.algorithms.advantages.base import (
     whiten,
 )
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 @declare(scope="batch")
@@ -121,8 +124,16 @@ def hierarchical_grpo(batch: Sequence[GroupView], *, within: Sequence[str] = ("s
 
     Agents whose names match a pattern of `within` (`fnmatch`) are compared with the others of their trajectory that match
     it: several solvers of the problem that this trajectory's proposer wrote. All other agents are compared over the group,
-    each with its own name: proposers of one task. One without peers gets 0. Source: prime-rl, `hierarchical_grpo`.
+    each with its own name: proposers of one task. One without peers gets 0. A step in which no agent matches is logged.
+    Source: prime-rl, `hierarchical_grpo`.
     """
+    agents = sorted({group.agent or "" for group in batch})
+    if not any(fnmatch.fnmatchcase(agent, pattern) for agent in agents for pattern in within):
+        logger.warning(
+            "hierarchical_grpo: no agent of this step matches within: %s, so all are compared over their groups; agents: %s",
+            ", ".join(within),
+            ", ".join(filter(None, agents)) or "none with a reward of its own",
+        )
     peers: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for g, group in enumerate(batch):
         pattern = next((one for one in within if fnmatch.fnmatchcase(group.agent or "", one)), None)

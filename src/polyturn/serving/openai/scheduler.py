@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -203,7 +205,10 @@ class BlackBox(SessionScheduler):
             DataError: the task has nothing that the agent can be told.
             ConfigError: the agent is not installed where it runs.
         """
-        if self._program is None or self._runs_by_base:
+        if self._program is None:
+            return
+        if self._runs_by_base:
+            self._check_command(self._program.command[0])
             return
         if not self._program.reads_task:
             instruction_of(task)
@@ -211,6 +216,14 @@ class BlackBox(SessionScheduler):
             name = self.agent if isinstance(self.agent, str) else self._program.command[0]
             check_installed(self._program, name, env=self._kwargs, spec=self._spec)
             self._is_checked = True
+
+    def _check_command(self, program: str) -> None:
+        path = self._kwargs.get("PATH") or os.environ.get("PATH")
+        located = (self.base or Path()) / program if os.sep in program else program
+        if shutil.which(located, path=path) is None:
+            raise ConfigError(
+                f"black_box: the program of command, {program!r}, is not on this machine; install it, or give its path"
+            )
 
     async def run(self, episode: Episode) -> StopReason:
         """Open a session on the episode and let its agent use it; a late agent ends it with a time-out.

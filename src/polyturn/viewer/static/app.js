@@ -82,7 +82,7 @@ function swap(built, of) {
   if (again) { main.querySelectorAll("tr[data-key]").forEach((tr) => (tr.tabIndex = -1)); again.tabIndex = 0; again.focus({ preventScroll: true }); }
 }
 
-// Build the page again where the run has gone on: the place on the screen stays, and a form that somebody is filling in.
+// Build the page again where the run has gone on: the place on the screen stays, and a half-filled form.
 async function follow() {
   const page = state.page, hash = location.hash;
   if (page?.update) return page.update();

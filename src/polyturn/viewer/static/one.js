@@ -23,7 +23,7 @@ export async function one(run, values) {
   return { element, ready: view.ready, key: (event) => (event.key === "n" ? step(1) : event.key === "p" ? step(-1) : view.key(event)) };
 }
 
-// What somebody says about the trajectory, kept beside the run.
+// A person's label of the trajectory, kept beside the run.
 function labelForm(run, data) {
   const label = el("input", { name: "label", value: data.label, maxlength: 60, list: "labels", placeholder: "for instance reward hack" });
   const note = el("input", { name: "note", value: data.note, maxlength: 4000, size: 40 });
