@@ -28,10 +28,10 @@ DIFFERENT: dict[str, dict[str, set[str]]] = {
         'search no result {"query_list": ["x"]}': {"text", "metrics"},
         'search late {"query_list": ["x"]}': {"text", "metrics", "tries"},
     },
-    "a search without passages": {'search no passages {"query_list": ["x"]}': {"text", "metrics"}},
-    "queries that are no texts": {'search one {"query_list": [1, 2]}': {"asked"}},
+    "a search without results": {'search no passages {"query_list": ["x"]}': {"text", "metrics"}},
+    "queries that are not strings": {'search one {"query_list": [1, 2]}': {"asked"}},
     "sandbox": {f'sandbox {c} {{"code": "x"}}': {"text"} for c in ("nothing", "slow", "compile error", "compile slow")},
-    "`timeout` that the model writes": {'sandbox prints {"code": "x", "timeout": 99}': {"asked"}},
+    "`timeout` written by the model": {'sandbox prints {"code": "x", "timeout": 99}': {"asked"}},
     "`calc_reward` of search and sandbox": {"search calc_reward": {""}, "sandbox calc_reward": {""}},
     "an unknown instance, a missing URL": {"search released twice": {""}, "search without a URL": {""}},
 }
