@@ -36,7 +36,8 @@ class GroupSpec:
     task: Task
     size: int = 1
     seed: int = 0
-    """Member m of the group is seeded by (seed, task, m): the order in which episodes finish changes nothing."""
+    """Member m of the group is seeded by (seed, task, m), so the order in which episodes finish changes nothing. Two groups
+    of one task need different seeds: with the same one their episodes are the same."""
     sampling: SamplingParams | None = None
     max_turns: int | None = None
     """The most turns of an episode; None is the run's limit."""
