@@ -74,6 +74,16 @@ def test_adapter_is_sent_alone(tmp_path):
 
 
 @pytest.mark.engines
+def test_run_trains_on_the_tokens_that_top_p_kept(tmp_path):
+    needs_server("vllm")
+    sampling = "rollout.sampling={temperature: 0.9, top_p: 0.7, keep_support: true}"
+    train("vllm", tmp_path, sampling, "train.steps=2")
+    steps = metrics_of(tmp_path)
+    assert len(steps) == 2
+    assert all(m["policy/rollout_difference"] < 1e-4 for m in steps)
+
+
+@pytest.mark.engines
 @pytest.mark.slow
 def test_server_samples_beside_training(tmp_path):
     needs_server("vllm")

@@ -29,7 +29,7 @@ from torch import Tensor
 from polyturn.batching.microbatch import LayoutSettings as LayoutSettings
 from polyturn.batching.microbatch import PlannedBatch, input_lengths, plan, predicted
 from polyturn.batching.packing import Packing, pack
-from polyturn.core.arrays import Floats, Ids
+from polyturn.core.arrays import Floats, Ids, joined_support
 from polyturn.core.errors import AlignmentError
 from polyturn.core.routing import has_route
 from polyturn.core.sample import TrainSample
@@ -45,6 +45,8 @@ class ReadTargets:
     targets_R: Tensor
     temperature_R: Tensor
     """[R] 1 at observations, which this policy did not sample."""
+    support_RK: Tensor | None
+    """[R, K] as `MicroBatch.support_SK`, -1 at observations."""
     sample_R: NDArray[np.int64]
     token_R: NDArray[np.int64]
     at_S: Tensor
@@ -73,6 +75,9 @@ class MicroBatch:
     """[S] what each target's loss is multiplied by (`algorithms/aggregate.py`)."""
     temperature_S: Tensor | None
     """[S] or None where every temperature is 1."""
+    support_SK: Tensor | None
+    """[S, K] int64 the tokens that each target was drawn from, padded with -1; all -1 means the whole vocabulary. None where
+    that holds for all."""
     advantages_S: Tensor | None
     old_logprobs_S: Tensor | None
     ref_logprobs_S: Tensor | None
@@ -113,6 +118,7 @@ class MicroBatch:
             flat_S=read.flat_R,
             targets_S=read.targets_R,
             temperature_S=read.temperature_R,
+            support_SK=read.support_RK,
             sample_S=read.sample_R,
             token_S=read.token_R,
         )
@@ -203,6 +209,7 @@ class _Step:
             temperature_S=None
             if (temperature_S == 1.0).all()
             else torch.from_numpy(temperature_S).to(device=device, dtype=self.dtype),
+            support_SK=self._support(rows, [self.weighted[i] for i in rows]),
             **taken,
             routes_NLK=self._routes(rows, read["places"], input_ids.size),
             sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
@@ -227,6 +234,7 @@ class _Step:
             flat_R=torch.from_numpy(np.concatenate([p[t - 1] for p, t in zip(places, tokens, strict=True)])).to(device),
             targets_R=torch.from_numpy(np.concatenate([s.token_ids[t] for s, t in every]).astype(np.int64)).to(device),
             temperature_R=torch.from_numpy(temperature_R).to(device=device, dtype=self.dtype),
+            support_RK=self._support(planned.samples, tokens),
             sample_R=np.repeat(np.asarray(planned.samples, dtype=np.int64), counts),
             token_R=np.concatenate(tokens),
             at_S=torch.from_numpy(np.flatnonzero(is_own_R)).to(device),
@@ -272,6 +280,15 @@ class _Step:
                 own = routes[: len(span)]  # [T, L, K], cut as the row is, before the last weighted token
                 flat[span] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
         return torch.from_numpy(flat).to(self.device)
+
+    def _support(self, rows: Sequence[int], tokens: Sequence[NDArray[np.int64]]) -> Tensor | None:
+        """Return [S, K] the supports of `tokens` of each of the `rows`."""
+        supports = [self.samples[i].support for i in rows]
+        parts = [(len(own), None if known is None else known[own]) for own, known in zip(tokens, supports, strict=True)]
+        support_SK = joined_support(parts)
+        if support_SK is None or not (support_SK >= 0).any():
+            return None
+        return torch.from_numpy(support_SK.astype(np.int64)).to(self.device)
 
     def _take(self, name: str, rows: Sequence[int]) -> Any:
         """Return [S] an array of the samples at the targets of `rows`; None where they have none."""

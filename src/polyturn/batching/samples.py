@@ -37,6 +37,7 @@ def to_samples(
             loss_weights=segment.loss_weights if loss_scale is None else loss_scale.weights(trajectory, segment),
             turn_ids=segment.turn_ids,
             rollout_logprobs=segment.logprobs if _has_logprobs(segment) else None,
+            support=segment.support,
             versions=segment.versions,
             observed=segment.observed_mask.astype(np.float32) if observed else None,
             turn_scores=scores_of_turns(trajectory),

@@ -16,6 +16,7 @@ from polyturn.build.teachers import check_teacher_servers, task_check
 from polyturn.build.training import build_trackers
 from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
 from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
@@ -82,6 +83,7 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
         ConfigError, DataError: the first problem found.
     """
     build_trackers(source)
+    check_support(source.config)
     check_warm_start(source)
     build_loss_scale(source.config.algorithm.loss_scale, decode=str, base=source.base)
     build_sampler(source, tasks.train)
@@ -92,6 +94,30 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
         check_backend(source)
         check_algorithm(source)
         try_credit(source)
+
+
+def check_support(config: RunConfig) -> None:
+    """Refuse `rollout.sampling.keep_support` where it does nothing, or where engine or trainer cannot use it.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    sampling, where = config.rollout.sampling, "rollout.sampling.keep_support is true"
+    if not sampling.keep_support:
+        return
+    if not sampling.is_cut:
+        raise ConfigError(
+            f"{where}, and neither top_p nor top_k removes a token; set one of them, or leave keep_support out"
+        )
+    if config.engine.kind == "sglang":
+        raise ConfigError(f"{where}, and the engine sglang does not return these tokens; use embedded or vllm")
+    if config.train.backend == "megatron":
+        raise ConfigError(f"{where}, and train.backend megatron does not use it; use train.backend torch")
+    if config.algorithm.served_teachers is not None:
+        raise ConfigError(
+            f"{where}, and algorithm.served_teachers gives log-probabilities over the whole vocabulary; leave one of them "
+            "out"
+        )
 
 
 def check_first_tasks(

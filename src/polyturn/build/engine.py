@@ -69,6 +69,11 @@ def build_engine(
     )
     engine = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
     # Only an engine that was made can say what it is capable of.
+    if config.rollout.sampling.keep_support and not engine.capabilities.support:
+        raise ConfigError(
+            f"rollout.sampling.keep_support is true and engine.kind {config.engine.kind!r} does not record the tokens that "
+            "top_p and top_k keep; use the engine embedded or vllm, or leave keep_support out"
+        )
     if routes is not None and config.algorithm.routing.replay == "on" and not engine.capabilities.routes:
         raise ConfigError(
             f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not say which experts tokens went "

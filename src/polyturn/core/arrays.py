@@ -18,6 +18,8 @@ Ids = NDArray[np.int32]
 """[T] token ids."""
 Floats = NDArray[np.float32]
 """[T] one number per token."""
+Support = NDArray[np.int32]
+"""[T, K] the ids that top-k and top-p kept when each token was sampled, padded with -1; all -1 where nothing was cut."""
 
 _T = TypeVar("_T")
 
@@ -32,10 +34,29 @@ def float_array(values: ArrayLike) -> Floats:
     return _frozen(values, np.float32)
 
 
-def _frozen(values: ArrayLike, dtype: type[Any]) -> NDArray[Any]:
+def support_array(values: ArrayLike) -> Support:
+    """Return `values` as a read-only [T, K] array of int32."""
+    array = np.asarray(values, np.int32)
+    return _frozen(values if len(array) else array.reshape(0, 1), np.int32, ndim=2)
+
+
+def joined_support(parts: Sequence[tuple[int, Support | None]]) -> Support | None:
+    """Return [T, K] the supports of consecutive tokens, given as (number of tokens, support); None if none is known."""
+    width = max((known.shape[1] for _, known in parts if known is not None), default=0)
+    if not width:
+        return None
+    whole, start = np.full((sum(count for count, _ in parts), width), -1, np.int32), 0
+    for count, known in parts:
+        if known is not None:
+            whole[start : start + count, : known.shape[1]] = known
+        start += count
+    return support_array(whole)
+
+
+def _frozen(values: ArrayLike, dtype: type[Any], ndim: int = 1) -> NDArray[Any]:
     array = np.asarray(values, dtype=dtype)
-    if array.ndim != 1:
-        raise ValueError(f"a per-token array is one-dimensional, this one has shape {array.shape}")
+    if array.ndim != ndim:
+        raise ValueError(f"this array must have {ndim} dimension{'s' * (ndim > 1)}, and it has shape {array.shape}")
     if array.flags.writeable:
         # What a caller can still write to (an array, a tensor, a buffer) must not change under a record, so it is copied;
         # one that was made just now from a list is ours already.

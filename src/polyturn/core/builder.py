@@ -207,6 +207,7 @@ class TrajectoryBuilder:
                         source=SpanSource.SAMPLED,
                         turn=turn,
                         logprobs=None if completion.logprobs is None else completion.logprobs[start:end],
+                        support=None if completion.support is None else completion.support[start:end],
                         policy_version=version,
                         weights=None if chosen is None else chosen[start:end],
                     )
@@ -285,6 +286,7 @@ class TrajectoryBuilder:
                 span,
                 ids=span.ids[:size],
                 logprobs=None if span.logprobs is None else span.logprobs[:size],
+                support=None if span.support is None else span.support[:size],
                 weights=None if span.weights is None else span.weights[:size],
                 routed_experts=None if span.routed_experts is None else span.routed_experts[:size],
             )

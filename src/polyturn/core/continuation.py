@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from polyturn.core.errors import EngineError
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest, joined_routes
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, joined_routes, support_of
 
 _STRIDE = 0x9E3779B97F4A7C15
 _MAX_VAIN = 16
@@ -66,6 +66,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate(logprobs) if len(logprobs) == len(parts) else None,
+        support=support_of(parts),
         finish_reason=parts[-1].finish_reason,
         policy_versions=version_runs(runs, current=0) if runs else parts[-1].policy_versions,
         routed_experts=joined_routes(parts),

@@ -3,8 +3,9 @@
     GenerateRequest(prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=8))
       ->  Completion(token_ids=[9, 2], logprobs=[-0.1, -0.7], finish_reason=STOP, policy_versions=((0, 4),))
 
-Logprobs mean one thing everywhere: log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p.
-Greedy decoding (temperature 0) reports them at temperature 1.
+Logprobs mean one thing everywhere: log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p. With
+`keep_support` they are normalised over the tokens that top-k and top-p keep, in the engine and in training. Greedy decoding
+(temperature 0) reports them at temperature 1.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
+from polyturn.core.arrays import Floats, Ids, Record, Support, float_array, ids_array, joined_support, support_array
 from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.media import Media
 from polyturn.core.routing import Routes, routes_array
 
+MAX_SUPPORT = 64
+"""The most tokens that sampling with `keep_support` keeps, so that a run can record them for every sampled token."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 """Between these, logits over the temperature are finite in single precision; one row that is not ends its whole batch."""
 
@@ -49,6 +52,14 @@ class Sampling:
     """Sample among the likeliest tokens that together have this probability."""
     top_k: int = -1
     """Sample among so many of the likeliest tokens; -1 or 0 means no limit."""
+    keep_support: bool = False
+    """Record the tokens that top_p and top_k keep, at most 64, and normalise log-probabilities over them, in the engine and
+    in training. Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, keep sampling mask."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether top_p or top_k removes tokens from the distribution that is sampled."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -123,6 +134,8 @@ class Completion(Record):
     token_ids: Ids
     logprobs: Floats | None = None
     """[len(token_ids)] log-probability of each token; None from an engine that has none, which cannot train."""
+    support: Support | None = None
+    """[len(token_ids), K] the tokens that each one was drawn from; None unless the request has `keep_support`."""
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     """Runs of (index of the first token, policy version), the first at 0: ((0, 4), (17, 5)) changed at token 17."""
@@ -134,11 +147,14 @@ class Completion(Record):
 
     def __post_init__(self) -> None:
         self._freeze(token_ids=ids_array, finish_reason=FinishReason, logprobs=float_array, routed_experts=routes_array)
+        self._freeze(support=support_array)
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise AlignmentError(
                 f"a completion of {len(self.token_ids)} tokens came with {len(self.logprobs)} logprobs; "
                 "an engine must return one per token, the stop token included"
             )
+        if self.support is not None and len(self.support) != len(self.token_ids):
+            raise AlignmentError(f"a completion of {len(self.token_ids)} tokens came with {len(self.support)} supports")
         starts = [start for start, _ in self.policy_versions]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise AlignmentError(f"policy_versions must be rising runs that start at token 0, not {self.policy_versions}")
@@ -151,10 +167,16 @@ class Completion(Record):
             self,
             token_ids=self.token_ids[:count],
             logprobs=None if self.logprobs is None else self.logprobs[:count],
+            support=None if self.support is None else self.support[:count],
             finish_reason=finish_reason,
             policy_versions=tuple(run for run in self.policy_versions if run[0] < max(count, 1)),
             routed_experts=None if routes is None else routes[: max(0, len(routes) - cut)],
         )
+
+
+def support_of(parts: Sequence[Completion]) -> Support | None:
+    """Return the support of a completion that was sampled in `parts`; None if no part has one."""
+    return joined_support([(len(part.token_ids), part.support) for part in parts])
 
 
 def joined_routes(parts: Sequence[Completion]) -> Any | None:

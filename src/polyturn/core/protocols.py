@@ -36,6 +36,8 @@ class EngineCapabilities:
     """True where it samples from the tensors that are trained, so that of a new policy version only the number is news."""
     routes: bool = False
     """Completions say which experts each token went to (`core/routing.py`)."""
+    support: bool = False
+    """It heeds `Sampling.keep_support`: completions have the tokens that each one was drawn from."""
     shares_loop: bool = False
     """True where it computes on the trainer's event loop, in turns with training, which must then not run beside it."""
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from polyturn.core.arrays import Record, float_array, ids_array
+from polyturn.core.arrays import Record, Support, float_array, ids_array, support_array
 from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.media import Media
 from polyturn.core.routing import Routes, routes_array
@@ -50,6 +50,9 @@ class TrainSample(Record):
     turn_ids: NDArray[np.int32]
     rollout_logprobs: NDArray[np.float32] | None = None
     """The engine's, 0 where nothing was sampled."""
+    support: Support | None = None
+    """[T, K] the tokens that each sampled token was drawn from, -1 elsewhere: log-probabilities are normalised over them;
+    None where the run does not record them."""
     old_logprobs: NDArray[np.float32] | None = None
     """The trainer's at the start of the step, the denominator of the ratio."""
     ref_logprobs: NDArray[np.float32] | None = None
@@ -83,8 +86,9 @@ class TrainSample(Record):
 
     def __post_init__(self) -> None:
         self._freeze(**dict.fromkeys(("token_ids", "turn_ids", "versions"), ids_array), routed_experts=routes_array)
+        self._freeze(support=support_array)
         self._freeze(**dict.fromkeys((*_FLOATS, "turn_scores"), float_array))
-        for name in ("turn_ids", "versions", "routed_experts", *_FLOATS):
+        for name in ("turn_ids", "versions", "routed_experts", "support", *_FLOATS):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.token_ids):
                 raise AlignmentError(f"sample {self.id}: {name} has {len(array)} entries for {len(self.token_ids)} tokens")

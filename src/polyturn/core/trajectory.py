@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
+from polyturn.core.arrays import Floats, Ids, Record, Support, float_array, ids_array, joined_support, support_array
 from polyturn.core.errors import AlignmentError, DataError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -49,6 +49,8 @@ class Span(Record):
     """The turn that the tokens belong to; -1 for the task's prompt. An observation belongs to the turn that drew it."""
     logprobs: NDArray[np.float32] | None = None
     """[len(ids)] log-probability of each sampled token under the engine's policy; None unless sampled."""
+    support: Support | None = None
+    """[len(ids), K] the tokens that each sampled token was drawn from; None unless the run records them."""
     policy_version: int | None = None
     """The weights that sampled the tokens; None unless sampled."""
     weights: NDArray[np.float32] | None = None
@@ -58,9 +60,10 @@ class Span(Record):
 
     def __post_init__(self) -> None:
         self._freeze(ids=ids_array, logprobs=float_array, weights=float_array, routed_experts=routes_array)
+        self._freeze(support=support_array)
         if self.source is not SpanSource.SAMPLED:
             self._check_not_sampled()
-        for name in ("logprobs", "weights", "routed_experts"):
+        for name in ("logprobs", "weights", "routed_experts", "support"):
             if (array := getattr(self, name)) is not None and len(array) != len(self.ids):
                 kind = name.replace("_", " ")
                 raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {kind}; they must be as many")
@@ -70,8 +73,9 @@ class Span(Record):
             raise AlignmentError(
                 f"this {self.source.value} span has policy version {self.policy_version}; only sampled tokens have one"
             )
-        if self.logprobs is not None:
-            raise AlignmentError(f"this {self.source.value} span has logprobs; only sampled tokens have them")
+        if self.logprobs is not None or self.support is not None:
+            kind = "logprobs" if self.logprobs is not None else "a support"
+            raise AlignmentError(f"this {self.source.value} span has {kind}; only sampled tokens have one")
         if self.weights is not None and np.any(self.weights):
             raise AlignmentError(
                 f"this {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
@@ -136,6 +140,11 @@ class Segment(Record):
         """[T] the engine's log-probability of each sampled token, 0 elsewhere and where the engine gave none."""
         blank = [np.zeros(len(s), np.float32) if s.logprobs is None else s.logprobs for s in self.spans]
         return _join(blank, np.float32)
+
+    @property
+    def support(self) -> Support | None:
+        """[T, K] the tokens that each sampled token was drawn from, -1 elsewhere; None if the run does not record them."""
+        return joined_support([(len(s), s.support) for s in self.spans])
 
     @property
     def turn_ids(self) -> Ids:

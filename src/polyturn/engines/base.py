@@ -254,5 +254,6 @@ def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilitie
         max_context=min(contexts, default=None),
         shares_weights=all(one.shares_weights for one in each),
         routes=all(one.routes for one in each),
+        support=all(one.support for one in each),
         shares_loop=any(one.shares_loop for one in each),
     )

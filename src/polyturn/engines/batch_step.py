@@ -227,8 +227,8 @@ class BatchStep:
         self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(at), extent=extent)
         logits: Tensor = self._forward(self._module, fed, at, extent, rope, {}).logits
         self._stats.decode_steps += 1
-        tokens, logprobs = self._sample(rows, logits, is_real)
-        ended = self._keep(rows, drafts, tokens, logprobs)
+        tokens, logprobs, support = self._sample(rows, logits, is_real)
+        ended = self._keep(rows, drafts, tokens, logprobs, support)
         if slots.routes is not None:  # of the drafts, those that were right
             slots.note_routes(rows, cached, slots.cached[rows] - cached, self._routes[rows])
         if self._drafts is not None:
@@ -255,8 +255,9 @@ class BatchStep:
 
     def _sample(
         self, rows: NDArray[np.int64], logits: Tensor, is_real: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Sample behind each real position of `rows`; return [n, Q] tokens (-1 elsewhere) and their logprobs."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32] | None]:
+        """Sample behind each real position of `rows`; return [n, Q] tokens (-1 elsewhere), [n, Q] their logprobs, and
+        [n, Q, K] the tokens that each was drawn from."""
         start = time.perf_counter()
         slots = self._slots
         if len(logits) > len(rows):
@@ -272,12 +273,17 @@ class BatchStep:
                 top_p=self._tensor(slots.top_p[owners]),
                 top_k=self._tensor(slots.top_k[owners]),
                 uniform=self._tensor(np.array(uniform)),
+                keeps_support=self._tensor(keeps) if (keeps := slots.keeps_support[owners]).any() else None,
                 banned=self._banned([running[i] for i in which.tolist()], logits.shape[-1]),
             )
         tokens, logprobs = np.full(is_real.shape, -1, np.int64), np.zeros(is_real.shape, np.float32)
         tokens[is_real], logprobs[is_real] = sampled.tokens.cpu().numpy(), sampled.logprobs.cpu().numpy()
+        support = None
+        if sampled.support is not None:
+            support = np.full((*is_real.shape, sampled.support.shape[1]), -1, np.int32)
+            support[is_real] = sampled.support.cpu().numpy()
         self._stats.sampling_s += time.perf_counter() - start
-        return tokens, logprobs
+        return tokens, logprobs, support
 
     def _keep(
         self,
@@ -285,6 +291,7 @@ class BatchStep:
         drafts: NDArray[np.int64],
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
+        support: NDArray[np.int32] | None,
     ) -> list[Ended]:
         """Keep the samples before which every draft was right, up to a stop token; return the requests that end."""
         slots = self._slots
@@ -296,6 +303,8 @@ class BatchStep:
         known = slots.known[rows]
         slots.ids[rows[row], known[row] + step] = tokens[row, step]
         slots.logprobs[rows[row], known[row] + step] = logprobs[row, step]
+        if support is not None:
+            slots.note_support(rows[row], known[row] + step, support[row, step])
         slots.cached[rows] = known + num_kept - 1
         slots.known[rows] = known + num_kept
         self._stats.decoded_tokens += len(row)

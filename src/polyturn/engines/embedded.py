@@ -287,11 +287,12 @@ class EmbeddedEngine:
         begin, end = int(slots.prompt[slot]), int(slots.known[slot])
         ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
         ids.flags.writeable = logprobs.flags.writeable = False
-        routes = slots.routes_of(slot, running.request.routed_from)
+        routes, support = slots.routes_of(slot, running.request.routed_from), slots.support_of(slot)
         self._seating.leave(running)  # behind the reads: another request may take the slot from here on
         completion = Completion(
             token_ids=ids,
             logprobs=logprobs,
+            support=support,
             finish_reason=reason,
             # A version that came behind the last token sampled none of them.
             policy_versions=tuple(run for run in running.versions if run[0] < max(1, len(ids))),

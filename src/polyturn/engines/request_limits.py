@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polyturn.core.arrays import Floats, Ids
+from polyturn.core.arrays import Floats, Ids, Support, support_array
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
@@ -77,6 +77,7 @@ class RequestLimits:
             max_context=self.max_context,
             shares_weights=True,
             routes=self.routes,
+            support=True,
         )
 
     def check(self, request: GenerateRequest, *, live: Container[str], is_closed: bool) -> None:
@@ -143,6 +144,23 @@ def read_ids(values: Any, *, vocab_size: int, max_tokens: int) -> Ids:
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}")
     return ids.astype(np.int32)
+
+
+REMOVED = -9000.0
+"""vLLM gives tokens that top-k or top-p removed a log-probability below this."""
+
+
+def read_support(content: Sequence[Mapping[str, Any]]) -> Support:
+    """Return [T, K] the tokens that a vLLM server kept at each position: those of `top_logprobs` that have a probability."""
+    kept = [
+        [entry["token_id"], *(top["token_id"] for top in entry["top_logprobs"] if top["logprob"] > REMOVED)]
+        for entry in content
+    ]
+    rows = [list(dict.fromkeys(ids)) for ids in kept]  # the sampled token stands in both
+    support_TK = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
+    for row, ids in zip(support_TK, rows, strict=True):
+        row[: len(ids)] = ids
+    return support_array(support_TK)
 
 
 def read_logprobs(values: Any) -> Floats:

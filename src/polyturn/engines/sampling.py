@@ -4,7 +4,8 @@ Separate because it is pure: logits and one uniform number per row in, tokens an
 that row alone, which is what makes a seeded request repeatable whatever shares its batch.
 
 Logprobs are log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p; greedy rows (temperature
-0) report them at temperature 1.
+0) report them at temperature 1. Rows that keep their support draw from at most `MAX_SUPPORT` tokens, and their logprobs are
+normalised over these.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyturn.core.generation import MAX_SUPPORT
+
 
 class Sampled(NamedTuple):
     """The tokens of one decoding step."""
@@ -22,6 +25,9 @@ class Sampled(NamedTuple):
     """[B] int64."""
     logprobs: Tensor
     """[B] float32."""
+    support: Tensor | None
+    """[B, MAX_SUPPORT] int64 the tokens that the row drew from, padded with -1; all -1 where nothing was cut or the row does
+    not keep it. None where that holds for all rows."""
 
 
 def sample(
@@ -31,6 +37,7 @@ def sample(
     top_p: Tensor,
     top_k: Tensor,
     uniform: Tensor,
+    keeps_support: Tensor | None = None,
     banned: Tensor | None = None,
 ) -> Sampled:
     """Draw one token per row by inverting the cumulative distribution at `uniform`.
@@ -41,23 +48,36 @@ def sample(
         top_p: [B] float32 in (0, 1]; applied after top-k, to what top-k leaves.
         top_k: [B] int64; 0 or less means no limit.
         uniform: [B] float64 in [0, 1); what makes the draw random, so the same number gives the same token.
+        keeps_support: [B] bool; None means no row does.
         banned: [B, V] tokens that are not drawn. As top-k, it changes the draw and not the logprobs.
     """
     is_greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(is_greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+    support = None
     drawn_from = logprobs if banned is None else logprobs.masked_fill(banned, float("-inf"))
     if bool(is_greedy.all()):
         tokens = drawn_from.argmax(dim=-1)
     else:
         probs = drawn_from.exp()
-        limited = torch.nonzero((top_p < 1) | (top_k > 0)).squeeze(1)
+        is_cut = (top_p < 1) | (top_k > 0)
+        keeps = None if keeps_support is None else keeps_support & is_cut & ~is_greedy
+        if keeps is not None:
+            top_k = torch.where(keeps & ((top_k <= 0) | (top_k > MAX_SUPPORT)), MAX_SUPPORT, top_k)
+        limited = torch.nonzero(is_cut).squeeze(1)
         if len(limited):
             probs[limited] = _keep_top(probs[limited], top_p=top_p[limited], top_k=top_k[limited])
         # In float64, because single precision loses the tail of a vocabulary of 150,000.
         cdf = torch.cumsum(probs, dim=-1, dtype=torch.float64)
         tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
         tokens = torch.where(is_greedy, drawn_from.argmax(dim=-1), tokens)
-    return Sampled(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
+        if keeps is not None:
+            kept, support = probs.topk(min(MAX_SUPPORT, probs.shape[-1]), dim=-1)
+            support = torch.where((kept > 0) & keeps.unsqueeze(1), support, -1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    if support is not None:
+        of_support = logprobs.gather(1, support.clamp(min=0)).masked_fill(support < 0, float("-inf"))
+        chosen = torch.where(support[:, 0] >= 0, chosen - of_support.logsumexp(dim=-1), chosen)
+    return Sampled(tokens, chosen, support)
 
 
 def _keep_top(probs: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from polyturn.core.generation import MAX_SUPPORT
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.weight_transport import Way
 
@@ -38,6 +39,7 @@ def vllm_command(
         *("--model", str(model), "--host", "{host}", "--port", "{port}"),
         *("--max-model-len", str(max_context), *([] if sees else ["--skip-tokenizer-init"])),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
+        *("--max-logprobs", str(MAX_SUPPORT)),
         *([] if transport in {"folder", "adapter"} else ["--weight-transfer-config.backend", transport]),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyturn.core.arrays import Ids
-from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.arrays import Ids, Support
+from polyturn.core.generation import MAX_SUPPORT, Completion, GenerateRequest
 from polyturn.core.routing import RouteShape
 from polyturn.engines.media import ShownPrompt
 from polyturn.engines.speculation import Follower
@@ -109,6 +109,10 @@ class Slots:
     last_used: NDArray[np.int64]
     rope_offset: NDArray[np.int64]
     """[N] what is added to a sampled token's index to get its position; 0 unless the prompt shows media."""
+    keeps_support: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """[N] whether the request records the tokens that each sampled one was drawn from."""
+    support: NDArray[np.int32] | None = None
+    """[N, max_context, MAX_SUPPORT] these tokens, of the sampled ids; None until a request keeps them."""
     routes: Any | None = None
     """[N, max_context, L, K] the experts that the known ids went to; None where that is not asked for."""
     routed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -134,6 +138,7 @@ class Slots:
             top_k=np.zeros(n, np.int64),
             last_used=np.zeros(n, np.int64),
             rope_offset=np.zeros(n, np.int64),
+            keeps_support=np.zeros(n, np.bool_),
             # Zeros, and not "no route", because memory that nothing was written to yet is no memory.
             routes=None if routes is None else np.zeros((n, max_context, *routes[:2]), routes.dtype),
             routed=np.zeros(n, np.int64),
@@ -145,16 +150,44 @@ class Slots:
         """Exchange the slots first[i] and second[i]."""
         to, origin = first + second, second + first
         counts = (self.cached, self.known, self.limit, self.prompt, self.stop, self.routed)
-        for array in (*counts, self.temperature, self.top_p, self.top_k, self.last_used, self.rope_offset):
+        for array in (
+            *counts,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.last_used,
+            self.rope_offset,
+            self.keeps_support,
+        ):
             array[to] = array[origin]
         width = int(self.known[to].max(initial=0))
         self.ids[to, :width] = self.ids[origin, :width]
         self.logprobs[to, :width] = self.logprobs[origin, :width]
+        if self.support is not None:
+            self.support[to, :width] = self.support[origin, :width]
         if self.routes is not None:
             self.routes[to, :width] = self.routes[origin, :width]
         for a, b in zip(first, second, strict=True):
             self.running[a], self.running[b] = self.running[b], self.running[a]
             self.session[a], self.session[b] = self.session[b], self.session[a]
+
+    def note_support(self, rows: NDArray[np.int64], index: NDArray[np.int64], support_NK: NDArray[np.int32]) -> None:
+        """Keep the tokens that the ids at `index` [N] of the slots `rows` [N] were drawn from."""
+        if self.support is None:
+            self.support = np.zeros((*self.ids.shape, MAX_SUPPORT), np.int32)
+        self.support[rows, index] = -1
+        self.support[rows, index, : support_NK.shape[1]] = support_NK
+
+    def support_of(self, slot: int) -> Support | None:
+        """Return [n, K] the tokens that the sampled ids were drawn from; None if the request does not keep them."""
+        if not self.keeps_support[slot]:
+            return None
+        begin, end = int(self.prompt[slot]), int(self.known[slot])
+        if self.support is None:
+            return np.full((end - begin, 1), -1, np.int32)
+        support_NK = self.support[slot, begin:end]
+        width = max(1, int((support_NK >= 0).sum(axis=1).max(initial=1)))
+        return support_NK[:, :width].copy()
 
     def note_routes(self, rows: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64], routes: Any) -> None:
         """Keep the experts that `counts` [B] ids of the slots `rows`, from index `first` [B] on, went to: [B, Q, L, K].

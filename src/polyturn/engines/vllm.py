@@ -4,7 +4,8 @@
 
 The server must run with `--enable-scale-out` (the route), `--logprobs-mode processed_logprobs` (logprobs after the
 temperature) and `VLLM_SERVER_DEV_MODE=1` (pause and weight routes). Its processed logprobs are also after top-p and top-k,
-which is not what training means by a logprob, so a run that samples with those is refused when it is built.
+so a run that samples with these needs `keep_support`: the server then also returns the `MAX_SUPPORT` likeliest tokens, and
+removed ones have no probability there.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any, ClassVar
 
 from polyturn.core.continuation import version_runs
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.generation import MAX_SUPPORT, Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, ServerLoad
 from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
-from polyturn.engines.request_limits import read_ids, read_logprobs
+from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
 from polyturn.engines.vllm_transfer import VllmLink
@@ -57,6 +58,7 @@ class VllmEngine(RemoteEngine):
             pause_modes=("abort", "wait", "keep"),
             max_context=self._context,
             routes=self._routes.are_wanted,
+            support=True,
         )
 
     async def _describe(self) -> ServerFacts:
@@ -115,8 +117,8 @@ class VllmEngine(RemoteEngine):
             "max_tokens": self._room(request),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": max(sampling.top_k, 0),
-            "logprobs": 0,
+            "top_k": _top_k(sampling),
+            "logprobs": MAX_SUPPORT if _keeps_support(sampling) else 0,
             "stop_token_ids": [*sampling.stop_token_ids, *sampling.banned_token_ids],
             "ignore_eos": True,
             "detokenize": False,
@@ -147,6 +149,7 @@ class VllmEngine(RemoteEngine):
         return Completion(
             token_ids=ids,
             logprobs=read_logprobs([entry["logprob"] for entry in content]),
+            support=read_support(content) if _keeps_support(request.sampling) else None,
             finish_reason=_FINISH[choice["finish_reason"]],
             policy_versions=version_runs([(s["start"], self.version_of(s["version"])) for s in spans], current=self.version),
             routed_experts=self._routes.read_npy(request, len(ids), choice.get("routed_experts")),
@@ -237,9 +240,21 @@ def build(setup: EngineSetup) -> Engine:
         ConfigError: the section `engine` asks for what they cannot do, or vLLM is not installed.
     """
     sampling = setup.sampling
-    if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
+    if sampling.is_cut and not sampling.keep_support:
         raise ConfigError(
-            f"rollout.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}, and vLLM's logprobs are then those "
-            "after the cut, which training must not use; leave both off, or use engine.kind: sglang or embedded"
+            f"rollout.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}, and vLLM's logprobs are normalised "
+            "over the tokens that these keep; add keep_support: true, so that training does the same, or leave both out, or "
+            "use engine.kind: sglang or embedded"
         )
     return build_servers(setup, VllmEngine, vllm_command)
+
+
+def _keeps_support(sampling: SamplingParams) -> bool:
+    return sampling.keep_support and sampling.is_cut
+
+
+def _top_k(sampling: SamplingParams) -> int:
+    """Return top-k as vLLM has it: 0 means no limit, and a recorded support has at most `MAX_SUPPORT` tokens."""
+    if not _keeps_support(sampling):
+        return max(sampling.top_k, 0)
+    return min(sampling.top_k, MAX_SUPPORT) if sampling.top_k > 0 else MAX_SUPPORT

@@ -66,6 +66,7 @@ class ContextRow:
             flat_S=local_S[mine_S],
             targets_S=batch.targets_S[mine_S],
             temperature_S=None if batch.temperature_S is None else batch.temperature_S[mine_S],
+            support_SK=None if batch.support_SK is None else batch.support_SK[mine_S],
             routes_NLK=None if batch.routes_NLK is None else share.take(batch.routes_NLK, fill=-1),
             sample_S=batch.sample_S[mine_S.numpy(force=True)],
         ), share

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+OUTSIDE = -1e30
+"""The logit of a token outside the support: its probability is 0, and 0 times its log-probability is 0, not NaN."""
+
 
 class HeadScores(NamedTuple):
     """What the head says of each target."""
@@ -36,6 +39,7 @@ def target_scores(
     hidden_SH: Tensor,
     targets_S: Tensor,
     temperature_S: Tensor | None,
+    support_SK: Tensor | None = None,
     *,
     entropy_grad: bool | None,
     chunk: int,
@@ -47,12 +51,21 @@ def target_scores(
         hidden_SH: The last hidden state at each target.
         targets_S: int64, the tokens.
         temperature_S: float32; None is 1.
+        support_SK: int64, the tokens that each target was drawn from; both results are over them alone (`MicroBatch`).
         entropy_grad: None computes no entropy, False without gradient, True with.
         chunk: Targets at a time.
     """
-    scores = _Scores.apply(hidden_SH, head.weight, head.bias, targets_S, temperature_S, entropy_grad, chunk)
+    scores = _Scores.apply(hidden_SH, head.weight, head.bias, targets_S, temperature_S, support_SK, entropy_grad, chunk)
     logprobs_S, entropy_S = scores
     return HeadScores(logprobs_S, None if entropy_grad is None else entropy_S)
+
+
+def outside(support_SK: Tensor, vocab: int) -> Tensor:
+    """Return [S, V] which tokens are outside the support of each target; none where the support is empty."""
+    is_outside_SV = torch.ones(len(support_SK), vocab, dtype=torch.bool, device=support_SK.device)
+    # Padding repeats the first token, so that no write undoes another one.
+    ids_SK = torch.where(support_SK < 0, support_SK[:, :1], support_SK).clamp(min=0)
+    return is_outside_SV.scatter_(1, ids_SK, False) & (support_SK[:, :1] >= 0)
 
 
 class _Scores(torch.autograd.Function):
@@ -66,6 +79,7 @@ class _Scores(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_S: Tensor,
         temperature_S: Tensor | None,
+        support_SK: Tensor | None,
         entropy_grad: bool | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
@@ -73,7 +87,7 @@ class _Scores(torch.autograd.Function):
         logprobs_S = hidden_SH.new_empty(size, dtype=_exact(hidden_SH.dtype))
         entropy_S, log_sum_S = torch.zeros_like(logprobs_S), torch.empty_like(logprobs_S)
         for part in _parts(size, chunk):
-            logits_VC = _logits(hidden_SH, weight_VH, bias_V, temperature_S, part)
+            logits_VC = _logits(hidden_SH, weight_VH, bias_V, temperature_S, support_SK, part)
             top_C = logits_VC.amax(dim=0)
             logits_VC.sub_(top_C)  # large logits would cancel in what follows
             chosen_C = logits_VC.gather(0, targets_S[None, part])[0]
@@ -84,7 +98,7 @@ class _Scores(torch.autograd.Function):
             logprobs_S[part] = chosen_C - log_C
             if entropy_grad is not None:
                 entropy_S[part] = log_C - logits_VC.mul_(exp_VC).sum(dim=0) / sum_C
-        ctx.save_for_backward(hidden_SH, weight_VH, bias_V, targets_S, temperature_S, log_sum_S, entropy_S)
+        ctx.save_for_backward(hidden_SH, weight_VH, bias_V, targets_S, temperature_S, support_SK, log_sum_S, entropy_S)
         ctx.has_entropy_grad, ctx.chunk = bool(entropy_grad), chunk
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_S)
@@ -92,14 +106,15 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_SH, weight_VH, bias_V, targets_S, temperature_S, log_sum_S, entropy_S = ctx.saved_tensors
+        hidden_SH, weight_VH, bias_V, targets_S, temperature_S, support_SK, log_sum_S, entropy_S = ctx.saved_tensors
         grad_logprobs_S, grad_entropy_S = grads
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         grad_hidden_SH = torch.empty_like(hidden_SH) if of_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if of_weight else None
         grad_bias_V = torch.zeros_like(bias_V) if of_bias else None
         for part in _parts(len(targets_S), ctx.chunk):
-            logprobs_VC = _logits(hidden_SH, weight_VH, bias_V, temperature_S, part).sub_(log_sum_S[part])
+            logits_VC = _logits(hidden_SH, weight_VH, bias_V, temperature_S, support_SK, part)
+            logprobs_VC = logits_VC.sub_(log_sum_S[part])
             if ctx.has_entropy_grad:
                 factor_VC = (logprobs_VC + entropy_S[part]).mul_(grad_entropy_S[part]).add_(grad_logprobs_S[part])
                 grad_VC = logprobs_VC.exp_().mul_(factor_VC).neg_()
@@ -115,7 +130,7 @@ class _Scores(torch.autograd.Function):
                 grad_weight_VH.addmm_(grad_VC, hidden_SH[part])
             if grad_bias_V is not None:
                 grad_bias_V += grad_VC.sum(dim=1)
-        return grad_hidden_SH, grad_weight_VH, grad_bias_V, None, None, None, None
+        return grad_hidden_SH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
 def _parts(size: int, chunk: int) -> list[slice]:
@@ -123,14 +138,24 @@ def _parts(size: int, chunk: int) -> list[slice]:
 
 
 def _logits(
-    hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_S: Tensor | None, part: slice
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    temperature_S: Tensor | None,
+    support_SK: Tensor | None,
+    part: slice,
 ) -> Tensor:
-    """Return [V, C] the logits of a part of the targets, divided by their temperatures, in float32 or better."""
+    """Return [V, C] the logits of a part of the targets, divided by their temperatures, in float32 or better; `OUTSIDE` for
+    tokens that are not in the support."""
     logits_VC = weight_VH @ hidden_SH[part].t()
     if bias_V is not None:
         logits_VC += bias_V[:, None]
     logits_VC = logits_VC.to(_exact(logits_VC.dtype))
-    return logits_VC if temperature_S is None else logits_VC.div_(temperature_S[part])
+    if temperature_S is not None:
+        logits_VC.div_(temperature_S[part])
+    return (
+        logits_VC if support_SK is None else logits_VC.masked_fill_(outside(support_SK[part], len(logits_VC)).t(), OUTSIDE)
+    )
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

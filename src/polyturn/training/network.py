@@ -28,7 +28,7 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Metric
 from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.training.context_parallel import ContextRow, ContextShare
-from polyturn.training.head import is_plain, target_scores
+from polyturn.training.head import OUTSIDE, is_plain, outside, target_scores
 from polyturn.training.lora import base_weights, has_lora, plain_name, whole_merged
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import PackedView, attending, why_not_packed
@@ -184,14 +184,21 @@ class TargetForward:
         if self._head is not None and is_plain(self._head):
             head = cast(nn.Linear, self._head)
             scores = target_scores(
-                head, read_SX, batch.targets_S, batch.temperature_S, entropy_grad=entropy_grad, chunk=chunk
+                head,
+                read_SX,
+                batch.targets_S,
+                batch.temperature_S,
+                batch.support_SK,
+                entropy_grad=entropy_grad,
+                chunk=chunk,
             )
             return _whole(TargetScores(*scores), share)
         parts = []
         for start in range(0, max(1, batch.num_targets), chunk):
             part = slice(start, start + chunk)
             temperature = None if batch.temperature_S is None else batch.temperature_S[part]
-            read = (self._head, read_SX[part], batch.targets_S[part], temperature, entropy_grad)
+            support = None if batch.support_SK is None else batch.support_SK[part]
+            read = (self._head, read_SX[part], batch.targets_S[part], temperature, support, entropy_grad)
             if batch.num_targets > chunk and torch.is_grad_enabled() and self._head is not None:
                 # Nothing in the head is random, so no random state is kept for the second time.
                 parts.append(checkpoint(_score, *read, use_reentrant=False, preserve_rng_state=False))
@@ -338,13 +345,20 @@ def _inputs(batch: MicroBatch, share: ContextShare | None, *, dtype: torch.dtype
 
 
 def _score(
-    head: nn.Module | None, read_SX: Tensor, targets_S: Tensor, temperature_S: Tensor | None, entropy_grad: bool | None
+    head: nn.Module | None,
+    read_SX: Tensor,
+    targets_S: Tensor,
+    temperature_S: Tensor | None,
+    support_SK: Tensor | None,
+    entropy_grad: bool | None,
 ) -> TargetScores:
     logits_SV = read_SX if head is None else head(read_SX)
     # bfloat16 would round log-probabilities by more than one optimizer step changes them.
     logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
     if temperature_S is not None:
         logits_SV = logits_SV / temperature_S[:, None]
+    if support_SK is not None:
+        logits_SV = logits_SV.masked_fill(outside(support_SK, logits_SV.shape[1]), OUTSIDE)
     logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
     logprobs_S = logprobs_SV.gather(1, targets_S[:, None])[:, 0]
     if entropy_grad is None:

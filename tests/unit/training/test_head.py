@@ -68,3 +68,29 @@ def test_adapter_on_the_head_is_not_plain():
         """A head with an adapter."""
 
     assert is_plain(nn.Linear(2, 3)) and not is_plain(Wrapped(2, 3)) and not is_plain(None)
+
+
+@pytest.mark.parametrize("entropy_grad", [None, True])
+def test_scores_over_a_support_are_those_of_its_logits_alone(entropy_grad: bool | None):
+    head, hidden, targets, temperature_S = case(bias=True, temperature=True)
+    weights = torch.randn(2, S, dtype=torch.float64)
+    supports = [sorted({int(target), 0, (3 * i) % V}) for i, target in enumerate(targets)]
+    supports[2] = []  # the whole vocabulary
+    support_SK = torch.tensor([ids + [-1] * (4 - len(ids)) for ids in supports])
+
+    logits = head(hidden) / temperature_S[:, None]
+    rows = [logits[i, ids or slice(None)].log_softmax(-1) for i, ids in enumerate(supports)]
+    chosen = [
+        row[ids.index(int(target)) if ids else target] for row, ids, target in zip(rows, supports, targets, strict=True)
+    ]
+    expected = torch.stack(chosen), torch.stack([-(row * row.exp()).sum() for row in rows])
+    loss = (expected[0] * weights[0]).sum() + (expected[1] * weights[1]).sum() * bool(entropy_grad)
+    gradients = torch.autograd.grad(loss, [hidden, *head.parameters()])
+
+    scores = target_scores(head, hidden, targets, temperature_S, support_SK, entropy_grad=entropy_grad, chunk=3)
+    torch.testing.assert_close(scores.logprobs_S, expected[0], atol=1e-12, rtol=0)
+    loss = (scores.logprobs_S * weights[0]).sum()
+    if entropy_grad:
+        torch.testing.assert_close(scores.entropy_S, expected[1], atol=1e-12, rtol=0)
+        loss = loss + (scores.entropy_S * weights[1]).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, [hidden, *head.parameters()]), gradients, atol=1e-12, rtol=0)
