@@ -9,6 +9,7 @@ Each comparison is made on the ranks, where the tensors are; test_fsdp.py and te
 import collections
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -105,12 +106,16 @@ def split(**axes):
 def case(ranks, kind, **options):
     """Return a case from short names: the axes that ranks split, `short`, and the fields."""
     axes = split(**{name: options.pop(name) for name in AXES if name in options})
+    axes = dataclasses.replace(axes, gradient_sync=options.pop("sync", "each"))
     return Case(ranks=ranks, kind=kind, degrees=axes, is_short=options.pop("short", False), **options)
 
 
 FSDP = {
     "shards": case(2, "exact", has_teacher=True, short=True),
     "tensor": case(2, "exact", tensor=2, has_teacher=True, short=True),
+    "last_sync": case(2, "exact", sync="last", short=True),
+    "last_sync_bfloat16": case(2, "qwen3", sync="last", is_bfloat16=True, short=True),
+    "last_sync_tensor": case(4, "exact", sync="last", tensor=2),
     "critic": case(2, "exact", is_critic=True, short=True),
     "experts": case(2, "qwen3_moe", expert=2),
     "experts_tensor": case(2, "qwen3_moe", expert=2, tensor=2, short=True),

@@ -25,6 +25,7 @@ def degrees_of(config: RunConfig) -> Degrees:
         pipeline_parallel=split.pipeline_parallel,
         expert_parallel=split.expert_parallel,
         context_parallel=split.context_parallel,
+        gradient_sync=split.gradient_sync,
     )
 
 

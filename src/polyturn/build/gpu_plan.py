@@ -121,6 +121,7 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
         num_frozen=has_copy + (config.algorithm.loss.distill is not None),
         tokens=tokens,
         recomputes=config.model.gradient_checkpointing,
+        keeps_whole_gradient=split.gradient_sync == "last",
         on_gpu=on_gpu,
     )
 

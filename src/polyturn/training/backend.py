@@ -42,6 +42,8 @@ class Degrees:
     """The experts of a layer."""
     context_parallel: int = 1
     """The tokens of a micro-batch."""
+    gradient_sync: str = "each"
+    """"each" sums gradients after each micro-batch, "last" after the last one alone."""
 
 
 OWN, REFERENCE, ENTROPY = "own", "reference", "entropy"

@@ -243,6 +243,12 @@ class Sharded(OverRanks):
             torch.manual_seed(derive_seed(self._seed, *of, self._mesh["dp"].get_local_rank()))
             yield
 
+    def before_backward(self, network: Network, *, is_last: bool) -> None:
+        """Sum this pass's gradient over the rows, or keep it whole until the last pass."""
+        if self._degrees.gradient_sync == "last":
+            assert isinstance(network, FSDPModule)
+            network.set_requires_gradient_sync(is_last)
+
     def release(self, network: Network) -> None:
         """Free the whole copies of what the last pass used."""
         assert isinstance(network, FSDPModule)

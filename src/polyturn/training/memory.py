@@ -115,6 +115,8 @@ class RankLoad:
     """Of a micro-batch."""
     recomputes: bool = False
     """Whether layers are computed again in the backward pass."""
+    keeps_whole_gradient: bool = False
+    """Whether gradients are summed over ranks after the last micro-batch alone (`gradient_sync: last`)."""
     on_gpu: bool = True
 
 
@@ -132,7 +134,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     layer = size.layer - size.layer_experts + size.layer_experts // load.expert_parallel
     is_sharded, is_gathered = load.megatron is None, load.megatron is None and load.ranks > 1
     gathered = (2 * size.outside + 3 * layer) * size.element if is_gathered else 0
-    rows = max(1, load.ranks // load.expert_parallel)
+    rows, keeps_whole = max(1, load.ranks // load.expert_parallel), is_gathered and load.keeps_whole_gradient
     # Of stages the first and the last each hold an embedding, tied or not.
     ends = min(size.outside, size.vocab * size.hidden) * stages - size.outside if stages > 1 else 0
 
@@ -145,6 +147,8 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
             parts, of_experts = max(parts, load.ranks), max(of_experts, load.ranks)
         return ((count - size.experts + ends) // parts + size.experts // of_experts) * bytes_of_each
 
+    # Of the experts, which an adapter does not train, a rank has its share.
+    of_others = size.experts - size.experts // load.expert_parallel if size.trained == size.parameters else 0
     num_layers = size.num_layers // stages
     inputs = num_layers * size.hidden * size.element
     # megatron-core's layers keep a quarter more than those of transformers: half of the feed-forward layer's input once
@@ -166,6 +170,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
         "moments of AdamW": bytes_of(size.trained, bytes_of_each=copies * 8, is_state=True),
         "frozen models": load.num_frozen * bytes_of(size.parameters, bytes_of_each=size.element),
         "gathered blocks": gathered,
+        "whole gradient until the last micro-batch": 4 * copies * (size.trained - of_others) * keeps_whole,
         # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
         "buffer of the largest gradient": (1 if low or gathered else 2) * size.widest * size.element // wide,
         f"activations of a micro-batch of {load.tokens} tokens": activations,

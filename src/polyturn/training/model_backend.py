@@ -99,6 +99,9 @@ class Placement:
         """Let processes that see the same samples draw the same random numbers in a pass, which `of` names."""
         return nullcontext()
 
+    def before_backward(self, network: Network, *, is_last: bool) -> None:
+        """Prepare for a backward pass, the last of an update or an earlier one."""
+
     def release(self, network: Network) -> None:
         """Free what the last pass gathered."""
 
@@ -253,6 +256,7 @@ class ModelBackend:
                                 entropies += [terms.stats_S["policy/entropy"]] if "policy/entropy" in terms.stats_S else []
                     # Also of a loss that is not finite: over ranks the pass is collective, and all of them must make it.
                     with clock.lap("time/backward"):
+                        self._placement.before_backward(self.network, is_last=number == len(batches) - 1)
                         loss.backward()
                         self.optimizer.collect()
         except TrainingError:

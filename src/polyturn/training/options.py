@@ -163,6 +163,7 @@ class DistributedOptions:
         "pipeline_parallel": ("megatron",),
         "expert_parallel": ("torch", "megatron"),
         "context_parallel": ("torch", "megatron"),
+        "gradient_sync": ("torch",),
     }
     """Keys that belong to a backend, and to which."""
 
@@ -178,6 +179,9 @@ class DistributedOptions:
     layer do."""
     context_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the tokens of the same packed samples among them; for conversations too long for one device."""
+    gradient_sync: Literal["each", "last"] = "each"
+    """Sum gradients over ranks after each micro-batch, or once, after the last one of an update. The second communicates
+    less and keeps a whole float32 gradient on every rank meanwhile: 4 bytes a parameter."""
 
 
 def _steps_or_time(value: int | str) -> int | str:

@@ -158,3 +158,9 @@ def test_process_takes_as_much_memory_as_planned(ranks, megatron, tmp_path):
     most = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert planned["parameters"] * ranks > 200e6
     assert most == pytest.approx([sum(planned.values())] * ranks, rel=0.15), planned
+
+
+def test_plan_counts_the_whole_gradient_of_a_late_sum():
+    size = ModelSize.of(tiny_model(48))
+    each, last = (rank_bytes(size, RankLoad(ranks=4, keeps_whole_gradient=keeps)) for keeps in (False, True))
+    assert sum(last.values()) - sum(each.values()) == 4 * size.trained
