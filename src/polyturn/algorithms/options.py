@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.live import LiveObject, NameOrObject
 
 Bound = Annotated[float, Field(allow_inf_nan=True)]
 """A number that may be infinite, which bounds nothing."""
@@ -32,7 +33,7 @@ KL(mu, pi) of "this token, or another"."""
 
 def by_name(value: Any) -> Any:
     """Return the options of a part that is written by its name alone."""
-    return {"name": value} if isinstance(value, str) else value
+    return {"name": value} if isinstance(value, str | LiveObject) else value
 
 
 class Bounds(NamedTuple):
@@ -171,7 +172,7 @@ class SelfDistillOptions(TeacherAdvantageOptions):
 
     PART: ClassVar[str] = "self-distillation"
 
-    privileged: str
+    privileged: NameOrObject
     """A column of the row (a hint, a solution, `ground_truth`), or `file.py:function` from a trajectory and its group to
     text, for instance the environment's feedback."""
     template: str = "{privileged}"
@@ -258,7 +259,7 @@ class AlgorithmOptions:
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
     """The weight of a trajectory's segments together: that of their tokens (per_token), or that of any other trajectory
     (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
-    loss_scale: str = "default"
+    loss_scale: NameOrObject = "default"
     """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),
     ignore_empty_think, `file.py:function`, or several as `a+b`. What a scheduler weighed itself stays."""
     kl: KlOptions | list[KlOptions] = KlOptions()

@@ -158,7 +158,7 @@ def evaluate(
         from polyturn.api.run import Run
 
         folder, evaluation = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
-    return Run(folder, reports=evaluation, resources=source)
+    return Run(folder, reports=evaluation)
 
 
 @_in_a_sentence
@@ -197,7 +197,7 @@ def rollout(
         from polyturn.api.run import Run
 
         folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks))
-    return Run(folder, resources=source)
+    return Run(folder)
 
 
 @_in_a_sentence
@@ -328,7 +328,7 @@ def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | Non
     def again(changes: Mapping[str, Any]) -> Run:
         return _train(arguments.changed(changes, name=name_of(folder, source.config.out)), resume=True, on_step=on_step)
 
-    return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again, resources=source)
+    return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""A program's arguments as the configuration that YAML would hold: objects under labels, short names as whole keys.
+"""A program's arguments as the configuration that YAML would hold, with objects in it and short names as whole keys.
 
     read(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], overrides={"steps": 100, "lr": 1e-5})
-      ->  {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"generator": "<live list:8 rows>"}},
-           "rollout": {"tools": {"functions": ["<live __main__:price>"]}}, "train": {"steps": 100, "optim": {"lr": 1e-5}}}
+      ->  {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"generator": LiveObject(rows)}},
+           "rollout": {"tools": {"functions": [LiveObject(price)]}}, "train": {"steps": 100, "optim": {"lr": 1e-5}}}
 
 Separate from `config`, which reads files: here are the mistakes of a notebook, each one sentence with the right call in it.
 """
@@ -27,7 +27,7 @@ from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
 from polyturn.config.sources import merge
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.live import LiveObject, hold
+from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.plugin_shape import required
 from polyturn.core.reward import brief
 from polyturn.data.conversations import Conversation
@@ -147,24 +147,18 @@ def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = N
     if resume is not None:
         loaded = with_step_size(loaded, resume=resume)
     base = Path() if path is None else base_of(path)
-    return ConfigSource(config=loaded.config, base=base.resolve(), live=tuple(reader.objects)), loaded.resolved
+    return ConfigSource(config=loaded.config, base=base.resolve()), loaded.resolved
 
 
 class _Reader:
-    """Turns what is given into plain data, and holds the objects in it."""
+    """Turns arguments into a configuration."""
 
     def __init__(self) -> None:
-        self.objects: list[LiveObject] = []
         self.partner: str | None = None
         """The interaction of tasks that name none."""
 
-    def label(self, of: Any, *, name: str | None = None) -> str:
-        """Hold an object, and return its label."""
-        self.objects.append(hold(of, name=name))
-        return self.objects[-1].label
-
     def plain(self, value: Any) -> Any:
-        """Return a value as YAML could hold it, an object as its label."""
+        """Return a value as YAML could hold it, but for the objects in it."""
         if isinstance(value, Mapping):
             return {str(key): self.plain(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -173,13 +167,13 @@ class _Reader:
             return str(value)
         if isinstance(value, np.generic):
             return self.plain(value.item())
-        if value is None or isinstance(value, str | int | float):
+        if value is None or isinstance(value, str | int | float | LiveObject):
             return value
         refuse_coroutine(value, "a value")
-        return self.label(value)
+        return LiveObject(value)
 
     def with_rows(self, path: tuple[str, ...], value: Any) -> Any:
-        """Return the value of a key with rows in it, where a file could stand, as the section or the label for them."""
+        """Return the value of a key with rows in it, where a file could stand, as the section or the object for them."""
         if path in _OF_TASKS and value is not None:
             return value if isinstance(value, Mapping) else self._tasks(value, ".".join(path), split=_OF_TASKS[path])
         if path == _CONVERSATIONS and not isinstance(value, str | Path) and hasattr(value, "__iter__"):
@@ -188,7 +182,7 @@ class _Reader:
                 raise DataError(f"{what} has no row; give at least one: {what}=[{{'messages': […]}}]")
             if not isinstance(rows[0], Conversation):
                 Conversation.from_row(rows[0], where=f"{what}[0]")
-            return self.label(functools.partial(list, rows), name=f"{_kind(value)} of {len(rows)}")
+            return LiveObject(functools.partial(list, rows), name=f"{_kind(value)} of {len(rows)}")
         is_above = any(one[: len(path)] == path for one in (*_OF_TASKS, _CONVERSATIONS))
         if isinstance(value, Mapping) and is_above:
             return {key: self.with_rows((*path, str(key)), inner) for key, inner in value.items()}
@@ -197,7 +191,7 @@ class _Reader:
     def model(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """Return the section `model`: of a name, a folder, a run, a section, or a model of transformers."""
         named = _tokenizer_name(tokenizer)
-        of_tokenizer = {} if tokenizer is None else {"tokenizer": named or self.label(tokenizer, name=_kind(tokenizer))}
+        of_tokenizer = {} if tokenizer is None else {"tokenizer": named or LiveObject(tokenizer, name=_kind(tokenizer))}
         nothing = {"init": None, "tokenizer": None}
         if model is None:
             return {"model": of_tokenizer} if of_tokenizer else {}
@@ -233,7 +227,7 @@ class _Reader:
         dtype = str(model.dtype).removeprefix("torch.")
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"model has parameters in {dtype}; train it in one of two: model.bfloat16(), or model.float()")
-        path = self.label(model, name=_kind(model))
+        path = LiveObject(model, name=_kind(model))
         return {"model": {"path": path, "dtype": dtype, **nothing, "tokenizer": name, **of_tokenizer}}
 
     def tasks(self, value: Any, what: str, *, is_eval: bool = False) -> dict[str, Any]:
@@ -263,8 +257,8 @@ class _Reader:
         if not len(rows):
             raise DataError(f"{what} has no row; give at least one: {what}=[{{'prompt': '…'}}]")
         check_first(rows[0], what, has_columns=hasattr(value, "rename_column"))
-        label = self.label(functools.partial(tasks_of, rows, split=split, name=what), name=f"{_kind(value)} of {len(rows)}")
-        return {**nothing, "generator": label}
+        make = functools.partial(tasks_of, rows, split=split, name=what)
+        return {**nothing, "generator": LiveObject(make, name=f"{_kind(value)} of {len(rows)}")}
 
     def tools(self, value: Any) -> dict[str, Any]:
         """Return the section `rollout.tools`: of functions, tools, names of them, or the path of a file that lists them."""
@@ -280,7 +274,7 @@ class _Reader:
         names = [self._tool(item, f"tools[{number}]") for number, item in enumerate(items)]
         return {"rollout": {"tools": {"file": None, "functions": names}}}
 
-    def _tool(self, tool: Any, where: str) -> str:
+    def _tool(self, tool: Any, where: str) -> NameOrObject:
         refuse_coroutine(tool, where)
         if isinstance(tool, str | Path):
             return _path_of_code(str(tool), where, "tools=[price]")
@@ -304,7 +298,7 @@ class _Reader:
                     "and give it: tools=[price]"
                 )
             FunctionTool(tool)  # what is missing in its signature or docstring is told now
-        return self.label(tool)
+        return LiveObject(tool)
 
     def interaction(self, value: Any) -> dict[str, Any]:
         """Return `rollout.interactions`, and the default interaction if there is only one."""
@@ -323,7 +317,8 @@ class _Reader:
         refuse_coroutine(value, "interaction")
         if isinstance(value, Mapping):
             entry = self.plain(value)
-            return {"name": default_name(str(entry["class_name"]).rpartition(":")[2].rstrip(">")), **entry}
+            cls_name = entry["class_name"].name if isinstance(entry["class_name"], LiveObject) else str(entry["class_name"])
+            return {"name": default_name(cls_name.rpartition(":")[2]), **entry}
         if isinstance(value, str):
             _path_of_code(value, "interaction", "interaction=Customer")
             return {"name": name or default_name(value.replace(".", ":").rpartition(":")[2]), "class_name": value}
@@ -340,7 +335,7 @@ class _Reader:
                 f"interaction is the class {cls.__name__}, which takes ({', '.join(asks)}) and would get a config alone; "
                 f"give an object: interaction={cls.__name__}(…)"
             )
-        return {"name": name or default_name(cls.__name__), "class_name": self.label(value)}
+        return {"name": name or default_name(cls.__name__), "class_name": LiveObject(value)}
 
     def reward(self, value: Any) -> dict[str, Any]:
         """Return the section `reward`: of a function, its name, or the section with functions in it."""

@@ -36,7 +36,6 @@ class Run(StoredRun):
         model: PreTrainedModel | None = None,
         again: Callable[[Mapping[str, Any]], Run] | None = None,
         reports: Mapping[str, Any] | None = None,
-        resources: Any = None,
     ) -> None:
         """Open the folder of a run.
 
@@ -45,7 +44,6 @@ class Run(StoredRun):
             model: The model that was trained, where it is still in this process.
             again: Goes on with the run, with keywords that change it; None where only its folder is known.
             reports: What an evaluation showed, by evaluation set.
-            resources: What is kept for as long as this is, for instance the objects that the configuration names.
         """
         if not isinstance(folder, str | Path):
             raise DataError(f"folder is {brief(folder)}; name the folder of a run, for instance polyturn.Run('runs/NAME')")
@@ -57,7 +55,6 @@ class Run(StoredRun):
         self._again = again
         self.reports = dict(reports or {})
         """The results of an evaluation, by evaluation set: `run.reports["greedy"].report.success`."""
-        self._resources = resources
 
     def __await__(self) -> Generator[Any, None, Run]:
         """Return the run itself: `await polyturn.train(…)`, though nothing is awaited there, loses no training."""
@@ -66,7 +63,7 @@ class Run(StoredRun):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration as YAML would say it; objects of the program that started it are shown as `<live …>`.
+        """The configuration as YAML would say it; an object of the program that started it is `<live module:name>`.
 
         Raises:
             DataError: its file is not there, or cannot be read.

@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError, ConfigError, told_in_a_sentence
+from polyturn.core.live import NameOrObject
 from polyturn.core.plugins import Registry
 from polyturn.core.reward import brief
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
@@ -177,17 +178,17 @@ class LossScale:
         ]
 
 
-def build_loss_scale(name: str, *, decode: Decode, base: Path | None = None) -> LossScale | None:
+def build_loss_scale(name: NameOrObject, *, decode: Decode, base: Path | None = None) -> LossScale | None:
     """Return the strategies that `a+b` names; None where they change nothing.
 
     Raises:
         ConfigError: a name leads to no function.
     """
     strategies = []
-    for part in name.split("+"):
-        strategy = loss_scale.resolve(part.strip(), base=base, key="algorithm.loss_scale")
+    for part in [one.strip() for one in name.split("+")] if isinstance(name, str) else [name]:
+        strategy = loss_scale.resolve(part, base=base, key="algorithm.loss_scale")
         if not callable(strategy):
             raise ConfigError(f"algorithm.loss_scale: {part!r} is {strategy!r:.100}; it must be a function")
         if strategy is not default:
             strategies.append(strategy)
-    return LossScale(name=name, strategies=tuple(strategies), decode=decode) if strategies else None
+    return LossScale(name=str(name), strategies=tuple(strategies), decode=decode) if strategies else None

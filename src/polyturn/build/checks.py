@@ -18,6 +18,7 @@ from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
+from polyturn.core.live import names_code
 from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import DatasetSummary, check_tasks
@@ -181,9 +182,9 @@ def check_warm_start(source: ConfigSource) -> None:
             f"warm_start.steps is {sft.steps} and warm_start.conversations is not set; name a jsonl file, a function or a "
             "run's folder, or set the steps to 0"
         )
-    if ":" in sft.conversations:
+    if names_code(sft.conversations):
         import_attr(sft.conversations, base=source.base)
-    elif not (source.base / sft.conversations).exists():
+    elif not (source.base / str(sft.conversations)).exists():
         raise ConfigError(
             f"warm_start.conversations is {sft.conversations!r}, and there is no such file or folder in "
             f"{str(source.base)!r}; name a jsonl file, a function as file.py:function, or a run's folder"

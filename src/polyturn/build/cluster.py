@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,10 @@ from polyturn.build.parts import Parts, build_parts, max_context_of
 from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError
+from polyturn.config.schema import dotted
+from polyturn.config.sources import leaves
+from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.live import LiveObject
 from polyturn.core.plugins import load_plugins
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
@@ -112,10 +116,10 @@ def with_workers(parts: Parts) -> Parts:
     if config.cluster.address is not None or config.cluster.workers.count == 1:
         return parts
     check_workers(config)
-    from polyturn.cluster.worker_pool import check_travels, travelling
+    from polyturn.cluster.worker_pool import travelling
     from polyturn.cluster.worker_process import ProcessWorker
 
-    check_travels(parts.source.live)
+    check_travels(parts.source.config)
     build = travelling(functools.partial(_worker, _without_cluster(parts.source)))
     names = [f"rollout worker {number}" for number in range(config.cluster.workers.count)]
     # Through the gate, where there is one, so that a weight update holds the workers' requests, too.
@@ -148,6 +152,26 @@ def _without_cluster(source: ConfigSource) -> ConfigSource:
     return dataclasses.replace(source, config=config.model_copy(update=alone))
 
 
+def check_travels(config: RunConfig) -> None:
+    """Refuse a configuration with an object of the program that cannot be sent to other processes.
+
+    Raises:
+        ConfigError: one cannot be pickled.
+    """
+    from polyturn.cluster.worker_pool import travelling
+
+    for path, value in leaves(config.model_dump(), ()):
+        if not isinstance(value, LiveObject):
+            continue
+        try:
+            travelling(value.target)
+        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
+            raise ConfigError(
+                f"{dotted(path)} is {value!r}, which cannot be sent to the run's other processes ({one_line(problem)}); "
+                "give its class, which each of them makes objects of, or drop ray= and cluster.workers"
+            ) from problem
+
+
 def cluster_parts(source: ConfigSource) -> Parts:
     """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
 
@@ -160,12 +184,11 @@ def cluster_parts(source: ConfigSource) -> Parts:
     try:
         from polyturn.cluster.members import ResourceRequest
         from polyturn.cluster.placement import Cluster
-        from polyturn.cluster.worker_pool import check_travels
     except ModuleNotFoundError as problem:
         raise ConfigError(
             f"cluster.address needs Ray, which is not installed ({problem}); pip install 'polyturn[ray]'"
         ) from problem
-    check_travels(source.live)
+    check_travels(source.config)
     here = _without_cluster(source)
     engines, workers = ResourceRequest(**dict(cluster.engines)), ResourceRequest(**dict(cluster.workers))
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)

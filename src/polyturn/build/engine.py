@@ -13,7 +13,7 @@ from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, did_you_mean, told_in_a_sentence
 from polyturn.core.generation import SamplingParams
-from polyturn.core.live import is_label
+from polyturn.core.live import LiveObject
 from polyturn.core.plugin_shape import takes_any_keyword
 from polyturn.core.plugins import wrong_kind
 from polyturn.core.protocols import Engine
@@ -190,7 +190,7 @@ def servable_folder(
     from polyturn.training import hf
 
     path = source.config.model.path
-    local = checkpoint or (None if path is None or is_label(path) else Path(folder_or_name(path, source.base)))
+    local = checkpoint or (None if path is None or isinstance(path, LiveObject) else Path(folder_or_name(path, source.base)))
     lora = source.config.model.lora
     alone = checkpoint is None and sends_adapter(source.config)
     is_whole = checkpoint is not None or lora is None or lora.adapter is None or alone

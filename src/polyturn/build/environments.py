@@ -29,8 +29,8 @@ def env_configs(source: ConfigSource) -> list[EnvConfig]:
     named = source.config.env
     if named is None:
         return []
-    configs = [EnvConfig(name=e) if isinstance(e, str) else e for e in (named if isinstance(named, list) else [named])]
-    names = [e.name for e in configs]
+    configs = [e if isinstance(e, EnvConfig) else EnvConfig(name=e) for e in (named if isinstance(named, list) else [named])]
+    names = [str(e.name) for e in configs]
     if not configs:
         raise ConfigError("env is an empty list; name an environment, or drop it")
     if len(set(names)) < len(names):
@@ -58,8 +58,8 @@ def build_env_scheduler(source: ConfigSource, policies: FurtherPolicies) -> Mult
     for one in env_configs(source):
         adapter = _adapter(one, source)
         if (scheduler := adapter.scheduler()) is not None:
-            own[one.name] = scheduler
-        stages[one.name] = _stage(one, adapter, source, policies)
+            own[str(one.name)] = scheduler
+        stages[str(one.name)] = _stage(one, adapter, source, policies)
     if own and len(stages) > 1:
         raise ConfigError(
             f"env {next(iter(own))!r} drives its episodes itself, so it must be the only environment of a run; env names "
@@ -112,17 +112,20 @@ def rows_for_env(source: ConfigSource, tasks: Sequence[Task], *, key: str) -> Se
 
 
 def _adapter(one: EnvConfig, source: ConfigSource) -> Adapter:
-    if one.name not in source.adapters:
-        source.adapters[one.name] = find_adapter(one.name, one.kwargs, base=source.base)
-        atexit.register(source.adapters[one.name].close)
-    return source.adapters[one.name]
+    name = str(one.name)
+    if name not in source.adapters:
+        source.adapters[name] = find_adapter(one.name, one.kwargs, base=source.base)
+        atexit.register(source.adapters[name].close)
+    return source.adapters[name]
 
 
 def _stage(one: EnvConfig, adapter: Adapter, source: ConfigSource, policies: FurtherPolicies) -> Stage:
     if adapter.num_seats == 1 and (one.seats or one.eval_seats):
         raise ConfigError(f"env {one.name!r} has one player and env.seats is {one.seats or one.eval_seats!r:.200}; drop it")
     seats, eval_seats = (
-        seat_players(seat_options, num_seats=adapter.num_seats, name=one.name, base=source.base, policies=policies.by_name)
+        seat_players(
+            seat_options, num_seats=adapter.num_seats, name=str(one.name), base=source.base, policies=policies.by_name
+        )
         for seat_options in (one.seats, one.eval_seats or one.seats)
     )
     return Stage(

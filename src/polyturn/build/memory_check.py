@@ -17,7 +17,6 @@ from polyturn.build.model import outline_of
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import is_label
 from polyturn.engines.options import ServerOptions
 from polyturn.infra.machine_memory import machine_memory
 from polyturn.training import lora
@@ -103,7 +102,7 @@ def require_memory(source: ConfigSource) -> None:
     import torch
 
     config = source.config
-    if config.cluster.address is not None or config.model.path is None or is_label(config.model.path):
+    if config.cluster.address is not None or not isinstance(config.model.path, str):
         return
     model = outline_of(source, config.model.path)
     if config.model.lora is not None:

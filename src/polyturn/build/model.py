@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig, TrainTokenizerConfig
 from polyturn.core.errors import ConfigError, one_line, raised_at
-from polyturn.core.live import is_label, target
+from polyturn.core.live import LiveObject, NameOrObject, names_code
 from polyturn.core.plugins import import_attr
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
@@ -48,8 +48,8 @@ def build_codec(config_source: ConfigSource, *, checkpoint: Path | None = None) 
         texts = _corpus(source.corpus, config_source)
         trained = train_tokenizer(texts, vocab_size=source.vocab_size, chat_template=template)
         codec = Codec(trained, template_kwargs=kwargs)
-    elif source is not None and is_label(source):
-        codec = Codec(target(source), chat_template=template, template_kwargs=kwargs)
+    elif isinstance(source, LiveObject):
+        codec = Codec(source.target, chat_template=template, template_kwargs=kwargs)
     elif source is not None:
         revision = model.revision if model.tokenizer is None else None
         codec = load_codec(
@@ -61,7 +61,7 @@ def build_codec(config_source: ConfigSource, *, checkpoint: Path | None = None) 
     return codec
 
 
-def _corpus(name: str, source: ConfigSource) -> list[str]:
+def _corpus(name: NameOrObject, source: ConfigSource) -> list[str]:
     function = import_attr(name, base=source.base)
     if not callable(function):
         raise ConfigError(
@@ -133,7 +133,7 @@ def build_outline(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> P
     import torch
 
     model = source.config.model
-    if model.init is not None or model.path is None or is_label(model.path):
+    if model.init is not None or model.path is None or isinstance(model.path, LiveObject):
         with torch.device("meta"):
             return _base_model(source, tokenizer)
     return outline_of(source, model.path)
@@ -192,8 +192,8 @@ def _base_model(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> Pre
         }
         return hf.build_model(fields, seed=source.config.seed, dtype=dtype)
     assert model.path is not None  # the config model requires one of the two
-    if is_label(model.path):
-        model_object: PreTrainedModel = target(model.path)
+    if isinstance(model.path, LiveObject):
+        model_object: PreTrainedModel = model.path.target
         return model_object
     loads: dict[tuple[bool, bool], Callable[..., PreTrainedModel]]
     loads = {(True, False): hf.load_plan, (False, True): hf.load_unread}
@@ -213,10 +213,10 @@ def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedMode
     name = config.processor
     if name == "none" or (name is None and (config.path is None or not hf.takes_media(model))):
         return None
-    if name is not None and ":" in name:
+    if name is not None and names_code(name):
         return MediaProcessor(import_attr(name, base=config_source.base)(codec.tokenizer), codec)
     try:
-        source = folder_or_name(name or str(config.path), config_source.base)
+        source = folder_or_name(str(name or config.path), config_source.base)
         return MediaProcessor(load_processor(source, revision=config.revision if name is None else None), codec)
     except ConfigError as problem:
         if name is not None:

@@ -22,7 +22,7 @@ from polyturn.config.models.rollout import LIMITS
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.generation import Sampling, SamplingParams
-from polyturn.core.live import is_label, shown_name
+from polyturn.core.live import LiveObject
 from polyturn.core.plugin_shape import check_class, has_parameter, lacks
 from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.core.protocols import Engine
@@ -115,7 +115,7 @@ def build_parts(
     """
     config, rollout = source.config, source.config.rollout
     for name in (config.model.path, config.model.tokenizer):
-        if isinstance(name, str) and not is_label(name):
+        if isinstance(name, str):
             check_model_name(name, source.base)
     check_plugins(source)
     if engine is None and not isinstance(config.engine, EmbeddedOptions):  # whose code is made of PyTorch
@@ -231,7 +231,7 @@ def _check_scheduler(source: ConfigSource) -> None:
         scheduler = type(scheduler)
     if not isinstance(scheduler, type):
         return
-    check_class(scheduler, SCHEDULER, where=f"rollout.scheduler {shown_name(source.config.rollout.scheduler)!r}")
+    check_class(scheduler, SCHEDULER, where=f"rollout.scheduler {source.config.rollout.scheduler!r}")
 
 
 def _scheduler_shows_tools(source: ConfigSource) -> bool:
@@ -245,12 +245,14 @@ def _scheduler_class(source: ConfigSource) -> Any:
         ConfigError: the name leads to nothing.
     """
     name = source.config.rollout.scheduler or "default"
-    theirs = {} if name in schedulers or ":" in name else {n: c for one in stand_ins() for n, c in one.schedulers().items()}
-    if theirs and name not in theirs and "." not in name:
-        raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, [*schedulers, *theirs])}")
-    scheduler = theirs.get(name) or schedulers.resolve(name, base=source.base)
+    theirs: dict[str, Any] = {}
+    if isinstance(name, str) and name not in schedulers and ":" not in name:
+        theirs = {n: c for one in stand_ins() for n, c in one.schedulers().items()}
+        if theirs and name not in theirs and "." not in name:
+            raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, [*schedulers, *theirs])}")
+    scheduler = theirs[name] if name in theirs else schedulers.resolve(name, base=source.base)
     adapters = (one.adapt_scheduler for one in stand_ins() if one.adapt_scheduler is not None)
-    adapted = (adapt(scheduler, where=f"rollout.scheduler {shown_name(name)!r}") for adapt in adapters)
+    adapted = (adapt(scheduler, where=f"rollout.scheduler {name!r}") for adapt in adapters)
     return next((adapter for adapter in adapted if adapter is not None), scheduler)
 
 
@@ -272,18 +274,18 @@ def _function_tools(source: ConfigSource) -> list[BaseTool]:
     """
     function_tools: list[BaseTool] = []
     for name in source.config.rollout.tools.functions:
-        if name.endswith(".py"):
+        if isinstance(name, str) and name.endswith(".py"):
             function_tools += load_function_tools(source.base / name)
             continue
         function = import_attr(name, base=source.base)
-        if is_label(name) and not isinstance(function, BaseTool):
+        if isinstance(name, LiveObject) and not isinstance(function, BaseTool):
             function = FunctionTool(function)
         if not isinstance(function, BaseTool):
             raise ConfigError(
                 f"rollout.tools.functions names {name!r}, which is a {type(function).__name__}; "
                 "decorate the function with @polyturn.tool"
             )
-        check_class(type(function), TOOL, where=f"tool {shown_name(name)!r}")
+        check_class(type(function), TOOL, where=f"tool {name!r}")
         function_tools.append(function)
     return function_tools
 

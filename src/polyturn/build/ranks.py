@@ -20,7 +20,6 @@ from polyturn.build.parts import Parts
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import is_label
 from polyturn.core.plugins import load_plugins
 from polyturn.engines.options import ServerOptions
 from polyturn.training.options import OptimSettings
@@ -117,11 +116,7 @@ def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
         return True
     if not (is_remote or isinstance(config.engine, ServerOptions)) or config.policies:
         return True
-    is_folder = (
-        model.path is not None
-        and not is_label(model.path)
-        and Path(folder_or_name(model.path, source.base), "config.json").is_file()
-    )
+    is_folder = isinstance(model.path, str) and Path(folder_or_name(model.path, source.base), "config.json").is_file()
     return not is_folder or (model.lora is not None and model.lora.adapter is not None)
 
 
@@ -168,7 +163,7 @@ def model_maker(
         model: What the leader has made of an object that the configuration names, which is to be left as it is.
     """
     path = source.config.model.path
-    if path is not None and not is_label(path):
+    if isinstance(path, str):
         reading = dataclasses.replace(source, reads_parts=True)
         return lambda: build_model(reading, tokenizer)
     whole = model or build_model(source, tokenizer)

@@ -9,6 +9,7 @@ from polyturn.algorithms.options import SelfDistillOptions
 from polyturn.build.parts import Parts
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.core.errors import ConfigError
+from polyturn.core.live import names_code
 from polyturn.core.plugin_shape import CallShape, check_function
 from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
@@ -90,7 +91,7 @@ def task_check(source: ConfigSource) -> Callable[[Task], object] | None:
     algorithm = source.config.algorithm
     if (served := algorithm.served_teachers) is not None:
         return lambda task: teacher_of(task, served)
-    if (own := algorithm.self_distill) is not None and ":" not in own.privileged:
+    if (own := algorithm.self_distill) is not None and not names_code(own.privileged):
         return lambda task: text_of_row(task, own)
     return None
 
@@ -101,7 +102,7 @@ def build_privileged(options: SelfDistillOptions, source: ConfigSource) -> Privi
     Raises:
         ConfigError: the function that `privileged` names cannot be called.
     """
-    if ":" not in options.privileged:
+    if not names_code(options.privileged):
         return None
     function: Privileged = import_attr(options.privileged, base=source.base)
     check_function(function, _PRIVILEGED, where=f"algorithm.self_distill.privileged {options.privileged!r}")

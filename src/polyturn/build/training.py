@@ -24,7 +24,7 @@ from polyturn.build.teachers import build_teacher
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import TrackerConfig
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.live import is_label
+from polyturn.core.live import LiveObject, names_code
 from polyturn.core.sample import TrainSample
 from polyturn.core.stand_in import stand_ins
 from polyturn.core.task import Task
@@ -60,7 +60,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
     path = parts.source.config.model.path
     # An object that a program made may differ between ranks, so they begin with the leader's weights.
-    is_object = path is not None and is_label(path)
+    is_object = isinstance(path, LiveObject)
     start = parts.model.state_dict() if is_object else None
     # An embedded engine of this process samples from the model here, which therefore follows the ranks.
     samples_here = parts.source.config.cluster.address is None and parts.engine.capabilities.shares_weights
@@ -227,12 +227,12 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
     source, sft = parts.source, parts.source.config.warm_start
     if sft.conversations is None:
         raise ConfigError("warm_start.conversations is not set; name a jsonl file, a function or a run's folder")
-    if ":" in sft.conversations:
+    if names_code(sft.conversations):
         conversations = generate_conversations(sft.conversations, base=source.base, **sft.kwargs)
-    elif (source.base / sft.conversations).is_dir():
-        return trajectory_samples(open_store(source.base / sft.conversations).trajectories(), min_reward=sft.min_reward)
+    elif (source.base / str(sft.conversations)).is_dir():
+        return trajectory_samples(open_store(source.base / str(sft.conversations)).trajectories(), min_reward=sft.min_reward)
     else:
-        conversations = read_conversations(source.base / sft.conversations)
+        conversations = read_conversations(source.base / str(sft.conversations))
     context = parts.context
     samples = []
     with Progress("encode conversations", len(conversations)) as bar:
@@ -256,7 +256,7 @@ def build_trackers(source: ConfigSource) -> tuple[TrackerSpec, ...]:
     """
     from polyturn.tracking.manager import tracker_spec
 
-    wanted = [TrackerConfig(name=t) if isinstance(t, str) else t for t in source.config.tracking]
+    wanted = [t if isinstance(t, TrackerConfig) else TrackerConfig(name=t) for t in source.config.tracking]
     return tuple(tracker_spec(t.name, samples=t.samples, base=source.base, **(t.model_extra or {})) for t in wanted)
 
 

@@ -21,7 +21,6 @@ from polyturn.config.config_source import ConfigSource
 from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.live import shown_name
 from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.sample import TrainSample
@@ -62,9 +61,9 @@ def _try(key: str, name: Any, call: Callable[[], None]) -> None:
         call()
     except TrainingError as problem:
         if isinstance(problem.__cause__, KeyError):  # of a reward's component or a column that real episodes may have
-            logger.warning("%s %r, called on two made-up tasks: %s; real ones may have it", key, shown_name(name), problem)
+            logger.warning("%s %r, called on two made-up tasks: %s; real ones may have it", key, name, problem)
             return
-        raise ConfigError(f"{key} {shown_name(name)!r}, called on two made-up tasks: {problem}") from problem
+        raise ConfigError(f"{key} {name!r}, called on two made-up tasks: {problem}") from problem
 
 
 def _estimate(groups: list[TrajectoryGroup], estimator: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,8 +18,7 @@ from typing import Any
 import cloudpickle
 
 from polyturn.cluster.journal import JournalEntry, ResumeState, carry
-from polyturn.core.errors import ConfigError, RankLostError, one_line
-from polyturn.core.live import LiveObject
+from polyturn.core.errors import RankLostError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.journal import JournaledEpisode
@@ -69,22 +67,6 @@ def travelling(objects: Any) -> bytes:
     """Return an object as it is sent to another process of this machine, which does not run the program's own module."""
     data: bytes = cloudpickle.dumps(objects)
     return data
-
-
-def check_travels(live: Sequence[LiveObject]) -> None:
-    """Refuse objects of the program that cannot be sent to other processes.
-
-    Raises:
-        ConfigError: one cannot be pickled.
-    """
-    for value in live:
-        try:
-            travelling(value.target)
-        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
-            raise ConfigError(
-                f"{value.label} cannot be sent to the run's other processes ({one_line(problem)}); give its class, which "
-                "each of them makes objects of, or drop ray= and cluster.workers"
-            ) from problem
 
 
 class WorkerPool(RolloutPool):

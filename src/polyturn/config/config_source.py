@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean
-from polyturn.core.live import LiveObject
 from polyturn.models import PACKAGED, packaged
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ class ConfigSource:
 
     config: RunConfig
     base: Path
-    live: tuple[LiveObject, ...] = ()
-    """The objects that the configuration names by their labels; they are there as long as this is."""
     is_plan: bool = False
     """Nothing will be sampled or trained: the weights of a large model are not read."""
     obstacles: list[str] = field(default_factory=list, compare=False, repr=False)

@@ -40,7 +40,7 @@ def explain(
     for problem in error.errors(include_url=False):
         path, is_meant = _locate(problem["loc"], model, values)
         places.add(path)
-        if problem["type"] in UNKNOWN_KEY or not is_meant:
+        if problem["type"] in (*UNKNOWN_KEY, "is_instance_of") or not is_meant:
             continue
         message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         for secret, raw in secrets.items():

@@ -30,7 +30,7 @@ from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
 from polyturn.config.unknown import as_of_now, unknown_keys, without_other_kinds
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.live import is_held, is_label
+from polyturn.core.live import LiveObject, stands_for_object
 from polyturn.core.nesting import MAX_DEPTH, is_deep
 from polyturn.core.secrets import masked
 from polyturn.infra.yaml_file import read_yaml
@@ -153,7 +153,7 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
         f"{dotted(path)} is {value!r}{sources.of(path)}, an object that a Python program gave, which no file can hold; go "
         "on from that program: polyturn.train(…, resume=True), or run.resume()"
         for path, value in leaves(written, ())
-        if is_label(value) and not is_held(value)
+        if stands_for_object(value)
     ]
     try:
         config = model.model_validate(resolved)
@@ -254,7 +254,7 @@ def _of_run(model: type, read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:
     """Return a section that was written as its name alone, `env: a:B`, with the key `name`; all else as it is."""
-    if not isinstance(at, str):
+    if not isinstance(at, str | LiveObject):
         return at
     annotation: Any = model
     for step in path:

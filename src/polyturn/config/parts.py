@@ -20,6 +20,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from polyturn.algorithms.options import by_name
 from polyturn.config import schema
+from polyturn.core.live import NameOrObject
 
 # A section's validator is built when it is first used: for most sections inside the whole run's, and never by an import.
 _COMMON = ConfigDict(
@@ -38,7 +39,7 @@ class OwnPart(BaseModel):
 
     model_config = ConfigDict(**_COMMON, extra="allow")
 
-    name: str
+    name: NameOrObject
     """A registered name, `package.module:Attr` or `file.py:Attr`."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from polyturn.config import schema
 from polyturn.config.schema import KeyPath, dotted
@@ -36,8 +37,8 @@ def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], d
         return _mask(sources.values), {}  # there is nothing to mask: a copy
     tree = schema.default_tree(model)
     merge(tree, sources.values)
-    real = OmegaConf.create(tree)
-    masked = OmegaConf.create(_mask(tree))
+    real = OmegaConf.create(tree, flags={"allow_objects": True})
+    masked = OmegaConf.create(_mask(tree), flags={"allow_objects": True})
     raw_env: dict[KeyPath, str] = {}
 
     def walk(raw: Any, node: Any, hidden: Any, path: KeyPath) -> Any:
@@ -94,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> dict[str, Any]:
     """Return the whole configuration as plain data in which no value comes from the environment."""
-    dump = config.model_dump(mode="json")
+    dump = to_jsonable_python(config, fallback=str)
     secrets = secrets_in(resolved, raw_env)
 
     def clean(value: Any, path: KeyPath) -> Any:

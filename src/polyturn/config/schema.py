@@ -24,6 +24,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
+from polyturn.core.live import LiveObject
+
 KeyPath = tuple[str | int, ...]
 """The place of a value: ("rewards", 0, "name")."""
 MAX_INT = 2**63 - 1
@@ -358,7 +360,7 @@ def type_name(annotation: Any) -> str:
     if origin is Annotated:
         return type_name(args[0])
     if origin in (Union, types.UnionType):
-        return " | ".join(type_name(a) for a in args)
+        return " | ".join(type_name(a) for a in args if a is not LiveObject)
     if origin is Literal:
         return " | ".join(repr(a) for a in args)
     if annotation is type(None):

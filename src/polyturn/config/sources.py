@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.config.schema import KeyPath, dotted
+from polyturn.core.live import LiveObject
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
         mine = into.get(key)
         if isinstance(mine, dict) and isinstance(value, Mapping):
             merge(mine, value)
-        elif isinstance(mine, str) and isinstance(value, Mapping):
+        elif isinstance(mine, str | LiveObject) and isinstance(value, Mapping):
             into[key] = {"name": mine, **_copy(value)}
         else:
             into[key] = _copy(value)

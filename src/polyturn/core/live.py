@@ -1,107 +1,60 @@
-"""Objects of a program in the place of names: a configuration's `<live __main__:price>` stands for the function itself.
+"""LiveObject: a function, class or object of a Python program where a configuration file has an import path.
 
-    held = hold(price)            held.label == "<live __main__:price>"
-    target("<live __main__:price>")   ->  price, for as long as `held` is referenced
+    polyturn.train(tools=[price], …)     rollout.tools.functions == [LiveObject(price)]
+    config.yaml of that run              rollout: {tools: {functions: ["<live __main__:price>"]}}
 
-A configuration stays plain data that YAML could hold; its holder also holds the objects that it names. Separate from
-the registry, whose names stand for the same thing in every process: a label means something only in the process that got
-its object, and goes to another process with the object, by pickle. Two objects never share a label.
+The text tells a reader where the object came from. Nothing leads back from it: a run that began with objects goes on from
+the program that has them. An object reaches the run's other processes with the configuration, by pickle.
 """
 
 from __future__ import annotations
 
-import re
-import threading
-from collections.abc import Mapping
-from typing import Any
-from weakref import WeakValueDictionary
-
-from polyturn.core.errors import ConfigError
+from typing import Any, TypeAlias
 
 _START, _END = "<live ", ">"
 
 
 class LiveObject:
-    """An object with the label that stands for it; the label is free again when this is garbage-collected."""
+    """An object, and the name of where it came from; messages show the name."""
 
-    __slots__ = ("__weakref__", "label", "target")
+    __slots__ = ("name", "target")
 
-    def __init__(self, label: str, target: Any) -> None:
-        self.label = label
+    def __init__(self, target: Any, *, name: str | None = None) -> None:
+        """Hold an object.
+
+        Args:
+            target: The object.
+            name: By default the module and the name of a function or class, or those of its class.
+        """
         self.target = target
+        self.name = name or _name_of(target)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.label, self.target)
+    def __str__(self) -> str:
+        return f"{_START}{self.name}{_END}"
 
+    def __repr__(self) -> str:
+        return repr(self.name)
 
-_HELD: WeakValueDictionary[str, LiveObject] = WeakValueDictionary()
-_LOCK = threading.Lock()
-
-
-def hold(of: Any, *, name: str | None = None) -> LiveObject:
-    """Give an object a label, which stands for it as long as what is returned is kept.
-
-    Args:
-        of: The object.
-        name: What the label says of it; by default the module and the name of a function or class, or those of its class.
-    """
-    name = name or _name_of(of)
-    with _LOCK:
-        number = 1
-        while (entry := _HELD.get(label := _label(name, number))) is not None and entry.target is not of:
-            number += 1
-        return entry if entry is not None else _HELD.setdefault(label, LiveObject(label, of))
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> dict[str, Any]:
+        as_text = {"type": "function-plain", "function": str, "when_used": "json"}
+        return {"type": "is-instance", "cls": cls, "serialization": as_text}
 
 
-def is_label(value: Any) -> bool:
-    """Return whether `value` is written as the label of a live object."""
+NameOrObject: TypeAlias = str | LiveObject
+"""The type of a key that takes a registered name, an import path, or from a program the object itself."""
+
+
+def names_code(value: NameOrObject) -> bool:
+    """Return whether a key has an object or an import path, where it also takes other names."""
+    return isinstance(value, LiveObject) or ":" in value
+
+
+def stands_for_object(value: Any) -> bool:
+    """Return whether a configuration file has the text of a live object as this value."""
     return isinstance(value, str) and value.startswith(_START) and value.endswith(_END)
 
 
-def shown_name(name: Any) -> Any:
-    """Return a name as a message says it: what a label says without its brackets, anything else as it is."""
-    return name.removeprefix(_START).removesuffix(_END) if is_label(name) else name
-
-
-def unnumbered(value: Any) -> Any:
-    """Return plain data with the labels in it as they are where each object is the first of its name."""
-    if isinstance(value, Mapping):
-        return {key: unnumbered(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [unnumbered(inner) for inner in value]
-    return re.sub(r" #\d+>$", _END, value) if is_label(value) else value
-
-
-def is_held(label: str) -> bool:
-    """Return whether an object of this process has that label."""
-    return label in _HELD
-
-
-def target(label: str) -> Any:
-    """Return the object that has a label.
-
-    Raises:
-        ConfigError: none has, in this process.
-    """
-    entry = _HELD.get(label)
-    if entry is None:
-        raise ConfigError(
-            f"{label!r} stands for an object that a Python program gave, and a file cannot hold it; go on from that "
-            "program, with polyturn.train(…, resume=True) or run.resume()"
-        )
-    return entry.target
-
-
-def _label(name: str, number: int) -> str:
-    return f"{_START}{name}{'' if number == 1 else f' #{number}'}{_END}"
-
-
-def _name_of(of: Any) -> str:
-    named = of if hasattr(of, "__qualname__") else getattr(of, "__wrapped__", type(of))
+def _name_of(target: Any) -> str:
+    named = target if hasattr(target, "__qualname__") else getattr(target, "__wrapped__", type(target))
     return f"{named.__module__}:{named.__qualname__}".replace(".<locals>", "")
-
-
-def _arrive(label: str, of: Any) -> LiveObject:
-    """Hold in this process what came from another one, under the label that it had there."""
-    with _LOCK:
-        return _HELD.setdefault(label, LiveObject(label, of))

@@ -31,7 +31,6 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from polyturn.core import live
 from polyturn.core.errors import (
     ConfigError,
     MissingAttributeError,
@@ -42,6 +41,7 @@ from polyturn.core.errors import (
     one_line,
 )
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.live import LiveObject, NameOrObject
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,11 @@ class Registry(Generic[T]):
     def __contains__(self, name: str) -> bool:
         return name in self._entries or name in offered(self.group)
 
-    def resolve(self, name: str, *, base: Path | None = None, key: str | None = None) -> T:
+    def resolve(self, name: NameOrObject, *, base: Path | None = None, key: str | None = None) -> T:
         """Return the object with this name.
 
         Args:
-            name: The name.
+            name: The name, or the object itself where a program gave it.
             base: The folder that relative file paths start from.
             key: The configuration's key that holds the name, for messages.
 
@@ -102,6 +102,10 @@ class Registry(Generic[T]):
             ConfigError: two distributions offer that name.
             MissingModuleError, MissingAttributeError: a path, or an entry point, that leads nowhere.
         """
+        target: T
+        if isinstance(name, LiveObject):
+            target = name.target
+            return target
         where = key or self.kind
         if name in self._entries:
             others = [d for d in map(distribution_of, offered(self.group).get(name, ())) if d != OWN]
@@ -111,8 +115,7 @@ class Registry(Generic[T]):
                     f"entry point of {self.group!r}); uninstall {others[0].split()[0]}, or give yours another name"
                 )
             return self._entries[name]
-        target: T
-        if ":" in name or "." in name or live.is_label(name):
+        if ":" in name or "." in name:
             target = import_attr(name, base=base)
         elif name in offered(self.group):
             target = load_offered(self.group, name, where=where)
@@ -190,10 +193,10 @@ def load_each(group: str, kind: type[T]) -> Iterator[tuple[str, T]]:
             yield name, targets
 
 
-def wrong_kind(group: str, name: str, target: object, *, where: str, needs: str) -> ConfigError:
+def wrong_kind(group: str, name: NameOrObject, target: object, *, where: str, needs: str) -> ConfigError:
     """Return the error of an entry point that leads to something of another kind than its group holds."""
-    points = offered(group).get(name)
-    what = _in_words(where, name, points[0]) if points else f"{where}: {name!r}"
+    points = offered(group).get(str(name))
+    what = _in_words(where, str(name), points[0]) if points else f"{where}: {name!r}"
     return ConfigError(f"{what} is {target!r:.100}; it must be {needs}")
 
 
@@ -237,16 +240,16 @@ def _own() -> tuple[Sequence[EntryPoint], Sequence[str]]:
 # Modules and files.
 
 
-def import_attr(path: str, *, base: Path | None = None) -> Any:
-    """Import `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr`; the label of a live object gives that object.
+def import_attr(path: NameOrObject, *, base: Path | None = None) -> Any:
+    """Import `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr`; return the target of a live object.
 
     Raises:
         ConfigError: this is no such path.
         MissingModuleError: the module or file cannot be found or imported.
         MissingAttributeError: the module has no such attribute.
     """
-    if live.is_label(path):
-        return live.target(path)
+    if isinstance(path, LiveObject):
+        return path.target
     where, colon, name = path.rpartition(":")
     if not colon:
         where, _, name = path.rpartition(".")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.core.live import NameOrObject
 from polyturn.core.messages import Message
 from polyturn.core.plugins import import_attr
 from polyturn.core.task import as_rows
@@ -77,7 +78,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     return [Conversation.from_row(rows.row(i), where=rows.where(i), base=path.parent) for i in range(len(rows))]
 
 
-def generate_conversations(path: str, *, base: Path | None = None, **kwargs: Any) -> list[Conversation]:
+def generate_conversations(path: NameOrObject, *, base: Path | None = None, **kwargs: Any) -> list[Conversation]:
     """Call the function that `path` names and return its conversations.
 
     Raises:

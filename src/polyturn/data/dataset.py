@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.core.live import NameOrObject
 from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task, select_tools
 from polyturn.data.rows import task_from_row
@@ -223,7 +224,7 @@ class TaskDataset(TaskSequence):
         return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)
 
 
-def generate_tasks(path: str, *, split: str, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
+def generate_tasks(path: NameOrObject, *, split: str, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
     """Call the task generator that `path` names, and return its tasks.
 
     Args:
@@ -251,7 +252,7 @@ def generate_tasks(path: str, *, split: str, base: Path | None = None, **kwargs:
     if not tasks:
         raise DataError(f"the task generator {path!r} returned no task for {kwargs!r}")
     if isinstance(tasks[0], Mapping):
-        return TaskDataset.of(tasks, split=split, name=path)
+        return TaskDataset.of(tasks, split=split, name=str(path))
     if not isinstance(tasks[0], Task):
         raise DataError(f"the task generator {path!r} returned a sequence of {type(tasks[0]).__name__}, not of rows or Task")
     return tasks

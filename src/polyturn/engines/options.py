@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.live import NameOrObject
 
 _RETIRED = {
     "shared_memory": "folder",
@@ -178,7 +179,7 @@ class OwnEngineOptions(AskedOptions):
     GROUP: ClassVar[str] = "polyturn.engines"
     """The entry points that `kind` names one of."""
 
-    kind: str
+    kind: NameOrObject
     """The name of its entry point."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of that engine."""

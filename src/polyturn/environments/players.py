@@ -26,6 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
 from polyturn.core.generation import SamplingParams
+from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.messages import Message, Origin
 from polyturn.core.plugin_shape import has_parameter
 from polyturn.core.plugins import import_attr
@@ -213,7 +214,7 @@ class PolicyPlayer:
 
 
 def seat_players(
-    seats: Sequence[str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]],
+    seats: Sequence[NameOrObject | Mapping[str, Any] | Sequence[NameOrObject | Mapping[str, Any]]],
     *,
     num_seats: int,
     name: str,
@@ -235,7 +236,7 @@ def seat_players(
     make = functools.partial(_maker, name=name, base=base, policies=policies or {})
     players: list[Named] = []
     for seat in seats:
-        if isinstance(seat, str | Mapping):
+        if isinstance(seat, str | LiveObject | Mapping):
             players.append(make(seat))
         elif seat:
             players.append(tuple(make(one) for one in seat))
@@ -248,7 +249,7 @@ def seat_players(
     return tuple(players)
 
 
-def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None, policies: Policies) -> MakePlayer | None:
+def _maker(seat: NameOrObject | Mapping[str, Any], *, name: str, base: Path | None, policies: Policies) -> MakePlayer | None:
     if isinstance(seat, Mapping):
         return _policy_maker(seat, name=name, policies=policies) if "policy" in seat else _endpoint_maker(seat, name=name)
     if seat == POLICY:
@@ -257,7 +258,7 @@ def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None, polic
         return RandomPlayer
     if seat in policies:
         return _policy_maker({"policy": seat}, name=name, policies=policies)
-    if ":" not in seat and "." not in seat:
+    if isinstance(seat, str) and ":" not in seat and "." not in seat:
         hint = did_you_mean(seat, [POLICY, RANDOM, *policies])
         raise UnknownNameError(
             f"env {name!r}: there is no player {seat!r}.{hint} Or name a further model in the section `policies`, or a "

@@ -3,7 +3,6 @@
     textarena:GuessTheNumber-v0       a prefix: an entry point of the group `polyturn.environments`, as the shipped ones are
     my_package.module:Class           an `Adapter`, or an environment (reset, step, close), in a module
     folder/lake.py:Lake               the same in a file, relative to the config
-    <live __main__:Game>              the same that a program gave
 
 An adapter imports what its package brings, so none is imported before its prefix is named.
 """
@@ -17,7 +16,7 @@ from typing import Any
 
 from polyturn.core.env import ENV, Env
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
-from polyturn.core.live import is_label, shown_name
+from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.plugin_shape import CallShape, Shape, check_class
 from polyturn.core.plugins import Registry, import_attr, wrong_kind
 from polyturn.environments.base import Adapter
@@ -40,20 +39,22 @@ ADAPTER = Shape(
 """The methods of an adapter's class."""
 
 
-def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Path | None = None) -> Adapter:
+def find_adapter(name: NameOrObject, kwargs: Mapping[str, Any] | None = None, *, base: Path | None = None) -> Adapter:
     """Return the adapter that a name stands for.
 
     Raises:
         UnknownNameError: there is no such prefix, or the package knows no such id; the message has the nearest.
         ConfigError: the package is missing, or it cannot be made with these arguments.
     """
+    if isinstance(name, LiveObject):
+        return _own(name, name.target, kwargs or {}, base)
     prefix, colon, id = name.partition(":")
     if not colon or not id:
         raise ConfigError(
             f"env {name!r} is no name of an environment; write 'prefix:id', for instance 'textarena:GuessTheNumber-v0', or "
             "'package.module:Class' or 'file.py:Class' for one of your own"
         )
-    if "." in prefix or "/" in prefix or is_label(name):
+    if "." in prefix or "/" in prefix:
         return _own(name, import_attr(name, base=base), kwargs or {}, base)
     wanted = prefix.replace("-", "_")
     if wanted not in adapters:
@@ -67,8 +68,8 @@ def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Pa
 class _Own(Adapter):
     """A class of the user's with reset, step and close."""
 
-    def __init__(self, name: str, make: Any, kwargs: Mapping[str, Any], *, base: Path | None) -> None:
-        super().__init__(name, name.partition(":")[2], kwargs, base=base)
+    def __init__(self, name: NameOrObject, make: Any, kwargs: Mapping[str, Any], *, base: Path | None) -> None:
+        super().__init__(str(name), _id(name), kwargs, base=base)
         try:
             inspect.signature(make).bind(**kwargs)
         except TypeError as problem:
@@ -84,14 +85,18 @@ class _Own(Adapter):
         return env
 
 
-def _own(name: str, cls: Any, kwargs: Mapping[str, Any], base: Path | None) -> Adapter:
+def _id(name: NameOrObject) -> str:
+    return (name if isinstance(name, str) else name.name).partition(":")[2]
+
+
+def _own(name: NameOrObject, cls: Any, kwargs: Mapping[str, Any], base: Path | None) -> Adapter:
     if isinstance(cls, type):
-        check_class(cls, ADAPTER if issubclass(cls, Adapter) else ENV, where=f"env {shown_name(name)!r}")
+        check_class(cls, ADAPTER if issubclass(cls, Adapter) else ENV, where=f"env {name!r}")
     if isinstance(cls, type) and issubclass(cls, Adapter):
-        return cls(name, name.partition(":")[2], kwargs, base=base)
+        return cls(str(name), _id(name), kwargs, base=base)
     if not callable(cls):
         kind = type(cls).__name__
         raise ConfigError(
-            f"env {shown_name(name)!r} is an object of {kind}; give the class, {kind}, of which each episode makes an object"
+            f"env {name!r} is an object of {kind}; give the class, {kind}, of which each episode makes an object"
         )
     return _Own(name, cls, kwargs, base=base)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.live import LiveObject, NameOrObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class PluginEntry:
 
     where: str
     """The item's name in error messages, for instance "tools.yaml: tools[1]"."""
-    class_name: str
+    class_name: NameOrObject
     config: dict[str, Any]
     fields: Mapping[str, Any]
     """Every key of the item."""
@@ -81,7 +82,7 @@ def _entry(item: Any, *, where: str, allowed: Collection[str]) -> PluginEntry:
         if name not in allowed:
             raise ConfigError(f"{where}: unknown key {name!r}.{did_you_mean(str(name), allowed)}")
     class_name = item.get("class_name")
-    if not isinstance(class_name, str) or not class_name:
+    if not isinstance(class_name, str | LiveObject) or not class_name:
         raise ConfigError(
             f"{where}: class_name is {class_name!r}; write the class as 'package.module.Class' or 'file.py:Class'"
         )
@@ -116,7 +117,7 @@ def _resolved(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(plain, flags={"allow_objects": True}), resolve=True)
     except OmegaConfBaseException as problem:
         raise ConfigError(f"{where}: a reference cannot be resolved: {one_line(problem)}") from problem
     assert isinstance(resolved, dict)

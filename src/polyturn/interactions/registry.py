@@ -14,7 +14,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
-from polyturn.core.live import is_label, shown_name
+from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
 from polyturn.core.plugins import import_attr
 from polyturn.infra.plugin_files import PluginFile, read_plugin_file
@@ -74,7 +74,7 @@ def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | No
     return read_plugin_file(source, key="interaction", allowed=("name", "class_name", "config"), base=base)
 
 
-def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[Any]:
+def get_interaction_class(cls_name: NameOrObject, *, base: Path | None = None) -> type[Any]:
     """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names.
 
     Raises:
@@ -87,10 +87,11 @@ def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[An
     return cls
 
 
-def _class_or_object(cls_name: str, *, base: Path | None) -> Any:
+def _class_or_object(cls_name: NameOrObject, *, base: Path | None) -> Any:
     """Return the class that an item names, or the interaction itself where a program gave one."""
-    target = import_attr(cls_name, base=base) if is_label(cls_name) else None
-    return target if isinstance(target, BaseInteraction) else get_interaction_class(cls_name, base=base)
+    if isinstance(cls_name, LiveObject) and isinstance(cls_name.target, BaseInteraction):
+        return cls_name.target
+    return get_interaction_class(cls_name, base=base)
 
 
 def _class_of(target: Any) -> type[Any]:
@@ -136,9 +137,7 @@ def initialize_interactions_from_config(
             out[name] = cls({**entry.config, "name": name}, **more)
         except PLUGIN_RAISES as problem:
             pass_interrupt(problem)
-            raise ConfigError(
-                f"{entry.where}: {shown_name(entry.class_name)}(config) raised {one_line(problem)}"
-            ) from problem
+            raise ConfigError(f"{entry.where}: {_class_of(cls).__name__}(config) raised {one_line(problem)}") from problem
     return out
 
 

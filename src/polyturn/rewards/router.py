@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError, did_you_mean
-from polyturn.core.live import shown_name
+from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, brief
 from polyturn.core.task import Task
@@ -58,7 +58,7 @@ _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
 class RewardRef:
     """A reward function, or the name of one, with arguments of its own."""
 
-    target: Callable[..., Any] | str
+    target: Callable[..., Any] | NameOrObject
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -312,10 +312,17 @@ class _Resolver:
             if kwargs:
                 raise ConfigError(f"the reward {target!r} is no function and takes no kwargs; it has {sorted(kwargs)}")
             return target
-        function = rewards.resolve(target, base=self._base, key="reward") if isinstance(target, str) else target
-        if isinstance(target, str):
-            name = shown_name(target)
+        if isinstance(target, str | LiveObject):
+            function = rewards.resolve(target, base=self._base, key="reward")
+            name = target if isinstance(target, str) else target.name
+            if isinstance(target, LiveObject) and self._options.num_processes and not inspect.iscoroutinefunction(function):
+                raise ConfigError(
+                    f"reward {name!r} is a function of this program, and reward.num_processes "
+                    f"({self._options.num_processes}) calls it in processes that cannot import it; name it as "
+                    "'file.py:function' or 'package.module:function', or set that to null"
+                )
         else:
+            function = target
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
         supplies = {"sandbox": self._sandbox, "judges": self._judges, "policies": self._policies}
         reward_function = RewardFunction(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from polyturn.core.live import NameOrObject
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserOptions:
@@ -16,7 +18,7 @@ class ParserOptions:
 
     PART: ClassVar[str] = "any parser"
 
-    name: str = "auto"
+    name: NameOrObject = "auto"
     """A registered name or `file.py:Class`; auto: the one that reads what the chat template writes."""
     reasoning: str | None = None
     """Name of the reasoning format; null for the one that the chat template, or else the parser's family, writes."""

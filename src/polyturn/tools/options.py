@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.live import NameOrObject
 from polyturn.tools.breaker import BreakerSettings
 from polyturn.tools.truncate import TruncateSide
 
@@ -54,5 +55,5 @@ class ToolsOptions(ToolOptions):
 
     file: str | list[dict[str, Any]] | None = None
     """YAML or JSON file with a `tools` list, or that list."""
-    functions: list[str] = field(default_factory=list)
+    functions: list[NameOrObject] = field(default_factory=list)
     """`file.py:function` of functions decorated with @polyturn.tool; `file.py` alone means every tool in it."""

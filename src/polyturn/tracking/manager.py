@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.live import NameOrObject
 from polyturn.core.plugins import Registry, wrong_kind
 from polyturn.core.protocols import Tracker
 from polyturn.core.trajectory import TrajectoryGroup
@@ -43,7 +44,7 @@ class TrackerSpec:
     """Trajectories of a step in its table of samples."""
 
 
-def tracker_spec(name: str, *, samples: int = 4, base: Path | None = None, **kwargs: Any) -> TrackerSpec:
+def tracker_spec(name: NameOrObject, *, samples: int = 4, base: Path | None = None, **kwargs: Any) -> TrackerSpec:
     """Find a tracker and check its arguments, before a run begins.
 
     Args:
@@ -66,7 +67,7 @@ def tracker_spec(name: str, *, samples: int = 4, base: Path | None = None, **kwa
             f"tracking: {name} cannot be made with the keys {sorted(kwargs) or 'given'} ({problem}); it takes "
             f"{inspect.signature(make)}"
         ) from problem
-    return TrackerSpec(name=name, make=make, kwargs=kwargs, samples=samples)
+    return TrackerSpec(name=str(name), make=make, kwargs=kwargs, samples=samples)
 
 
 class Trackers:

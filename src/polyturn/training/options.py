@@ -24,6 +24,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from polyturn.algorithms.options import by_name
 from polyturn.batching.options import LayoutOptions
 from polyturn.core.errors import ConfigError
+from polyturn.core.live import NameOrObject
 
 BACKEND = "torch"
 """The backend of a run that names none."""
@@ -137,7 +138,7 @@ class LoraSettings:
 class SftOptions:
     """Supervised training on conversations, by itself or as a warm start."""
 
-    conversations: str | None = None
+    conversations: NameOrObject | None = None
     """jsonl file of conversations, `file.py:function` that returns them, or a run's folder (its best trajectories)."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
@@ -230,7 +231,7 @@ class TrainOptions:
     on_checkpoint_error: Literal["stop", "warn"] = "stop"
     """The consequence of a checkpoint that cannot be written, as on a full disk: the run ends, with the last good one
     intact (stop), or goes on and tries again at the next (warn)."""
-    backend: str = BACKEND
+    backend: NameOrObject = BACKEND
     """The backend of the trained model: torch (FSDP2 where there are several ranks), megatron (megatron-core, the
     extra `megatron`; docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
     distributed: DistributedOptions = DistributedOptions()

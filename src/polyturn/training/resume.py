@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import CheckpointError
-from polyturn.core.live import unnumbered
 from polyturn.core.task import Task
 from polyturn.training.options import TrainOptions
 
@@ -91,11 +90,8 @@ def _other_tasks(path: Path, what: str) -> CheckpointError:
 
 
 def changed_settings(former: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for every setting that differs between two resolved configs: `train.optim.lr: 0.001 -> 0.0005`.
-
-    Of live objects the names are compared: another run of this process may still hold theirs, and a number tells them apart.
-    """
-    before, after = _flat(unnumbered(former)), _flat(unnumbered(now))
+    """Return a line for every setting that differs between two resolved configs: `train.optim.lr: 0.001 -> 0.0005`."""
+    before, after = _flat(former), _flat(now)
     names = sorted(before.keys() | after.keys())
     return [f"{n}: {before.get(n)!r} -> {after.get(n)!r}" for n in names if before.get(n) != after.get(n)]
 

@@ -164,12 +164,12 @@ def text_of_row(task: Task, options: SelfDistillOptions) -> str | None:
     Raises:
         DataError: there is none, or it is no text.
     """
-    column = options.privileged
+    column = str(options.privileged)
     return _in_template(task.ground_truth if column == "ground_truth" else task.extra.get(column), task, options)
 
 
 def _in_template(text: object, task: Task, options: SelfDistillOptions) -> str | None:
-    name = options.privileged
+    name = str(options.privileged)
     if text is not None and not isinstance(text, str):
         raise DataError(f"row {task.id!r} has {type(text).__name__} in {name!r} as its privileged text; give text")
     if text:

@@ -8,16 +8,20 @@ import threading
 
 import pytest
 
-from polyturn.cluster.worker_pool import check_travels
+from polyturn.build.cluster import check_travels
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import hold
+from polyturn.core.live import LiveObject
 
 pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
 
 
 def test_object_that_cannot_travel_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mine:lock"):
-        check_travels([hold(threading.Lock(), name="mine:lock")])
+    lock = LiveObject(threading.Lock(), name="mine:lock")
+    values = {"model": {"path": "any"}, "rollout": {"scheduler": lock}}
+    with pytest.raises(ConfigError, match=r"rollout\.scheduler is 'mine:lock'"):
+        check_travels(load_config(RunConfig, None, values=values).config)
 
 
 PROGRAM = """

@@ -1,47 +1,63 @@
-"""A live object has a label of its own for as long as it is held, and takes it along to another process."""
+"""A live object stands in a configuration where a file has an import path, and is written as the name it came from."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from polyturn.config.load import load_config, write_resolved
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import hold, is_held, is_label, target
-from polyturn.core.plugins import import_attr
+from polyturn.core.live import LiveObject
+from polyturn.core.plugins import Registry, import_attr
 
 
-def made() -> object:
-    def price(item: str) -> str:
-        return item
-
-    return price
+def price(item: str) -> str:
+    return item
 
 
-def test_label_stands_for_its_object_while_it_is_held() -> None:
-    one, other = made(), made()
-    first, second = hold(one), hold(other)
-    assert first.label == f"<live {__name__}:made.price>"
-    assert second.label == f"<live {__name__}:made.price #2>"
-    assert hold(one) is first
-    assert is_label(first.label)
-    assert import_attr(second.label) is other
-    label = second.label
-    del second
-    assert not is_held(label)
-    with pytest.raises(ConfigError, match="resume=True"):
-        target(label)
+def values() -> dict[str, object]:
+    return {
+        "model": {"path": "any"},
+        "rollout": {"tools": {"functions": [LiveObject(price)]}, "scheduler_kwargs": {"judge": LiveObject(price)}},
+        "reward": {"function": LiveObject(price)},
+        "evaluation": {"data": {"generator": "${data.train.generator}"}},
+        "data": {"train": {"generator": LiveObject(price, name="mine:rows")}},
+    }
 
 
-def test_object_arrives_in_another_process(tmp_path: Path) -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")  # comes with Ray, which is optional
-    held = hold(lambda x: 2 * x, name="main:double")
-    file = tmp_path / "held"
-    file.write_bytes(cloudpickle.dumps(held))
-    code = (
-        f"import pickle, pathlib; held = pickle.loads(pathlib.Path({str(file)!r}).read_bytes())\n"
-        f"from polyturn.core.plugins import import_attr; print(import_attr({held.label!r})(21))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "42\n"
+def test_live_object_is_its_own_import() -> None:
+    held = LiveObject(price)
+    assert import_attr(held) is price
+    assert Registry("rewards").resolve(held) is price
+    assert repr(held) == repr(f"{__name__}:price")
+
+
+def test_configuration_keeps_live_objects() -> None:
+    config = load_config(RunConfig, None, values=values()).config
+    (tool,) = config.rollout.tools.functions
+    assert config.reward.function is not None
+    assert config.evaluation.data is not None
+    for key in (
+        tool,
+        config.rollout.scheduler_kwargs["judge"],
+        config.reward.function.name,
+        config.evaluation.data.generator,
+    ):
+        assert import_attr(key) is price
+
+
+def test_file_with_the_text_of_an_object_is_refused(tmp_path: Path) -> None:
+    resolved = load_config(RunConfig, None, values=values()).resolved
+    assert resolved["data"]["train"]["generator"] == "<live mine:rows>"
+    write_resolved(resolved, tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"data\.train\.generator is '<live mine:rows>'.*resume=True"):
+        load_config(RunConfig, tmp_path / "config.yaml")
+    loaded = load_config(RunConfig, tmp_path / "config.yaml", values=values())
+    assert import_attr(loaded.config.data.train.generator) is price
+
+
+def test_wrong_value_of_a_key_for_objects_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.scheduler is 5\.5"):
+        load_config(RunConfig, None, values={"model": {"path": "any"}, "rollout": {"scheduler": 5.5}})

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from polyturn.config.parts import BY_NAME, OwnPart, Section
 from polyturn.core.generation import Sampling
+from polyturn.core.live import NameOrObject
 from polyturn.data.options import MixOptions
 from polyturn.evaluation.options import EvalOptions
 
@@ -45,7 +46,7 @@ class TaskSourceConfig(Section):
     """Fetch the first `limit` rows of the data set, not all of it."""
     columns: dict[str, str] = {}
     """Column of a task to its name in the files or the data set: `{prompt: question, ground_truth: answer}`."""
-    generator: str | None = None
+    generator: NameOrObject | None = None
     """`file.py:function` that returns a sequence of tasks."""
     kwargs: dict[str, Any] = {}
     """Arguments of the generator."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from polyturn.config.parts import Section
+from polyturn.core.live import NameOrObject
 
 
 class EnvConfig(Section):
@@ -21,7 +22,7 @@ class EnvConfig(Section):
 
     PART: ClassVar[str] = "any environment"
 
-    name: str
+    name: NameOrObject
     """`prefix:id`, for instance `textarena:GuessTheNumber-v0`; or `package.module:Class` or `file.py:Class` of one's own."""
     kwargs: dict[str, Any] = {}
     """Arguments of the environment."""
@@ -40,10 +41,10 @@ class EnvConfig(Section):
     Null gives the environment all but the reasoning."""
     score: Literal["sum", "last"] | None = None
     """The reward of an episode: the sum of its rewards or the last one; null for what suits the environment."""
-    seats: list[str | dict[str, Any] | list[str | dict[str, Any]]] = []
+    seats: list[NameOrObject | dict[str, Any] | list[NameOrObject | dict[str, Any]]] = []
     """The player of each seat of a game: policy, random, one of `policies` by its name or as {policy: …, temperature: …},
     `file.py:function`, {url: …, model: …}; or a list, of which one is drawn for each task. Empty: the policy, each."""
-    eval_seats: list[str | dict[str, Any] | list[str | dict[str, Any]]] = []
+    eval_seats: list[NameOrObject | dict[str, Any] | list[NameOrObject | dict[str, Any]]] = []
     """The same in evaluation; empty: as in training."""
     rotate: bool = True
     """Let the players change seats from task to task."""

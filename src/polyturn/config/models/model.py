@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from polyturn.config.parts import Section
 from polyturn.core.generation import Sampling
+from polyturn.core.live import NameOrObject
 from polyturn.engines.options import AnyEngineOptions
 from polyturn.training.options import LoraSettings
 
@@ -27,7 +28,7 @@ class TrainTokenizerConfig(Section):
 
     PART: ClassVar[str] = "one that is trained"
 
-    corpus: str
+    corpus: NameOrObject
     """`file.py:function` that returns the texts to train on."""
     vocab_size: int = Field(512, ge=300, le=2**24)
     """Tokens of the vocabulary."""
@@ -36,13 +37,13 @@ class TrainTokenizerConfig(Section):
 class AnyModelConfig(Section):
     """A model: weights from a folder or hub id, or random weights from an architecture."""
 
-    path: str | None = None
+    path: NameOrObject | None = None
     """Folder or hub id of a Hugging Face model."""
     revision: str | None = None
     """Branch, tag or commit of `path` on the hub."""
     init: dict[str, Any] | None = None
     """Architecture of a model with random weights: `model_type` and that type's config keys."""
-    tokenizer: str | TrainTokenizerConfig | None = None
+    tokenizer: NameOrObject | TrainTokenizerConfig | None = None
     """Folder or hub id of the tokenizer, or what one is trained on when the run starts; defaults to `path`."""
     chat_template: str | None = None
     """A chat template that replaces the tokenizer's own: `hermes`, which shows tools, a file, or Jinja source."""
@@ -70,7 +71,7 @@ class AnyModelConfig(Section):
 class ModelConfig(AnyModelConfig):
     """The model: weights from a folder or hub id, or random weights from an architecture."""
 
-    processor: str | None = None
+    processor: NameOrObject | None = None
     """The processor of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
     the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
     gradient_checkpointing: bool = False

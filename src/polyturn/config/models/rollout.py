@@ -13,6 +13,7 @@ from pydantic import Field
 
 from polyturn.config.parts import BY_NAME, Section
 from polyturn.core.generation import Sampling
+from polyturn.core.live import NameOrObject
 from polyturn.rollout.limits import Limits
 from polyturn.tokens.options import ParserOptions
 from polyturn.tools.options import ToolsOptions
@@ -32,7 +33,7 @@ class RolloutConfig(Section):
     interaction_timeout_s: float = Field(60.0, gt=0)
     """Seconds of one answer of an interaction; beyond, the trajectory fails."""
     parser: Annotated[ParserOptions, BY_NAME] = ParserOptions()
-    scheduler: str | None = None
+    scheduler: NameOrObject | None = None
     """A name of a shipped scheduler, or `file.py:Class` of a MultiTurnScheduler; the default answers tool calls first, else
     asks the interaction."""
     scheduler_kwargs: dict[str, Any] = {}

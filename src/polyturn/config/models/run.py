@@ -23,6 +23,7 @@ from polyturn.config.models.model import SELF, ModelConfig, PolicyConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.parts import OwnPart, Section
+from polyturn.core.live import NameOrObject
 from polyturn.data.options import MixOptions
 from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, OwnEngineOptions, is_deterministic
 from polyturn.store.options import StoreSettings
@@ -48,7 +49,7 @@ class TrackerConfig(OwnPart):
 
     PART: ClassVar[str] = "any tracker"
 
-    name: str
+    name: NameOrObject
     """tensorboard, wandb, mlflow, trackio, otel, a registered name or `file.py:Class`."""
     samples: int = Field(4, ge=0)
     """Trajectories of each step in its table of samples."""
@@ -78,7 +79,7 @@ class RunConfig(Section):
     """Python files that are imported before anything is made, and register what they define."""
     model: ModelConfig
     data: DataConfig = DataConfig()
-    env: str | EnvConfig | list[str | EnvConfig] | None = None
+    env: NameOrObject | EnvConfig | list[NameOrObject | EnvConfig] | None = None
     """An environment, or several, instead of `data`, `rollout.scheduler` and a reward: `textarena:GuessTheNumber-v0`."""
     policies: dict[str, PolicyConfig] = {}
     """Further policies, which speak and are not trained: a name of one stands for a player, a simulated user or a judge."""
@@ -93,7 +94,7 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     dump: DumpConfig = DumpConfig()
     store: StoreSettings = StoreSettings()
-    tracking: list[str | TrackerConfig] = []
+    tracking: list[NameOrObject | TrackerConfig] = []
     """Trackers beside metrics.jsonl: names, or {name: wandb, project: …} with keys of the tracker's own."""
     compat: CompatConfig = CompatConfig()
 

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError, UnknownNameError, did_you_mean
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.live import is_label
 from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.rollout.calls import keeps_deadlines
@@ -307,7 +306,7 @@ def _target(agent: Any, command: Sequence[str] | None, *, base: Path | None) -> 
         return agent
     if agent in AGENTS:
         return AGENTS[agent]
-    if not is_label(agent) and ":" not in agent and "." not in agent:
+    if ":" not in agent and "." not in agent:
         raise UnknownNameError(
             f"black_box: there is no command-line agent {agent!r}.{did_you_mean(agent, AGENTS)} Name a function or an "
             "agent of yours as file.py:name"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, TemplateError
+from polyturn.core.live import NameOrObject
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.options import ParserOptions
@@ -136,7 +137,7 @@ def detect(codec: Codec) -> str:
     return "none"
 
 
-def detect_reasoning(codec: Codec, name: str, *, base: Path | None = None) -> str:
+def detect_reasoning(codec: Codec, name: NameOrObject, *, base: Path | None = None) -> str:
     """Return the name of the reasoning format that the template writes, or the one that parser `name` brings along."""
     family = parsers.resolve(name, base=base)
     own = family.default_reasoning if inspect.isclass(family) and issubclass(family, TurnParser) else "none"
