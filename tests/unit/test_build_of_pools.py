@@ -151,9 +151,7 @@ async def test_servers_of_several_versions_are_refused() -> None:
             ("engine.kind=sglang", "engine.weights=adapter", "model.lora={rank: 2}"),
             "servers of this engine.kind do not change an adapter while requests for it run",
         ),
-        (("engine.in_process=true",), "leave it out: engine.kind: sglang starts a server beside the trainer"),
         (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and names GPUs for 1"),
-        (("engine.order=fifo",), "engine.order.* leave it out"),
     ],
 )
 def test_engine_section_that_cannot_work_is_refused(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:

@@ -127,7 +127,6 @@ def test_run_without_training_has_no_copy_of_itself(tmp_path: Path) -> None:
         ({"a": {"model": "self", "refresh_every": 0}}, "refresh_every"),
         ({"a": {"model": "self", "checkpoint": "x"}}, "model is self and checkpoint is 'x'"),
         ({"a": {"model": "self", "engine": {"kind": "vllm"}}}, "model is self and engine.kind is 'vllm'"),
-        ({"a": {"model": "x", "train": True}}, "a run trains one policy"),
         ({"a": {"modle": "x"}}, "policies.a.model"),
     ],
 )

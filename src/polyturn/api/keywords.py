@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from polyturn.config.models import RunConfig
-from polyturn.config.retired import RETIRED
 from polyturn.config.schema import schema_table
 from polyturn.config.unknown import CLOSE, nearest_keys
 from polyturn.config.well_known import WELL_KNOWN, call_for
@@ -81,8 +80,6 @@ def path_of(name: str, value: Any = None) -> list[str]:
         raise ConfigError(f"the keyword {name!r} may be any of {', '.join(theirs.keys)}; write one of them: {candidates}")
     if not keys and theirs is not None:
         raise ConfigError(f"there is no keyword {name!r}; write {call_for(name, value, keyword_of=_keyword_of)}")
-    if not keys and (retired := [then.says for key, then in RETIRED.items() if key.rpartition(".")[2] == name]):
-        raise ConfigError(f"there is no keyword {name!r}; {retired[0]}")
     if not keys:
         raise ConfigError(
             f"there is no keyword {name!r}.{_near(name, value)} A keyword is one of "

@@ -30,7 +30,6 @@ from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, name_of, new_ru
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
-from polyturn.config.unknown import as_of_now
 from polyturn.core.contained import contained
 from polyturn.core.errors import (
     CheckpointError,
@@ -379,7 +378,7 @@ def former_settings(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as problem:
         logger.warning("the former settings of this run cannot be read, so changes of them are not listed (%s)", problem)
         return {}
-    return as_of_now(RunConfig, former) if isinstance(former, dict) else {}
+    return former if isinstance(former, dict) else {}
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from polyturn.config.idle import idle_keys
 from polyturn.config.references import resolve, value_at, writable
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
-from polyturn.config.unknown import as_of_now, unknown_keys, without_other_kinds
+from polyturn.config.unknown import unknown_keys, without_other_kinds
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.live import LiveObject, stands_for_object
 from polyturn.core.nesting import MAX_DEPTH, is_deep
@@ -89,7 +89,7 @@ def load_config(
         sources.merge(defaults, "from the built-in defaults")
     if path is not None:
         for file, read in _read_chain(_file(path), ()):
-            sources.merge(_of_run(model, read, file) if _is_of_run(file) else read, f"in {file}")
+            sources.merge(read, f"in {file}")
     if values:
         sources.merge(values, "given in Python")
     if tells:
@@ -238,18 +238,6 @@ def _read(path: Path) -> dict[str, Any]:
         what = "is a folder, not a config file" if path.is_dir() else "does not exist"
         raise ConfigError(f"the config {str(path)!r} {what}.{did_you_mean(path.name, near) if near else ' Check the path.'}")
     return read_yaml(path)
-
-
-def _of_run(model: type, read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return a run's own configuration in the keys of this version."""
-    now = as_of_now(model, read)
-    before, after = ({dotted(path) for path, _ in leaves(values, ())} for values in (read, now))
-    if before != after:
-        gone, new = (", ".join(sorted(keys)) or "nothing" for keys in (before - after, after - before))
-        logger.info(
-            "%s is of an earlier version: left out, moved or without an effect: %s; in their place: %s", file, gone, new
-        )
-    return now
 
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:

@@ -1,25 +1,19 @@
-"""Keys that a configuration has and no section knows: the sentence about each, and what a run of its own means by it.
+"""Keys that a configuration has and no section knows, with the sentence about each.
 
     unknown_keys(RunConfig, {"train": {"step": 3}})  ->  [Unknown(path=("train", "step"), value=3, hint=" Did you …"), …]
-    as_of_now(RunConfig, {"algorithm": {"loss": "gspo", "clip_low": 0.1}})
-                                                     ->  {"algorithm": {"loss": {"name": "gspo", "clip_low": 0.1}}}
 
 Pydantic reports an unknown key inside a union once per member and without a suggestion; walking the annotations here gives
-one sentence with the nearest key. What a person wrote with a key of an earlier version is refused with what stands in its
-place. A run wrote every key down, defaults included: its own configuration is read as it was meant.
+one sentence with the nearest key.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from polyturn.config.references import value_at
-from polyturn.config.retired import Successor, successor
 from polyturn.config.schema import (
     KeyPath,
     child,
@@ -33,7 +27,6 @@ from polyturn.config.schema import (
     told_apart_by,
     unwrap,
 )
-from polyturn.config.sources import merge, nested
 from polyturn.config.well_known import suggestion
 from polyturn.core.errors import did_you_mean
 from polyturn.core.plugins import offered
@@ -48,54 +41,29 @@ class Unknown(NamedTuple):
     path: KeyPath
     value: Any
     hint: str
-    retired: Successor | None = None
-    """Its successor, where an earlier version had the key."""
-
-
-def as_of_now(model: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's own configuration in the keys of this version.
-
-    The value of a retired key moves to the key in its place. One without an effect is left out: a default of its time, or a
-    key that only another kind of the section has. One that had an effect and has no successor stays, and will be refused.
-    """
-    now = copy.deepcopy(dict(values))
-    for path, value, _, retired in unknown_keys(model, values):
-        if retired is None or not (retired.to or retired.is_default(value)):
-            continue
-        del value_at(now, path[:-1])[path[-1]]
-        if not retired.is_default(value):
-            start = len(path) - len(retired.key.split("."))
-            to = enumerate(retired.to.split("."), start)
-            new_path = (*path[:start], *(path[at] if step == "<name>" else step for at, step in to))
-            merge(now, nested(new_path, value))
-    read: dict[str, Any] = without_other_kinds(model, now, of_run=True)
-    return read
 
 
 def unknown_keys(model: type, values: Mapping[str, Any]) -> list[Unknown]:
     """Return every key of `values` that `model` or a model inside it does not know, with the nearest known key."""
     everywhere = functools.cache(lambda: [row.key for row in schema_table(model)])
-    return list(_unknown(model, values, (), "", everywhere))
+    return list(_unknown(model, values, (), everywhere))
 
 
-def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: Callable[[], list[str]]) -> Iterator[Unknown]:
-    """Yield the unknown keys below `path`, which is called `row` in the table of keys."""
+def _unknown(annotation: Any, value: Any, path: KeyPath, everywhere: Callable[[], list[str]]) -> Iterator[Unknown]:
+    """Yield the unknown keys below `path`."""
     of = meant(annotation, value)
     if isinstance(value, Mapping):
         known = keys_of(of) if is_model(of) else None
         for key, inner in value.items():
             if known is not None and key not in known:
-                retired = successor(f"{row}{key}")
-                if retired is not None or not takes_more(of):
+                if not takes_more(of):
                     hint = _of_another_kind(annotation, of, str(key), value, path)
-                    hint = hint or (f" It is no key any more; {retired.says}." if retired is not None else "")
-                    yield Unknown((*path, key), inner, hint or _nearest(str(key), inner, known, path, everywhere), retired)
+                    yield Unknown((*path, key), inner, hint or _nearest(str(key), inner, known, path, everywhere))
             else:
-                below = f"{row}{'<name>' if known is None else key}."
-                yield from _unknown(child(of, key), inner, (*path, key), below, everywhere)
+                yield from _unknown(child(of, key), inner, (*path, key), everywhere)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _unknown(child(of, index), inner, (*path, index), f"{row.removesuffix('.')}[].", everywhere)
+            yield from _unknown(child(of, index), inner, (*path, index), everywhere)
 
 
 def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any], path: KeyPath) -> str:
@@ -124,7 +92,7 @@ def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, ever
     # Next elsewhere: a key that is spelt right was rather put into the wrong section than misspelt.
     elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key] or nearest_keys(key, everywhere())
     below = [k for k in elsewhere if k.startswith(near)]  # in the same section
-    candidates = sorted(below or elsewhere, key=lambda k: (not k.startswith("train."), "<" in k, "[" in k))
+    candidates = sorted(dict.fromkeys(below or elsewhere), key=lambda k: (not k.startswith("train."), "<" in k, "[" in k))
     if candidates:
         return f" Did you mean {' or '.join(repr(k) for k in candidates[:2])}?"
     hint = did_you_mean(key, known)
@@ -140,24 +108,17 @@ def nearest_keys(name: str, keys: Iterable[str]) -> list[str]:
     return [key for one in close for key in by_name[one]]
 
 
-def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) -> Any:
+def without_other_kinds(annotation: Any, value: Any) -> Any:
     """Return `value` without the keys that are null and that only another kind of the section has.
 
     So an override takes a key out of a file: `engine.kind=embedded engine.launch=null`.
-
-    Args:
-        annotation: The section, or the sections that it may be.
-        value: What is set.
-        of_run: Leave such keys out whatever they are: a run's own configuration may be of a time when one section had the
-            keys of all kinds, those without an effect among them.
     """
     of = meant(annotation, value)
     if isinstance(value, list):
-        return [without_other_kinds(child(of, index), inner, of_run=of_run) for index, inner in enumerate(value)]
+        return [without_other_kinds(child(of, index), inner) for index, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    # Only null is taken out of what a person wrote: any other value they meant, and it is refused with a sentence.
+    # Only null is taken out: any other value was meant, and it is refused with a sentence.
     others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
-    had_no_effect = of_run and not (is_model(of) and takes_more(of))
-    kept = {key: inner for key, inner in value.items() if key not in others or not (had_no_effect or inner is None)}
-    return {key: without_other_kinds(child(of, key), inner, of_run=of_run) for key, inner in kept.items()}
+    kept = {key: inner for key, inner in value.items() if inner is not None or key not in others}
+    return {key: without_other_kinds(child(of, key), inner) for key, inner in kept.items()}
