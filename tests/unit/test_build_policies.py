@@ -49,6 +49,13 @@ def test_policy_of_its_own_model_has_tokenizer_and_engine(tmp_path: Path, model:
     assert parts.context.also == (one.engine,) and parts.policies.followers == ()
 
 
+def test_settings_are_checked_before_a_policy_is_loaded(tmp_path: Path) -> None:
+    source = place(tmp_path, {"opponent": {"model": "opponent"}}, "algorithm.loss=ppo_clop")  # there is no such folder
+    tasks = build.build_run_tasks(source)
+    with pytest.raises(ConfigError, match="ppo_clip"):
+        build.build_parts(source, check=lambda plugins, tools: build.check_before_weights(source, tasks, plugins, tools))
+
+
 def test_copy_of_the_policy_has_memory_of_its_own(tmp_path: Path) -> None:
     parts = build.build_parts(place(tmp_path, {"past": {"model": "self", "refresh_every": 2}}, "engine.process=own"))
     one: Any = parts.policies.by_name["past"]

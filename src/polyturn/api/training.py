@@ -217,17 +217,15 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
             before = former_settings(folder / "config.yaml")
             if latest is not None:
                 require_same_groups(before, resolved, path=latest)
-    if config.cluster.address is not None or config.policies:  # else among what is checked before weights are loaded
-        build.check_backend(source)
     if config.cluster.address is not None:
         build.check_cluster(config)
     if config.cluster.address is not None and options.dry_run is None:
-        build.try_credit(source)
+        build.check_before_weights(source, tasks, None, None)
         parts = build.cluster_parts(source)
     else:
         source = replace(source, reads_parts=not (source.is_plan or build.holds_weights(source, num_ranks=this.size)))
 
-        def check(plugins: Plugins, tools: Toolbox) -> None:
+        def check(plugins: Plugins | None, tools: Toolbox) -> None:
             build.check_before_weights(source, tasks, plugins, tools)
             if not source.is_plan:
                 from polyturn.build.memory_check import require_memory  # imports PyTorch

@@ -7,7 +7,6 @@ Everything that can be wrong with a configuration is found here, before any trai
 those to its left; nothing else in the library takes a config.
 """
 
-from polyturn.build.backend import check_backend
 from polyturn.build.checks import (
     check_before_weights,
     check_first_tasks,
@@ -48,7 +47,7 @@ __all__ = [
     "ConfigSource", "FurtherPolicies", "Parts", "RunTasks", "build_codec", "build_endpoint_context", "build_engine",
     "build_estimator", "build_eval_sets", "build_media", "build_model", "build_parts", "build_policies", "build_policy",
     "build_records", "build_rewarder", "build_run_tasks", "build_sampler", "build_scheduler", "build_tasks", "build_tools",
-    "build_train_tasks", "build_trainer", "check_backend", "check_before_weights", "check_cluster", "check_endpoint_run",
+    "build_train_tasks", "build_trainer", "check_before_weights", "check_cluster", "check_endpoint_run",
     "check_first_tasks", "check_plugins", "check_ranks", "check_run", "check_training", "check_warm_start", "check_workers",
     "cluster_parts", "exporter", "fitting", "follow_leader", "for_endpoint",
     "holds_weights", "lead", "model_folder", "pool_of", "sends_adapter", "settle", "stored_exporter", "try_credit",

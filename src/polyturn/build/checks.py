@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.build.backend import check_backend
-from polyturn.build.credit import check_algorithm, check_credit
+from polyturn.build.credit import build_estimator, check_algorithm, check_further_models, require_scores
 from polyturn.build.parts import Parts, Plugins
 from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.build.teachers import check_teacher_servers, task_check
@@ -75,10 +75,16 @@ def check_each(
     )
 
 
-def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: Toolbox) -> None:
+def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins | None, tools: Toolbox | None) -> None:
     """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
 
     What needs PyTorch, whose import takes seconds, comes last.
+
+    Args:
+        source: The configuration.
+        tasks: The tasks of the run.
+        plugins: What scores, drives and answers them; None where it is made later, and no task is read yet.
+        tools: What they may call.
 
     Raises:
         ConfigError, DataError: the first problem found.
@@ -122,13 +128,17 @@ def check_support(config: RunConfig) -> None:
 
 
 def check_first_tasks(
-    config_source: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins, tools: Toolbox
+    config_source: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins | None, tools: Toolbox | None
 ) -> None:
     """Read the first tasks of each source, and refuse one that nothing can score, act out or answer.
+
+    Without plug-ins, which further policies come before, none is read.
 
     Raises:
         DataError, ConfigError: the first problem found.
     """
+    if plugins is None or tools is None:
+        return
     needs_name = config_source.config.compat.require_interaction_name
     summaries = {}
     for name, source in sources.items():
@@ -140,21 +150,19 @@ def check_first_tasks(
 
 
 def check_training(parts: Parts, tasks: RunTasks) -> None:
-    """Refuse a training run whose tasks cannot run, before any time is spent on training.
+    """Refuse a training run whose tasks cannot run, behind `check_before_weights` and before any time is spent on training.
 
     Raises:
         DataError, ConfigError, TemplateError: the first problem found.
     """
-    build_trackers(parts.source)
-    check_credit(parts)
+    estimator = build_estimator(parts.source)
+    require_scores(parts, estimator)
+    check_further_models(parts.source, estimator, like=parts.model)
     if parts.source.config.rollout.sampling.temperature == 0:
         logger.warning(
             "rollout.sampling.temperature is 0: the members of a group say the same where they are answered the same, and "
             "a group of equal rewards trains nothing; 1.0 samples"
         )
-    check_warm_start(parts.source)
-    scale = parts.source.config.algorithm.loss_scale
-    build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.source.base)
     build_sampler(parts.source, tasks.train)()
     check_teacher_servers(parts)
     summaries = {"data.train": _read_tasks(parts, tasks.train, name="data.train", also=task_check(parts.source))}

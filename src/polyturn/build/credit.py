@@ -61,18 +61,6 @@ def build_estimator(source: ConfigSource) -> Any:
     return bound
 
 
-def check_credit(parts: Parts) -> None:
-    """Refuse an estimator, a loss or a penalty that cannot be had, before anything is written or trained.
-
-    Raises:
-        ConfigError: the first problem found.
-    """
-    source, estimator = parts.source, build_estimator(parts.source)
-    require_scores(parts, estimator)
-    check_algorithm(source)
-    check_further_models(source, estimator, like=parts.model)
-
-
 def check_further_models(source: ConfigSource, estimator: Any, *, like: PreTrainedModel) -> None:
     """Refuse the name of a further model that leads to none, or to one of another vocabulary.
 

@@ -99,7 +99,7 @@ def build_parts(
     checkpoint: Path | None = None,
     engine: Any = None,
     has_weights: bool = True,
-    check: Callable[[Plugins, Toolbox], None] | None = None,
+    check: Callable[[Plugins | None, Toolbox], None] | None = None,
 ) -> Parts:
     """Make the model, the engine and the rollout context.
 
@@ -108,7 +108,8 @@ def build_parts(
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
         engine: What completions come from; None makes the engine that is configured.
         has_weights: Whether the model is more than its config and shapes, which is all that rollout itself needs of it.
-        check: Is shown the plug-ins before any weights are loaded, where no further policy of the run has to be made first.
+        check: Is shown the plug-ins and tools before any weights are loaded; None for plug-ins where further policies of the
+            run have to be made first.
 
     Raises:
         ConfigError, TemplateError: something in the configuration cannot work.
@@ -134,7 +135,7 @@ def build_parts(
     needs_calls = bool(tools.tools) and not in_prompt
     parser = build_parser(codec, rollout.parser, needs_calls=needs_calls, base=source.base)
     plugins = None if config.policies else build_plugins(source, NO_POLICIES)  # a policy may be a copy of the model
-    if plugins is not None and check is not None:
+    if check is not None:
         check(plugins, tools)
     if not has_torch:
         set_up_torch(config)

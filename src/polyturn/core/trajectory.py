@@ -11,7 +11,6 @@ derived. One segment is one training sample. A segment that branched from anothe
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -91,11 +90,6 @@ class Span(Record):
             return self.weights
         value = 1.0 if self.source is SpanSource.SAMPLED else 0.0
         return np.full(len(self.ids), value, dtype=np.float32)
-
-
-def without_routes(span: Span) -> Span:
-    """Return the span as it is known without the experts that its tokens went to."""
-    return span if span.routed_experts is None else dataclasses.replace(span, routed_experts=None)
 
 
 class Branch(NamedTuple):
