@@ -57,7 +57,7 @@ def explain(
             if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
                 text = f"it must be a section, with keys of its own{_keys(model, path, problem['input'])}"
                 text += "; leave it out for its defaults" if problem["input"] is None else ""
-            elif problem["type"] == "list_type" and isinstance(problem["input"], str | Mapping):
+            elif problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str | Mapping):
                 entry = problem["input"] if isinstance(problem["input"], str) else "{…}"
                 text = f"it must be a list, such as [{entry}]"
             wrong.setdefault(path, []).append(text)

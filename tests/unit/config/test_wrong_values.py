@@ -43,6 +43,7 @@ WRONG = [
     ("algorithm.aggregate={name: tokenmean}", "algorithm.aggregate.name 'tokenmean'"),
     ("train.optim.schedule=cosinus", "train.optim.schedule 'cosinus'"),
     ("train.layout=dense", "train.layout 'dense'"),
+    ("algorithm.advantage={name: hierarchical_grpo, within: solver}", "algorithm.advantage.within must be a list [solver]"),
     ("train.layout={shared_prefix: on}", "train.layout.shared_prefix"),
     ("engine.process=owm", "engine.process 'owm'"),
     ("engine=5", "engine 5"),
