@@ -29,6 +29,9 @@ from polyturn.core.reward import Reward
 from polyturn.core.routing import Routes, blank_like, routes_array
 from polyturn.core.task import Task
 
+CUT_BY_REQUEST = "request_max_tokens"
+"""The key of a turn's info with the `max_tokens` of the request that cut its completion, where no limit of the run did."""
+
 
 class SpanSource(Enum):
     """The author of a span's tokens."""

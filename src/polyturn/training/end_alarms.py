@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.trajectory import CUT_BY_REQUEST, Trajectory, TrajectoryGroup
 from polyturn.evaluation.report import is_success
 from polyturn.tracking.alarms import Alarm
 
@@ -19,10 +19,13 @@ MOST_CUT = 0.5
 """The share of episodes that one limit may cut without an alarm."""
 MOST_OUT_OF_TURNS = 0.9
 """The share that may use up their turns, where fewer than half of them succeed."""
+BY_REQUEST = "request"
+"""In the place of LENGTH, where the request of an agent that owns its loop asked for the cut."""
 _CUT = "a cut turn is not answered: no tool runs and no interaction speaks"
-_WHAT_TO_DO: Mapping[StopReason, str] = {
+_WHAT_TO_DO: Mapping[StopReason | str, str] = {
     StopReason.LENGTH: f"were cut by rollout.limits.max_tokens_per_turn; {_CUT}. Raise rollout.limits.max_tokens_per_turn, "
     "or ask for shorter answers in the prompt",
+    BY_REQUEST: "were cut by the max_tokens of the agent's own requests; let the agent ask for more",
     StopReason.MAX_TOKENS: f"ended at rollout.limits.max_tokens; {_CUT}. Raise rollout.limits.max_tokens, or lower "
     "rollout.limits.max_tokens_per_turn",
     StopReason.CONTEXT_FULL: f"filled the context; {_CUT}. Raise rollout.limits.max_context as far as the model allows, "
@@ -38,7 +41,7 @@ class EndAlarms:
     """Watches the stop reasons of a run's episodes; each limit is reported once."""
 
     def __init__(self) -> None:
-        self._raised: set[StopReason] = set()
+        self._raised: set[StopReason | str] = set()
 
     def feed(self, groups: Sequence[TrajectoryGroup], *, during: str) -> list[Alarm]:
         """Take in finished episodes and return the alarms that they raise.
@@ -49,10 +52,11 @@ class EndAlarms:
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         alarms = []
-        for reason, num in Counter(trajectory.stop_reason for trajectory in trajectories).items():
+        for reason, num in Counter(map(_limit_of, trajectories)).items():
             if reason not in _WHAT_TO_DO or reason in self._raised:
                 continue
-            if reason.is_cut:
+            is_cut = not isinstance(reason, StopReason) or reason.is_cut
+            if is_cut:
                 is_most = num >= MOST_CUT * len(trajectories)
             else:
                 num_won = sum(is_success(one) for one in trajectories if one.stop_reason is reason)
@@ -60,5 +64,11 @@ class EndAlarms:
             if is_most:
                 self._raised.add(reason)
                 message = f"{during}: {num} of {len(trajectories)} episodes {_WHAT_TO_DO[reason]}"
-                alarms.append(Alarm("cut_episodes" if reason.is_cut else "out_of_turns", message))
+                alarms.append(Alarm("cut_episodes" if is_cut else "out_of_turns", message))
         return alarms
+
+
+def _limit_of(trajectory: Trajectory) -> StopReason | str:
+    """Return why a trajectory ended; `BY_REQUEST` where its agent's own request cut the last completion."""
+    is_cut, last = trajectory.stop_reason is StopReason.LENGTH, trajectory.turns[-1:]
+    return BY_REQUEST if is_cut and last and CUT_BY_REQUEST in last[0].info else trajectory.stop_reason

@@ -14,7 +14,7 @@ import pytest
 from polyturn.core.errors import ConfigError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.trajectory import Trajectory
+from polyturn.core.trajectory import CUT_BY_REQUEST, Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.openai.scheduler import BlackBox
@@ -341,3 +341,12 @@ async def test_agent_that_fails_behind_a_cut_fails_unless_the_run_cut(own: int |
     t = await play(agent, ["a long answer"], limits=Limits(max_context=4000, max_tokens_per_turn=3))
     assert t.stop_reason is ends
     assert "bug" in str(t.error) if own else t.error is None
+
+
+@pytest.mark.parametrize(("own", "noted"), [(2, 2), (3, None), (None, None)])
+async def test_turn_notes_a_cut_that_its_request_asked_for(own: int | None, noted: int | None) -> None:
+    async def agent(client: Client) -> None:
+        await client.chat([user("a")], **({} if own is None else {"max_tokens": own}))
+
+    t = await play(agent, ["a long answer"], limits=Limits(max_context=4000, max_tokens_per_turn=3))
+    assert t.stop_reason is StopReason.LENGTH and t.turns[-1].info.get(CUT_BY_REQUEST) == noted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.trajectory import CUT_BY_REQUEST, TrajectoryGroup
 from polyturn.evaluation.report import report
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.limits import Limits
@@ -126,6 +127,23 @@ async def test_cut_episodes_raise_one_alarm_with_its_key(tmp_path: Path, caplog:
     ((name, message),) = alarms_in(tmp_path)
     assert name == "cut_episodes" and "rollout.limits.max_tokens_per_turn" in message and "4 of 4" in message
     assert "cut 100 %" in next(line for line in caplog.messages if line.startswith("eval greedy"))
+
+
+async def test_cut_that_the_request_asked_for_is_not_blamed_on_the_run(tmp_path: Path):
+    groups = [
+        dataclasses.replace(
+            group,
+            trajectories=tuple(
+                dataclasses.replace(t, turns=(dataclasses.replace(t.turns[0], info={CUT_BY_REQUEST: 4}),))
+                for t in group.trajectories
+            ),
+        )
+        for group in await ended([CUT], max_tokens_per_turn=4)
+    ]
+    with RunObserver(tmp_path, total_steps=0) as observer:
+        observer.end_rollout(groups)
+    ((_, message),) = alarms_in(tmp_path)
+    assert "max_tokens_per_turn" not in message and "request" in message
 
 
 async def test_rollout_alone_raises_the_alarm_too(tmp_path: Path):

@@ -29,6 +29,7 @@ from polyturn.core.generation import FinishReason, SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
+from polyturn.core.trajectory import CUT_BY_REQUEST
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.history import Mark
 from polyturn.rollout.open_turn import OpenTurn
@@ -334,7 +335,11 @@ class AgentSession:
             self._over = turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
             # A cut that the request asked for is no limit of the run: an agent that fails behind it has failed.
             own = conversation.ask.max_tokens
-            self._is_refused = self._over is not None and (own is None or own >= self._sampling.max_tokens)
+            most = min(self._sampling.max_tokens, episode.limits.max_tokens_per_turn or self._sampling.max_tokens)
+            is_own = turn.cut_by is StopReason.LENGTH and own is not None and own < most
+            self._is_refused = self._over is not None and not is_own
+            if self._over is not None and is_own:
+                turn.info[CUT_BY_REQUEST] = own
         if self.ended is not None:
             return Reply()
         conversation.waiting_after, conversation.heard = after_turn, asyncio.get_running_loop().create_future()
