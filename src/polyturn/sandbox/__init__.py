@@ -12,9 +12,9 @@ from polyturn.sandbox.base import (
     SandboxSetupError,
     SandboxSpec,
 )
-from polyturn.sandbox.episodes import EpisodeSandboxes, check_spec, open_sandbox, read_spec
+from polyturn.sandbox.episodes import EpisodeSandboxes, check_spec, open_sandbox, read_spec, try_sandbox
 
 __all__ = [
     "BaseSandbox", "EpisodeSandboxes", "ExecResult", "SandboxError", "SandboxFileError", "SandboxGoneError",
-    "SandboxSetupError", "SandboxSpec", "check_spec", "open_sandbox", "read_spec",
+    "SandboxSetupError", "SandboxSpec", "check_spec", "open_sandbox", "read_spec", "try_sandbox",
 ]  # fmt: skip

@@ -42,6 +42,8 @@ DEAD_CODES = frozenset({125, 126, 127, 137, 255, -9})
 SLEEP = "while :; do sleep 3600 & wait $!; done"
 """The first process of a sandbox: it reaps what others leave, and survives when all others are killed."""
 
+Backend = Literal["bubblewrap", "podman", "docker", "e2b"]
+
 
 class SandboxError(ToolUnavailableError):
     """A sandbox failed, which no command can be blamed for: the trajectory fails, the run goes on."""
@@ -63,7 +65,7 @@ class SandboxFileError(Exception):
 class SandboxSpec:
     """The sandbox of an episode."""
 
-    backend: Literal["bubblewrap", "podman", "docker", "e2b"] = "bubblewrap"
+    backend: Backend = "bubblewrap"
     image: str | None = None
     """The name of an image, of e2b's template; for bubblewrap a folder with a root file system (as root). None is e2b's own
     template, and with bubblewrap the machine's own programs, read-only."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.sandbox.base import BaseSandbox, SandboxError, SandboxSpec
+from polyturn.sandbox.base import Backend, BaseSandbox, ExecResult, SandboxError, SandboxSpec
 from polyturn.sandbox.bubblewrap import BubblewrapSandbox, check_bubblewrap
 from polyturn.sandbox.containers import ContainerSandbox, check_containers
 from polyturn.sandbox.e2b import E2BSandbox, check_e2b
@@ -26,6 +28,20 @@ from polyturn.sandbox.warm import take_warm
 _KINDS: Mapping[str, type[BaseSandbox]] = {"bubblewrap": BubblewrapSandbox, "e2b": E2BSandbox}
 _CHECKS = {"bubblewrap": check_bubblewrap, "e2b": check_e2b}
 FIELDS = tuple(field.name for field in dataclasses.fields(SandboxSpec))
+MAX_WARM = 256
+"""Sandboxes that one process keeps started."""
+_POSITIVE = ("cpus", "memory_mb", "processes", "disk_mb", "start_timeout_s", "build_timeout_s")
+_TEXT, _NUMBER, _LIST = "write a text", "write a number above 0", "write a list of texts, such as [--shm-size, 1g]"
+_MEANT = {
+    **dict.fromkeys(("image", "build", "workdir", "user"), _TEXT),
+    **dict.fromkeys(_POSITIVE, _NUMBER),
+    **dict.fromkeys(("run_args", "build_args"), _LIST),
+    "backend": f"write one of {', '.join(get_args(Backend))}",
+    "env": "write a mapping of names to texts",
+    "network": "write true or false",
+    "warm": f"write how many sandboxes are kept started, 0 to {MAX_WARM}",
+}
+"""Key of a sandbox to what it takes, for messages."""
 
 
 def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxSpec:
@@ -44,18 +60,23 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
     for name in options:
         if name not in FIELDS:
             raise ConfigError(f"{where} has the unknown key {name!r}.{did_you_mean(str(name), FIELDS)}")
+    for name, value in options.items():
+        if isinstance(value, bool) and name != "network":
+            raise ConfigError(f"{where}.{name} is {value}; {_MEANT[name]}")
     try:
         spec = TypeAdapter(SandboxSpec).validate_python(dict(options))
     except ValidationError as problem:
         first = problem.errors()[0]
         key = ".".join([where, *map(str, first["loc"])])
-        raise ConfigError(f"{key} is {first['input']!r:.100}: {first['msg']}") from problem
-    for name in ("cpus", "memory_mb", "processes", "disk_mb", "start_timeout_s", "build_timeout_s"):
+        wanted = _MEANT.get(str(first["loc"][0])) or re.sub(r"^Input should be", "it must be", first["msg"])
+        nearest = did_you_mean(str(first["input"]), get_args(Backend)) if key == f"{where}.backend" else ""
+        raise ConfigError(f"{key} is {first['input']!r:.100}; {wanted}.{nearest}") from problem
+    for name in _POSITIVE:
         value = getattr(spec, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"{where}.{name} is {value}; it must be positive")
-    if spec.warm < 0:
-        raise ConfigError(f"{where}.warm is {spec.warm}; it must not be negative")
+            raise ConfigError(f"{where}.{name} is {value}; {_MEANT[name]}")
+    if not 0 <= spec.warm <= MAX_WARM:
+        raise ConfigError(f"{where}.warm is {spec.warm}; {_MEANT['warm']}")
     start = base or Path()
     if spec.build is not None:  # absolute, because programs run in another folder
         spec = dataclasses.replace(spec, build=str((start / spec.build).resolve()))
@@ -71,6 +92,34 @@ def check_spec(spec: SandboxSpec) -> None:
         ConfigError: it lacks something.
     """
     _CHECKS.get(spec.backend, check_containers)(spec)
+
+
+def try_sandbox(
+    spec: SandboxSpec, *, where: str, command: str = "true", env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> ExecResult:
+    """Start a sandbox before the run, run one command in it, and close it.
+
+    Args:
+        spec: The sandbox.
+        where: What it belongs to, for the message.
+        command: A line for its shell.
+        env: Variables of the command.
+        timeout_s: Seconds of the command.
+
+    Raises:
+        ConfigError: this machine lacks something that it needs, or it does not start.
+    """
+
+    async def tried() -> ExecResult:
+        async with await open_sandbox(dataclasses.replace(spec, warm=0)) as box:
+            return await box.exec(command, env=env, timeout_s=timeout_s)
+
+    check_spec(spec)
+    try:
+        with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+            return thread.submit(asyncio.run, tried()).result()
+    except SandboxError as problem:
+        raise ConfigError(f"{where}: no {spec.backend} sandbox can be used: {problem}") from problem
 
 
 async def open_sandbox(spec: SandboxSpec) -> BaseSandbox:

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from polyturn.core.errors import ConfigError, ToolError, did_you_mean
 from polyturn.infra.settings import AtLeastOne, Seconds, Settings
-from polyturn.sandbox import BaseSandbox, EpisodeSandboxes, SandboxFileError, SandboxSpec, check_spec, read_spec
+from polyturn.sandbox import BaseSandbox, EpisodeSandboxes, SandboxFileError, SandboxSpec, read_spec, try_sandbox
 from polyturn.sandbox.base import ExecResult
 from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
@@ -222,13 +222,13 @@ class SandboxTools(BaseTool):
 
     @classmethod
     def expand(cls, config: Mapping[str, Any], *, base: Path | None = None) -> list[BaseTool]:
-        """Return the tools that an item's `config` describes.
+        """Return the tools that an item's `config` describes; a sandbox is started once to try it.
 
         Raises:
-            ConfigError: it cannot work on this machine.
+            ConfigError: a setting is unknown, or the sandbox does not start.
         """
         spec = read_spec(config.get("sandbox", {}), where="sandbox", base=base)
-        check_spec(spec)
+        try_sandbox(spec, where="the sandbox tools")
         return list(make_tools({k: v for k, v in config.items() if k != "sandbox"}, EpisodeSandboxes(), spec))
 
 

@@ -196,6 +196,12 @@ async def test_snapshot_starts_further_sandboxes(box: BaseSandbox):
         ({"backend": "dokcer"}, "backend", "docker"),
         ({"memory_mb": "much"}, "memory_mb", "much"),
         ({"memory_mb": 0}, "memory_mb", "0"),
+        ({"memory_mb": True}, "memory_mb", "number"),
+        ({"warm": True}, "warm", "256"),
+        ({"warm": 100000}, "warm", "256"),
+        ({"warm": -1}, "warm", "256"),
+        ({"run_args": "--shm-size"}, "run_args", "list"),
+        ({"env": {"A": 1}}, "env.A", "mapping"),
     ],
 )
 def test_wrong_option_is_refused_by_name(options: dict[str, object], key: str, hint: str):

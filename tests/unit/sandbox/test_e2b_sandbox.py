@@ -24,6 +24,7 @@ from polyturn.sandbox import (
     SandboxSpec,
     check_spec,
     open_sandbox,
+    try_sandbox,
 )
 
 SPEC = SandboxSpec(backend="e2b", image="mine", env={"WORD": "x"})
@@ -152,6 +153,18 @@ async def test_refused_start_is_a_setup_error(service: Service, monkeypatch: pyt
     monkeypatch.setenv("E2B_API_KEY", "other")
     with pytest.raises(SandboxSetupError, match="401"):
         await open_sandbox(SPEC)
+
+
+async def test_refused_start_is_told_before_the_run(service: Service, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("E2B_API_KEY", "other")
+    with pytest.raises(ConfigError, match="401"):
+        await asyncio.to_thread(try_sandbox, SPEC, where="tools")
+
+
+async def test_tried_sandbox_is_deleted(service: Service, tmp_path: Path):
+    spec = dataclasses.replace(SPEC, workdir=str(tmp_path))
+    result = await asyncio.to_thread(try_sandbox, spec, where="tools", command="exit 3")
+    assert result.exit_code == 3 and len(service.created) == 1 and not service.live
 
 
 async def test_hosted_sandbox_cannot_be_reached_by_its_process(box: BaseSandbox):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.core.errors import ConfigError
-from polyturn.sandbox import BaseSandbox, SandboxSetupError, SandboxSpec, open_sandbox, read_spec
+from polyturn.sandbox import BaseSandbox, SandboxSetupError, SandboxSpec, open_sandbox
 from polyturn.sandbox.warm import WarmSandboxes
 from support.sandboxes import StandIn, needs_bubblewrap, processes_with, stand_in, wait_until
 
@@ -90,11 +89,6 @@ async def test_warm_sandbox_that_died_is_not_handed_out():
         await asyncio.sleep(0)
     made[1].is_running = False
     assert await warm.take() is made[2]
-
-
-def test_negative_number_of_warm_sandboxes_is_refused():
-    with pytest.raises(ConfigError, match=r"sandbox\.warm is -1"):
-        read_spec({"warm": -1}, where="sandbox")
 
 
 _PROGRAM = f"""

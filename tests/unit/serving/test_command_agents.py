@@ -163,6 +163,12 @@ def test_agent_of_the_table_is_told_its_instruction_and_model(name: str):
     assert not any(field in text for text in everything for field in ("{model}", "{base_url}", "{api_key}"))
 
 
+def test_double_braces_and_other_text_in_braces_stay():
+    agent = CommandLineAgent(command=("x", '${{HOME}} {} {1} {"a": {}}', "{home}/{{home}}"), files={"f": "{ model }"})
+    own = agent.filled(address=ADDRESS, model="m", instruction="", home="/h")
+    assert own.command[1:] == ('${HOME} {} {1} {"a": {}}', "/h/{home}") and own.files["f"] == "{ model }"
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
@@ -173,6 +179,9 @@ def test_agent_of_the_table_is_told_its_instruction_and_model(name: str):
         ({"variables": {"A": 5}}, "variables"),
         ({"files": {"../evil": "x"}}, "../evil"),
         ({"files": {"/evil": "x"}}, "/evil"),
+        ({"command": ("true", "{instructions}")}, "Did you mean 'instruction'"),
+        ({"variables": {"A": "{base_urll}"}}, "Did you mean 'base_url'"),
+        ({"files": {"a": "${HOME}"}}, "{{HOME}}"),
     ],
 )
 def test_field_of_an_agent_that_cannot_work_is_refused(options: dict[str, Any], key: str):

@@ -122,10 +122,18 @@ async def test_last_release_closes_the_sandbox():
     assert not processes_with("31340")
 
 
-async def test_unused_sandbox_is_never_started():
-    (tool,) = tools_of(tools=["bash"], sandbox={"start_timeout_s": 0.0001}).values()
+async def test_unused_sandbox_is_never_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = stand_in(monkeypatch, tmp_path, "podman")
+    (tool,) = tools_of(tools=["bash"], sandbox={"backend": "podman", "image": "i", "workdir": str(tmp_path)}).values()
     await tool.create("e")
     await tool.release("e")
+    assert len(engine.calls("run")) == len(engine.calls("rm")) == 1  # the one that was tried before the run
+
+
+def test_sandbox_that_does_not_start_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stand_in(monkeypatch, tmp_path, "podman").set("no-run")
+    with pytest.raises(ConfigError, match="no such image"):
+        tools_of(sandbox={"backend": "podman", "image": "i"})
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ An agent of your own is a value in a Python file, named as `agent: "file.py:mine
 
 A variant of a known one is `dataclasses.replace(AGENTS["claude_code"], timeout_s=600)`. Between braces stand `instruction`
 (the text of the task's prompt), `base_url` (with /v1), `anthropic_base_url` (without), `api_key`, `model`, and `home`, an
-empty folder for the agent's own files, beside the one it works in. The episode ends with the agent; an exit code other than
-0 is an error.
+empty folder for the agent's own files, beside the one it works in. Any other name between braces is an error; `{{name}}`
+writes `{name}`, and braces around anything but a name stand for themselves. The episode ends with the agent; an exit code
+other than 0 is an error.
 """
 
 from __future__ import annotations
@@ -24,25 +25,33 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from polyturn.core.errors import ConfigError, DataError, SchedulerError
+from polyturn.core.errors import ConfigError, DataError, SchedulerError, did_you_mean
 from polyturn.core.secrets import passed_on
 from polyturn.core.task import Task
-from polyturn.sandbox import BaseSandbox, SandboxError, SandboxFileError, SandboxSpec, check_spec, open_sandbox
+from polyturn.sandbox import BaseSandbox, SandboxFileError, SandboxSpec, try_sandbox
 from polyturn.serving.openai.agent_process import address_variables, check_exit, run_command, task_line
 from polyturn.serving.openai.endpoint import Address
 
-CHECK_S = 120.0
-"""Seconds to find out whether an agent is installed."""
 NO_LIMIT_S = 7 * 86400.0
 HOME = "/tmp/polyturn-agent"
 """`home` in a sandbox."""
-_FIELD = re.compile(r"\{(instruction|base_url|anthropic_base_url|api_key|model|home)\}")
+FIELDS = ("instruction", "base_url", "anthropic_base_url", "api_key", "model", "home")
+"""The names that may stand between braces."""
+_BRACES = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+"""A name between double braces, which stands for itself between single ones, or a name between single braces."""
+
+
+class FilledAgent(NamedTuple):
+    """The command, variables and files of an agent in one episode."""
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+    files: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +88,24 @@ class CommandLineAgent:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ConfigError(f"CommandLineAgent: files has {name!r}; give a path inside home")
 
-    def filled(self, *, address: Address, model: str, instruction: str, home: str) -> CommandLineAgent:
-        """Return the agent with the values of one episode in place of the names between braces."""
+        if not self.reads_task:
+            self._check_braces()
+
+    def _check_braces(self) -> None:
+        """Refuse a name between braces that no episode has a value for."""
+        texts = {f"command[{i}]": part for i, part in enumerate(self.command)}
+        texts |= {f"variables[{name!r}]": text for name, text in self.variables.items()}
+        texts |= {f"files[{name!r}]": text for name, text in self.files.items()}
+        for where, text in texts.items():
+            for match in _BRACES.finditer(text):
+                if (name := match[2]) is not None and name not in FIELDS:
+                    raise ConfigError(
+                        f"CommandLineAgent: {where} has {{{name}}}, and no episode has a value of that name."
+                        f"{did_you_mean(name, FIELDS)} Write {{{{{name}}}}} for {{{name}}} itself"
+                    )
+
+    def filled(self, *, address: Address, model: str, instruction: str, home: str) -> FilledAgent:
+        """Return the command, variables and files of one episode: with its values in place of the names between braces."""
         values = {
             "instruction": instruction,
             "base_url": address.base_url,
@@ -91,10 +116,9 @@ class CommandLineAgent:
         }
 
         def fill(text: str) -> str:
-            return _FIELD.sub(lambda match: values[match[1]], text)
+            return _BRACES.sub(lambda match: f"{{{match[1]}}}" if match[1] else values[match[2]], text)
 
-        return replace(
-            self,
+        return FilledAgent(
             command=tuple(map(fill, self.command)),
             variables={name: fill(value) for name, value in self.variables.items()},
             files={name: fill(content) for name, content in self.files.items()},
@@ -208,7 +232,7 @@ async def run_here(
         work = await asyncio.to_thread(_make_folders, Path(folder), own.files)
         own_env = {**own.variables, **env}
         try:
-            async with asyncio.timeout(own.timeout_s) as limit:
+            async with asyncio.timeout(agent.timeout_s) as limit:
                 await run_command(own.command, address=address, task=task, env=own_env, cwd=work, id=id, stdin=b"")
         except TimeoutError:
             if not limit.expired():
@@ -226,7 +250,7 @@ async def run_inside(
         SchedulerError: it cannot be started, or fails.
         SandboxError: the sandbox failed.
     """
-    own = agent
+    own = FilledAgent(agent.command, agent.variables, agent.files)
     if not agent.reads_task:
         own = agent.filled(address=address, model=model, instruction=instruction_of(task), home=HOME)
     try:
@@ -239,8 +263,8 @@ async def run_inside(
     result = await box.exec(
         own.command,
         env=variables,
-        stdin=task_line(task) if own.reads_task else b"",
-        timeout_s=NO_LIMIT_S if own.timeout_s is None else own.timeout_s,
+        stdin=task_line(task) if agent.reads_task else b"",
+        timeout_s=NO_LIMIT_S if agent.timeout_s is None else agent.timeout_s,
     )
     if not result.is_timeout:
         check_exit(own.command[0], result.exit_code, result.stdout + result.stderr)
@@ -256,23 +280,12 @@ def check_installed(agent: CommandLineAgent, name: str, *, env: Mapping[str, Any
     check = agent.check or f"command -v {shlex.quote(agent.command[0])}"
     variables = {k: str(v) for k, v in env.items()}
     where = "on this machine" if spec is None else f"in its {spec.backend} sandbox"
-
-    async def is_there() -> bool:
-        assert spec is not None
-        async with await open_sandbox(replace(spec, warm=0)) as box:
-            return (await box.exec(check, env=variables, timeout_s=CHECK_S)).exit_code == 0
-
-    try:
-        if spec is None:
-            environ = {**passed_on(), **variables}
-            is_installed = subprocess.run(["sh", "-c", check], env=environ, capture_output=True).returncode == 0
-        else:
-            check_spec(spec)
-            with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
-                is_installed = thread.submit(asyncio.run, is_there()).result()
-    except SandboxError as problem:
-        raise ConfigError(f"the agent {name!r} cannot be looked for {where}: {problem}") from problem
-    if not is_installed:
+    if spec is None:
+        environ = {**passed_on(), **variables}
+        exit_code = subprocess.run(["sh", "-c", check], env=environ, capture_output=True).returncode
+    else:
+        exit_code = try_sandbox(spec, where=f"the agent {name!r}", command=check, env=variables).exit_code
+    if exit_code != 0:
         advice = f"; install it there: {agent.install}" if agent.install else ""
         raise ConfigError(f"the agent {name!r} is not installed {where} ({check!r} fails){advice}")
 
