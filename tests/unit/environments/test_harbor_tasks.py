@@ -15,7 +15,7 @@ from polyturn.build.tasks import build_train_tasks
 from polyturn.cli.main import main
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.load import load_config
-from polyturn.config.models import RunConfig
+from polyturn.config.models import EnvConfig, RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
@@ -29,7 +29,7 @@ from polyturn.sandbox import SandboxSpec
 from polyturn.testing.episodes import scripted_context
 from support.parts import call, check_tokens
 from support.runs import call_command
-from support.sandboxes import needs_bubblewrap, processes_with
+from support.sandboxes import needs_bubblewrap, processes_with, stand_in
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -364,6 +364,119 @@ def test_example_config_brings_its_tasks_and_tools():
         "harbor-write-script",
     ]
     assert [tool.name for tool in build_env_tools(source)] == ["bash", "read_file", "write_file", "edit_file"]
+
+
+# With a command-line agent.
+
+ASKS = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))
+os.system(answer["choices"][0]["message"]["content"])
+"""
+"""An agent that runs what the model says."""
+AGENTS_FILE = f"""
+from polyturn.serving.openai.agents import CommandLineAgent
+asks = CommandLineAgent(
+    command=("python3", "{{home}}/agent.py", "{{instruction}}"), files={{"agent.py": {ASKS!r}}}, timeout_s=600
+)
+missing = CommandLineAgent(command=("no-such-agent",), install="pip install it")
+"""
+
+
+def agent_adapter(folder: Path, agent: Any = None, **kwargs: Any) -> Harbor:
+    (folder / "agents.py").write_text(AGENTS_FILE)
+    return adapter_of(folder / "task", agent=agent or f"{folder}/agents.py:asks", **kwargs)
+
+
+@needs_bubblewrap
+def test_agent_of_a_command_line_is_verified_where_it_worked(tmp_path: Path):
+    write(tmp_path / "task", test=f"[ $(cat /app/out) = 42 ] && {PASS}", environment__data_dot_txt="42")
+    adapter = agent_adapter(tmp_path)
+    t = run(adapter, ["ls /tests 2>&1; cp data.txt out"])
+    assert reward(t) == 1.0 and t.stop_reason is StopReason.STOP and not adapter.tools()
+    assert [turn.message.text for turn in t.turns] == ["ls /tests 2>&1; cp data.txt out"]
+    check_tokens(t)
+
+
+@needs_bubblewrap
+def test_late_agent_of_a_command_line_is_verified(tmp_path: Path):
+    write(tmp_path / "task", toml="[agent]\ntimeout_sec = 5\n", test=f"[ -e /app/begun ] && {PASS}")
+    t = run(agent_adapter(tmp_path), ["touch begun; sleep 31342"])
+    assert t.stop_reason is StopReason.TIMEOUT and reward(t) == 1.0 and not processes_with("31342")
+
+
+@needs_bubblewrap
+def test_late_verifier_of_an_agent_gives_no_reward(tmp_path: Path):
+    write(tmp_path / "task", toml="[verifier]\ntimeout_sec = 1\n", test="sleep 1000")
+    t = run(agent_adapter(tmp_path), ["true"])
+    assert t.stop_reason is StopReason.ERROR and t.reward is None and "verifier.timeout_sec" in (t.error or "")
+
+
+@needs_bubblewrap
+def test_agent_stopped_by_a_limit_of_the_run_is_verified(tmp_path: Path):
+    write(tmp_path / "task")
+    t = run(
+        agent_adapter(tmp_path), ["python3 /tmp/polyturn-agent/agent.py again || kill $PPID"], max_turns=None, max_tokens=30
+    )
+    assert t.stop_reason is StopReason.MAX_TOKENS and reward(t) == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("least", "expected", "turns"), [("", 0.625, 2), ("min_reward = 0.5", 0.25, 1)])
+def test_agent_is_started_for_each_step(tmp_path: Path, least: str, expected: float, turns: int):
+    _steps(tmp_path / "task", least=least)
+    t = run(agent_adapter(tmp_path), lambda request: "cat made")
+    assert reward(t) == expected and len(t.turns) == turns
+    shown = [scripted_context([]).codec.decode(segment.token_ids.tolist()) for segment in t.segments]
+    assert all(f"Step {name}." in text for name, text in zip(("one", "two"), shown, strict=False))
+
+
+@needs_bubblewrap
+def test_missing_agent_is_refused_before_the_run(tmp_path: Path):
+    write(tmp_path / "task")
+    adapter = agent_adapter(tmp_path, f"{tmp_path}/agents.py:missing")
+    (task,) = adapter.tasks(split="train", seeds=range(1))
+    with pytest.raises(ConfigError, match="no-such-agent"):
+        adapter.scheduler().check_task(task)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"agent": "claud_code"}, ("claud_code", "claude_code")),
+        ({"agent": {"agent": "codex", "max_cals": 3}}, ("max_cals", "max_calls")),
+        ({"agent": {"max_calls": 3}}, ("agent", "claude_code")),
+        ({"agent": "codex", "tools": {}}, ("codex", "tools")),
+    ],
+)
+def test_agent_setting_that_cannot_work_is_refused(tmp_path: Path, kwargs: dict[str, Any], words: tuple[str, ...]):
+    with pytest.raises(ConfigError) as error:
+        adapter_of(write(tmp_path), **kwargs).scheduler()
+    assert all(word in str(error.value) for word in words)
+
+
+def test_sandbox_that_does_not_start_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stand_in(monkeypatch, tmp_path, "podman").set("no-run")
+    adapter = adapter_of(write(tmp_path / "task"), sandbox={"backend": "podman", "image": "img"})
+    (task,) = adapter.tasks(split="train", seeds=range(1))
+    with pytest.raises(ConfigError, match="no such image"):
+        adapter.scheduler().check_task(task)
+
+
+@needs_bubblewrap
+def test_example_of_an_agent_solves_a_task():
+    file = EXAMPLES.parent / "agent.yaml"
+    config = load_config(RunConfig, file, []).config
+    assert isinstance(config.env, EnvConfig)
+    adapter = find_adapter(config.env.name, config.env.kwargs, base=file.parent)
+    assert isinstance(adapter, Harbor)
+    solve = (EXAMPLES / "answer-from-file/solution/solve.sh").read_text()
+    t = run(adapter, [f"```sh\n{solve}\n```", "Done."])
+    assert t.task.id == "harbor-answer-from-file" and reward(t) == 1.0 and len(t.turns) == 2
 
 
 # The command.

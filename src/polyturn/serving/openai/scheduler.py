@@ -13,13 +13,14 @@ command-line agent of `agents.py`; a sandbox holds the latter two.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
-from polyturn.sandbox import BaseSandbox, open_sandbox, read_spec
+from polyturn.sandbox import BaseSandbox, SandboxSpec, open_sandbox, read_spec
 from polyturn.sandbox.reach import reach
 from polyturn.serving.auth import ServerRules, is_loopback
 from polyturn.serving.openai.agent_process import run_command
@@ -211,9 +212,17 @@ class BlackBox(SessionScheduler):
             return
         if not self._program.reads_task:
             instruction_of(task)
-        if not self._is_checked:
+        self.look_for_agent(self._spec)
+
+    def look_for_agent(self, spec: SandboxSpec | None) -> None:
+        """Refuse, once, a command-line agent that is not installed where it runs.
+
+        Raises:
+            ConfigError: it is not, or the sandbox does not start.
+        """
+        if self._program is not None and not self._is_checked:
             name = self.agent if isinstance(self.agent, str) else self._program.command[0]
-            check_installed(self._program, name, env=self._kwargs, spec=self._spec)
+            check_installed(self._program, name, env=self._kwargs, spec=spec)
             self._is_checked = True
 
     def _check_command(self, program: str) -> None:
@@ -239,25 +248,53 @@ class BlackBox(SessionScheduler):
         Raises:
             SchedulerError: the agent raised, or returned no reward.
         """
-        async with self._endpoint.serving() as origin, AsyncExitStack() as opened:
+        async with AsyncExitStack() as opened:
             box = None if self._spec is None else await opened.enter_async_context(await open_sandbox(self._spec))
+            address = await opened.enter_async_context(self.address_of(session, box))
+            returned = await self._call(episode, address, box)
+        if returned is not None:
+            if self.reward == "final":
+                raise SchedulerError(
+                    f"the agent returned {returned!r:.100}, and reward: final leaves what an episode is worth to the "
+                    "run's reward functions; return None, or drop the setting"
+                )
+            try:
+                session.give_reward(*read_reward(returned))
+            except BadRequest as problem:
+                raise SchedulerError(f"the agent returned {returned!r:.100}: {problem.message}") from problem
+
+    @asynccontextmanager
+    async def address_of(self, session: AgentSession, box: BaseSandbox | None) -> AsyncIterator[Address]:
+        """Serve a session inside the block; gives the address under which its agent, here or in `box`, finds it."""
+        async with self._endpoint.serving() as origin, AsyncExitStack() as opened:
             if box is not None and self.reach_as is None:
                 origin = await opened.enter_async_context(reach(box, origin))
             name, address = self._endpoint.admit(session, origin=origin, posts_reward=self.reward == "posted")
             try:
-                returned = await self._call(episode, address, box)
+                yield address
             finally:
                 self._endpoint.dismiss(name, "its agent has finished")
-            if returned is not None:
-                if self.reward == "final":
-                    raise SchedulerError(
-                        f"the agent returned {returned!r:.100}, and reward: final leaves what an episode is worth to the "
-                        "run's reward functions; return None, or drop the setting"
-                    )
-                try:
-                    session.give_reward(*read_reward(returned))
-                except BadRequest as problem:
-                    raise SchedulerError(f"the agent returned {returned!r:.100}: {problem.message}") from problem
+
+    async def run_program(
+        self, box: BaseSandbox | None, task: Task, *, address: Address, id: str, timeout_s: float | None = None
+    ) -> None:
+        """Run the command-line agent to its end, and note whether it was late.
+
+        Args:
+            box: The sandbox that it runs in; None is this machine.
+            task: The task that it is told.
+            address: Of its model.
+            id: Of the episode.
+            timeout_s: Seconds after which it is ended; None is the agent's own `timeout_s`.
+
+        Raises:
+            SchedulerError: it cannot be started, or fails.
+        """
+        assert self._program is not None
+        program = self._program if timeout_s is None else dataclasses.replace(self._program, timeout_s=timeout_s)
+        run: Any = run_here if box is None else functools.partial(run_inside, box)
+        model = self._endpoint.options.models[0]
+        self._is_late = not await run(program, address=address, model=model, task=task, env=self._kwargs, id=id)
 
     async def _call(self, episode: Episode, address: Address, box: BaseSandbox | None) -> Any:
         if self._runs_by_base:
@@ -266,15 +303,7 @@ class BlackBox(SessionScheduler):
             await run_command(command, address=address, task=task, env=self._kwargs, cwd=self.base, id=episode.id)
             return None
         if self._program is not None:
-            run: Any = run_here if box is None else functools.partial(run_inside, box)
-            self._is_late = not await run(
-                self._program,
-                address=address,
-                model=self._endpoint.options.models[0],
-                task=episode.task,
-                env=self._kwargs,
-                id=episode.id,
-            )
+            await self.run_program(box, episode.task, address=address, id=episode.id)
             return None
         body = {
             "base_url": address.base_url,
