@@ -28,12 +28,13 @@ def interpreter(folder: Path) -> Path | None:
     return folder / "bin" / "python" if (folder / STAMP).exists() else None
 
 
-def built(folder: Path, fill: Callable[[Path], object]) -> Path:
+def built(folder: Path, fill: Callable[[Path], object], *, python: str = sys.executable) -> Path:
     """Build the environment in `folder` unless it is there; return its interpreter.
 
     Args:
         folder: Where it will lie; its name says what is in it.
         fill: Installs packages with the interpreter that it is given.
+        python: The interpreter that the environment is made with.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
@@ -44,7 +45,7 @@ def built(folder: Path, fill: Callable[[Path], object]) -> Path:
         building = folder.with_name(f"{folder.name}.building")
         for interrupted in (building, folder):
             shutil.rmtree(interrupted, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(building)], check=True)
+        subprocess.run([python, "-m", "venv", str(building)], check=True)
         fill(building / "bin" / "python")
         _write_other_folder(building, folder)
         (building / STAMP).touch()

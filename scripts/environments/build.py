@@ -3,6 +3,7 @@
     python scripts/environments/build.py                 verifiers and OpenEnv: `env.kwargs.python` in a config
     python scripts/environments/build.py verifiers_v1    verifiers 0.4 and newer
     python scripts/environments/build.py agents          mini-swe-agent, and from npm Claude Code and Codex
+    python scripts/environments/build.py harbor          Harbor's own runner, on Python 3.12
     python scripts/environments/build.py trl             TRL, for the comparison in `benchmarks/trl_comparison.py`
     python scripts/environments/build.py ms_swift        ms-swift, for the same comparison
     python scripts/environments/build.py trl --where     only prints where its interpreter lies, or would
@@ -29,7 +30,9 @@ import venv_cache  # noqa: E402
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface-hub", "accelerate", "jinja2")
 COMPARED = ("trl", "ms_swift")
-NAMES = ("environments", "verifiers_v1", "agents", *COMPARED)
+NAMES = ("environments", "verifiers_v1", "agents", "harbor", *COMPARED)
+PYTHONS = {"harbor": "python3.12"}
+"""Environments that need another Python than this one; its program must be on PATH."""
 
 
 def requirements(name: str) -> Path:
@@ -55,7 +58,7 @@ def shared_pins(name: str) -> str:
 def folder(name: str) -> Path:
     """Return where an environment lies, or will."""
     pins = shared_pins(name)
-    parts = [requirements(name).read_bytes(), *([pins.encode()] if pins else []), sys.version.encode()]
+    parts = [requirements(name).read_bytes(), *([pins.encode()] if pins else []), PYTHONS.get(name, sys.version).encode()]
     parts += [package.encode() for package in npm_packages(name)]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return cache / "polyturn" / name / hashlib.sha256(b"\x00".join(parts)).hexdigest()[:12]
@@ -63,7 +66,7 @@ def folder(name: str) -> Path:
 
 def build(name: str) -> Path:
     """Build an environment unless it is there; return its interpreter."""
-    return venv_cache.built(folder(name), functools.partial(_fill, name))
+    return venv_cache.built(folder(name), functools.partial(_fill, name), python=PYTHONS.get(name, sys.executable))
 
 
 def interpreter(name: str) -> Path | None:

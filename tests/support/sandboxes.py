@@ -26,9 +26,16 @@ case $1 in
   ps) cat "$STAND_IN/running" 2> /dev/null || true ;;
   rm) rm -f "$STAND_IN/running" ;;
   inspect) [ -e "$STAND_IN/dead" ] && echo false || echo true ;;
+  instance)
+    case $2 in
+      start) [ ! -e "$STAND_IN/no-run" ] || { echo "FATAL: no such image" >&2; exit 255; } ;;
+      list)
+        [ -e "$STAND_IN/dead" ] && echo '{"instances": []}' ||
+          printf '{"instances": [{"instance": "%s", "pid": %s}]}' "$4" $$ ;;
+    esac ;;
   exec)
     [ ! -e "$STAND_IN/dead" ] || exit 255
-    while [ "${1#polyturn-}" = "$1" ]; do shift; done
+    while name=${1#instance://}; [ "${name#polyturn-}" = "$name" ]; do shift; done
     shift
     "$@" ;;
 esac

@@ -42,7 +42,7 @@ DEAD_CODES = frozenset({125, 126, 127, 137, 255, -9})
 SLEEP = "while :; do sleep 3600 & wait $!; done"
 """The first process of a sandbox: it reaps what others leave, and survives when all others are killed."""
 
-Backend = Literal["bubblewrap", "podman", "docker", "e2b"]
+Backend = Literal["bubblewrap", "podman", "docker", "apptainer", "e2b"]
 
 
 class SandboxError(ToolUnavailableError):
@@ -67,17 +67,17 @@ class SandboxSpec:
 
     backend: Backend = "bubblewrap"
     image: str | None = None
-    """The name of an image, of e2b's template; for bubblewrap a folder with a root file system (as root). None is e2b's own
-    template, and with bubblewrap the machine's own programs, read-only."""
+    """The name of an image, or of e2b's template; for apptainer also a .sif file, for bubblewrap a folder with a root file
+    system (as root). None is e2b's own template, and with bubblewrap the machine's own programs, read-only."""
     build: str | None = None
     """A folder with a Dockerfile to build the image from."""
     build_timeout_s: float = 600.0
     workdir: str | None = None
-    """The folder that commands start in, made if it is missing; None is the image's, and /app with bubblewrap."""
+    """The folder that commands start in, made if it is missing; None is the image's; bubblewrap and apptainer take /app."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command."""
     user: str | None = None
-    """The user that commands run as; None is the image's, and root with bubblewrap."""
+    """The user that commands run as; None is the image's, and root with bubblewrap and apptainer."""
     cpus: float | None = None
     """Processors' worth of time; None is no limit."""
     memory_mb: int | None = 2048
@@ -91,7 +91,7 @@ class SandboxSpec:
     warm: int = 0
     """Sandboxes that are kept started for the episodes to come."""
     run_args: tuple[str, ...] = ()
-    """Further arguments of `podman run` or `docker run`, or of bwrap."""
+    """Further arguments of `podman run`, `docker run` or `apptainer instance start`, or of bwrap."""
     build_args: tuple[str, ...] = ()
     """Further arguments of `podman build` or `docker build`."""
 

@@ -41,6 +41,28 @@ class ProgramEnd:
     """Whether the middle of its output is left out."""
 
 
+def last_lines(output: ProgramEnd) -> str:
+    """Return the last lines of what a program printed, errors first."""
+    text = (output.stderr.strip() or output.stdout.strip()).decode("utf-8", "replace")
+    return " | ".join(text.splitlines()[-3:])[-500:] or f"exit code {output.exit_code}"
+
+
+def run_at_end(script: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Run a shell script three times once this process has ended, however it ends.
+
+    Three times, because a sandbox may still be on its way when this process ends. Hold the returned process: its standard
+    input ends with this one, and that is what it waits for.
+    """
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        ["sh", "-c", f"cat > /dev/null\nfor pause in 0 2 10; do sleep $pause; {script}\ndone", "sh", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=nothing,
+        stderr=nothing,
+        start_new_session=True,
+    )
+
+
 class StoppedError(Exception):
     """The caller stopped the program."""
 

@@ -24,20 +24,13 @@ from typing import NamedTuple
 from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError
 from polyturn.sandbox.base import SLEEP, BaseSandbox, SandboxError, SandboxSetupError, SandboxSpec
-from polyturn.sandbox.command import ProgramEnd
+from polyturn.sandbox.command import ProgramEnd, last_lines, run_at_end
 
 LABEL = "polyturn.run"
 CONTROL_S = 120.0
 """Seconds for one command of the engine beside `run`, `build` and `exec`."""
-_SUPERVISOR = """cat > /dev/null
-label=$1; shift
-for pause in 0 2 10; do
-  sleep $pause
-  ids=$("$1" ps -aq --filter "label=$label")
-  [ -z "$ids" ] || "$@" $ids
-done
-"""
-"""Run three times, because a container may still be on its way when this process ends."""
+_SWEEP = 'ids=$("$2" ps -aq --filter "label=$1"); [ -z "$ids" ] || (shift; "$@" $ids)'
+"""A label, and the command that removes what has it."""
 
 
 def check_containers(spec: SandboxSpec) -> None:
@@ -82,7 +75,7 @@ class ContainerSandbox(BaseSandbox):
         output = await self._engine("inspect", "-f", "{{.State.Pid}}", self._name)
         number = output.stdout.decode().strip()
         if not number.isdigit() or number == "0":
-            raise SandboxError(f"the container {self._name} has no process: {_told(output)}")
+            raise SandboxError(f"the container {self._name} has no process: {last_lines(output)}")
         return int(number)
 
     async def snapshot(self) -> str:
@@ -90,7 +83,7 @@ class ContainerSandbox(BaseSandbox):
         tag = f"localhost/polyturn-snapshot:{uuid.uuid4().hex[:12]}"
         output = await self._engine("commit", self._name, tag, timeout_s=600)
         if output.exit_code != 0:
-            raise SandboxError(f"{self.spec.backend} commit failed: {_told(output)}")
+            raise SandboxError(f"{self.spec.backend} commit failed: {last_lines(output)}")
         return tag
 
     async def _prepare(self) -> None:
@@ -107,7 +100,7 @@ class ContainerSandbox(BaseSandbox):
                     limit = f"{self.spec.build_timeout_s:g} s"
                     raise SandboxSetupError(f"the image of {folder} was not built within {limit} (build_timeout_s)")
                 if output.exit_code != 0:
-                    raise SandboxSetupError(f"the image of {folder} cannot be built: {_told(output)}")
+                    raise SandboxSetupError(f"the image of {folder} cannot be built: {last_lines(output)}")
         self._image = tag
 
     async def _begin(self) -> None:
@@ -126,7 +119,7 @@ class ContainerSandbox(BaseSandbox):
             "-c", SLEEP, timeout_s=spec.start_timeout_s,
         )  # fmt: skip
         if output.exit_code != 0:
-            raise SandboxSetupError(f"{spec.backend} run {self._image} failed: {_told(output)}")
+            raise SandboxSetupError(f"{spec.backend} run {self._image} failed: {last_lines(output)}")
 
     def _command(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], user: str | None) -> list[str]:
         command = [self.spec.backend, "exec", "-i"]
@@ -145,12 +138,6 @@ class ContainerSandbox(BaseSandbox):
         return await self._on_host([self.spec.backend, *arguments], timeout_s=timeout_s)
 
 
-def _told(output: ProgramEnd) -> str:
-    """Return the last lines of what the engine printed."""
-    text = (output.stderr.strip() or output.stdout.strip()).decode("utf-8", "replace")
-    return " | ".join(text.splitlines()[-3:])[-500:] or f"exit code {output.exit_code}"
-
-
 def _remover(program: str) -> list[str]:
     """Return the command that removes containers at once, up to their names."""
     return [program, "rm", "-f", *(["-t", "0"] if program == "podman" else [])]
@@ -167,14 +154,7 @@ class _Supervisor(NamedTuple):
 @functools.cache
 def _supervisor(program: str, pid: int) -> _Supervisor:
     label = f"{LABEL}={pid}-{uuid.uuid4().hex[:12]}"
-    nothing = subprocess.DEVNULL
-    process = subprocess.Popen(
-        ["sh", "-c", _SUPERVISOR, "sh", label, *_remover(program)],
-        stdin=subprocess.PIPE,
-        stdout=nothing,
-        stderr=nothing,
-        start_new_session=True,
-    )
+    process = run_at_end(_SWEEP, label, *_remover(program))
     return _Supervisor(label, process)
 
 

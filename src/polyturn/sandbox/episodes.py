@@ -19,14 +19,19 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.sandbox.apptainer import ApptainerSandbox, check_apptainer
 from polyturn.sandbox.base import Backend, BaseSandbox, ExecResult, SandboxError, SandboxSpec
 from polyturn.sandbox.bubblewrap import BubblewrapSandbox, check_bubblewrap
 from polyturn.sandbox.containers import ContainerSandbox, check_containers
 from polyturn.sandbox.e2b import E2BSandbox, check_e2b
 from polyturn.sandbox.warm import take_warm
 
-_KINDS: Mapping[str, type[BaseSandbox]] = {"bubblewrap": BubblewrapSandbox, "e2b": E2BSandbox}
-_CHECKS = {"bubblewrap": check_bubblewrap, "e2b": check_e2b}
+_KINDS: Mapping[str, type[BaseSandbox]] = {
+    "apptainer": ApptainerSandbox,
+    "bubblewrap": BubblewrapSandbox,
+    "e2b": E2BSandbox,
+}
+_CHECKS = {"apptainer": check_apptainer, "bubblewrap": check_bubblewrap, "e2b": check_e2b}
 FIELDS = tuple(field.name for field in dataclasses.fields(SandboxSpec))
 MAX_WARM = 256
 """Sandboxes that one process keeps started."""
@@ -81,6 +86,8 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
     if spec.build is not None:  # absolute, because programs run in another folder
         spec = dataclasses.replace(spec, build=str((start / spec.build).resolve()))
     if spec.image is not None and spec.backend == "bubblewrap":
+        spec = dataclasses.replace(spec, image=str((start / spec.image).resolve()))
+    if spec.image is not None and spec.backend == "apptainer" and (start / spec.image).exists():
         spec = dataclasses.replace(spec, image=str((start / spec.image).resolve()))
     return spec
 

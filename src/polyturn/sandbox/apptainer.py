@@ -1,0 +1,144 @@
+"""ApptainerSandbox: an instance of Apptainer, for clusters without docker, by its command lines.
+
+    apptainer instance start --containall --fakeroot --writable-tmpfs --net --network none … IMAGE NAME     once
+    apptainer exec --cleanenv --cwd /app instance://NAME env A=1 bash -c …                                  each command
+    apptainer instance stop --force NAME                                                                    at the end
+
+`--containall` keeps this machine's files, processes and variables out, `--fakeroot` makes the user who starts the run root
+inside, where root is the only user. All that is written lies in memory. As for containers, a small process waits for the end of
+this one and then stops its instances.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from polyturn.core.errors import ConfigError
+from polyturn.sandbox.base import BaseSandbox, SandboxError, SandboxSetupError, SandboxSpec
+from polyturn.sandbox.command import last_lines, run_at_end
+
+CONTROL_S = 120.0
+"""Seconds for one command of Apptainer beside `instance start` and `exec`."""
+_CONTAIN = ("--cleanenv", "--containall", "--no-mount", "hostfs,bind-paths", "--no-eval", "--fakeroot", "--writable-tmpfs")
+
+
+def check_apptainer(spec: SandboxSpec) -> None:
+    """Check that Apptainer is installed and can do what a spec says.
+
+    Raises:
+        ConfigError: not so.
+    """
+    if shutil.which("apptainer") is None:
+        raise ConfigError(
+            "the sandbox's backend is 'apptainer', which is not installed; install it, or set backend: bubblewrap"
+        )
+    if spec.build is not None:
+        raise ConfigError(
+            f"apptainer builds no image of a Dockerfile, and {spec.build} has one; build it with podman or docker, and set "
+            "image to the result, such as docker-archive:image.tar"
+        )
+    if spec.image is None:
+        raise ConfigError("an apptainer sandbox needs an image; set image to a .sif file or to a name such as python:3.12")
+    if spec.user not in (None, "root", "0"):
+        raise ConfigError(f"the sandbox's user is {spec.user!r}; with apptainer root is the only user: drop user")
+
+
+class ApptainerSandbox(BaseSandbox):
+    """A sandbox that is an instance of Apptainer."""
+
+    default_workdir: ClassVar[str] = "/app"
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        super().__init__(spec)
+        self._name = f"{_sweep(os.getpid()).prefix}{uuid.uuid4().hex[:12]}"
+        self._is_begun = False
+
+    async def is_alive(self) -> bool:
+        """Return whether Apptainer lists the instance."""
+        try:
+            return await self._listed() is not None
+        except SandboxError:
+            return False
+
+    async def pid(self) -> int:
+        """Return the instance's first process.
+
+        Raises:
+            SandboxError: the instance has ended.
+        """
+        if (entry := await self._listed()) is None:
+            raise SandboxError(f"the apptainer instance {self._name} has no process")
+        return int(entry["pid"])
+
+    async def _begin(self) -> None:
+        check_apptainer(self.spec)
+        spec, options = self.spec, [] if self.spec.network else ["--net", "--network", "none"]
+        for option, value, unit in (
+            ("--memory", spec.memory_mb, "M"),
+            ("--pids-limit", spec.processes, ""),
+            ("--cpus", spec.cpus, ""),
+        ):
+            options += [] if value is None else [option, f"{value}{unit}"]
+        self._is_begun = True
+        command = [
+            "apptainer",
+            "instance",
+            "start",
+            *_CONTAIN,
+            *options,
+            *spec.run_args,
+            _source(str(spec.image)),
+            self._name,
+        ]
+        output = await self._on_host(command, timeout_s=spec.start_timeout_s)
+        if output.exit_code != 0:
+            raise SandboxSetupError(f"apptainer instance start {spec.image} failed: {last_lines(output)}")
+
+    def _command(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], user: str | None) -> list[str]:
+        # `--env` splits its value at commas, so the variables go through the program env.
+        variables = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+        return [
+            *("apptainer", "exec", "--cleanenv", "--no-eval", "--cwd", cwd or "/", f"instance://{self._name}"),
+            *(*variables, *argv),
+        ]
+
+    async def _end(self) -> None:
+        if self._is_begun:
+            await self._on_host(["apptainer", "instance", "stop", "--force", self._name], timeout_s=CONTROL_S)
+
+    async def _listed(self) -> Mapping[str, Any] | None:
+        """Return the entry of the instance in Apptainer's list; None if it has none."""
+        output = await self._on_host(["apptainer", "instance", "list", "--json", self._name], timeout_s=CONTROL_S)
+        try:
+            instances: list[Mapping[str, Any]] = json.loads(output.stdout)["instances"]
+        except (ValueError, KeyError) as problem:
+            raise SandboxError(f"apptainer instance list says {last_lines(output)!r}") from problem
+        return next((entry for entry in instances if entry["instance"] == self._name), None)
+
+
+def _source(image: str) -> str:
+    """Return an image as Apptainer names it: a file or folder, an address, or else a name in docker's registry."""
+    return image if ":/" in image or image.startswith("docker-archive:") or Path(image).exists() else f"docker://{image}"
+
+
+class _Sweep(NamedTuple):
+    """The process that stops this one's instances once it has ended."""
+
+    prefix: str
+    """What the names of the instances begin with."""
+    process: subprocess.Popen[bytes]
+    """Held, because its input ends with this process."""
+
+
+@functools.cache
+def _sweep(pid: int) -> _Sweep:
+    prefix = f"polyturn-{pid}-{uuid.uuid4().hex[:12]}-"
+    return _Sweep(prefix, run_at_end('apptainer instance stop --force "$1*"', prefix))
