@@ -96,13 +96,19 @@ def check_workers(config: RunConfig) -> None:
     """Refuse what rollout workers cannot do.
 
     Raises:
-        ConfigError: they would hold further policies.
+        ConfigError: they would hold further policies, or their number of episodes would follow the engine's load.
     """
     if config.policies and (config.cluster.address is not None or config.cluster.workers.count > 1):
         raise ConfigError(
             f"policies names {', '.join(map(repr, config.policies))} and the run has rollout workers (cluster.address, or "
             "cluster.workers.count above 1), each of which would hold them again; serve them beside the run and give their "
             "addresses (base_url, url), or let the trainer's process run the episodes"
+        )
+    if config.rollout.min_concurrent is not None:
+        raise ConfigError(
+            f"rollout.min_concurrent is {config.rollout.min_concurrent}, and the run has rollout workers (cluster.address, "
+            "or cluster.workers.count above 1), which do not see the engine's load; drop it, or let the trainer's process "
+            "run the episodes"
         )
 
 
@@ -129,8 +135,12 @@ def with_workers(parts: Parts) -> Parts:
 def pool_of(parts: Parts) -> RolloutPool:
     """Return the pool that runs the episodes of a run without training: the workers, or this process."""
     rollout = parts.source.config.rollout
-    here = RolloutPool(parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share)
-    return parts.pool or here
+    return parts.pool or RolloutPool(
+        parts.context,
+        max_concurrent=rollout.max_concurrent,
+        min_concurrent=rollout.min_concurrent,
+        max_failed_share=rollout.max_failed_share,
+    )
 
 
 def _with_pool(parts: Parts, workers: Sequence[RemoteWorker]) -> Parts:

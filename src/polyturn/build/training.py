@@ -88,20 +88,21 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     if parts.pool is not None:
         parts.pool.keep_in(journal)
     observer.watch(parts.context.running)
+    pool = parts.pool or RolloutPool(
+        dataclasses.replace(parts.context, journal=journal),
+        max_concurrent=config.rollout.max_concurrent,
+        min_concurrent=config.rollout.min_concurrent,
+        max_failed_share=config.rollout.max_failed_share,
+    )
     return Trainer(
         LoopSettings(train=train, evaluation=config.evaluation, seed=config.seed),
         update=update,
-        pool=parts.pool
-        or RolloutPool(
-            dataclasses.replace(parts.context, journal=journal),
-            max_concurrent=config.rollout.max_concurrent,
-            max_failed_share=config.rollout.max_failed_share,
-        ),
+        pool=pool,
         data=Data(tasks.train, tasks.eval_sets, build_sampler(source, tasks.train)),
         engine=EngineLink(
             channel=channel,
             busy_s=lambda: parts.busy_s,
-            metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics()},
+            metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics(), **pool.read_metrics()},
             snapshots=PolicySnapshots(parts.policies.followers, weights=policy.weights),
             sleep=channel.sleep if isinstance(channel, SharedGpus) else None,
             trains_in_thread=not parts.engine.capabilities.shares_loop,

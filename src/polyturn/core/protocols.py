@@ -90,6 +90,25 @@ class Engine(Protocol):
         ...
 
 
+class EngineLoad(NamedTuple):
+    """The load of an engine at one moment."""
+
+    queue: float
+    """Requests that wait for a place."""
+    kv_use: float
+    """Share of the KV cache that is in use."""
+
+
+@runtime_checkable
+class LoadedEngine(Protocol):
+    """An engine that reports its load, which the number of episodes in flight may follow."""
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """The load as last read; None where it is not known."""
+        ...
+
+
 @runtime_checkable
 class Interaction(Protocol):
     """A partner that answers the model's turns: a simulated user, a grader, an environment."""

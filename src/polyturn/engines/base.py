@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.plugins import Registry
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad, LoadedEngine
 from polyturn.core.routing import RouteShape
 from polyturn.engines.launcher import StartServer
 from polyturn.engines.weight_files import WeightStore
@@ -141,6 +141,11 @@ class MeanOverTime:
         self._value = self._area = 0.0
         self._began = self._since = time.perf_counter()
 
+    @property
+    def value(self) -> float:
+        """The number at this moment."""
+        return self._value
+
     def set(self, value: float) -> None:
         """Say what the number is from now on."""
         now = time.perf_counter()
@@ -231,6 +236,11 @@ class EngineWrapper:
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Let the engine serve `version`."""
         await self.engine.update_weights(version, weights=weights)
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """The engine's load."""
+        return self.engine.load if isinstance(self.engine, LoadedEngine) else None
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return the engine's metrics."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.protocols import EngineLoad
 from polyturn.engines.weight_transfer import TransferLink, TransferServer
 from polyturn.engines.weight_transport import Way
 
@@ -45,15 +46,6 @@ class ServerFacts(NamedTuple):
     """Processes that hold weights, each with its share of the model."""
     version: str = ""
     """The version of its software."""
-
-
-class ServerLoad(NamedTuple):
-    """The load of a server at one moment."""
-
-    queue: float
-    """Requests that it took and has not begun."""
-    kv_use: float
-    """Share of its KV cache that is in use."""
 
 
 class ServerDialect(ABC):
@@ -87,7 +79,7 @@ class ServerDialect(ABC):
         Not asked while weights change, and only what is quick.
         """
 
-    async def _read_load(self) -> ServerLoad | None:
+    async def _read_load(self) -> EngineLoad | None:
         """Return the server's load; None if it does not report it. Only what is quick, beside `_look`."""
         return None
 

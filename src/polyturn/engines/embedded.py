@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from polyturn.core.continuation import nothing
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.engines import slot_attention
 from polyturn.engines.base import EngineSetup, MeanOverTime
 from polyturn.engines.batch_step import BatchStep
@@ -134,6 +134,11 @@ class EmbeddedEngine:
     def busy_s(self) -> float:
         """Seconds spent generating so far."""
         return self.stats.busy_s
+
+    @property
+    def load(self) -> EngineLoad:
+        """The requests that wait for a slot, and the share of the slots' room for tokens in use."""
+        return EngineLoad(self._queue.value, self._kv_use.value)
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return the number of requests that waited for a slot, and the share of the slots' room for tokens in use."""

@@ -20,7 +20,7 @@ from polyturn.core.aio import first_error
 from polyturn.core.continuation import nothing
 from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad, LoadedEngine
 from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
 from polyturn.engines.recovery import PoolWeights, Revivable, Sleeper, Verify, recover
@@ -130,6 +130,14 @@ class EnginePool(BaseEngine):
     def capabilities(self) -> EngineCapabilities:
         """Capabilities that every one of its servers has."""
         return common_capabilities([replica.engine.capabilities for replica in self._replicas])
+
+    @property
+    def load(self) -> EngineLoad:
+        """The waiting requests, here and on the servers together, and the use of the fullest server's KV cache."""
+        engines = [replica.engine for replica in self._replicas if replica.is_live]
+        loads = [one.load for one in engines if isinstance(one, LoadedEngine)]
+        queue = self.admission.queue.value + sum(load.queue for load in loads if load is not None)
+        return EngineLoad(queue, max((load.kv_use for load in loads if load is not None), default=0.0))
 
     def read_metrics(self) -> dict[str, float]:
         """Return the number of servers, and the counts of requests since the last call."""

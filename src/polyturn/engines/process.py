@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.core.protocols import EngineCapabilities, EngineLoad
 from polyturn.engines.process_main import Boot
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.slots import EngineStats
@@ -73,6 +73,7 @@ class ProcessEngine:
         self._model = model
         self._media = media
         self._num_threads = num_threads or torch.get_num_threads()
+        self._num_slots: int = options.get("num_slots", 64)
         self._options = {"max_context": self._accepts.max_context, "routes": routes, **options}
         self.version = 0
         self.stats = EngineStats()
@@ -103,6 +104,11 @@ class ProcessEngine:
     def busy_s(self) -> float:
         """Seconds spent generating so far, as of the latest answer."""
         return self.stats.busy_s
+
+    @property
+    def load(self) -> EngineLoad:
+        """The requests beyond the engine's slots; the use of its cache is not known here."""
+        return EngineLoad(max(0, len(self._live) - self._num_slots), 0.0)
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return no metrics: when its process ends, so does the run."""

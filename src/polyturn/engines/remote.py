@@ -26,8 +26,9 @@ from typing import Any
 from polyturn.core.continuation import before_banned, continued, joined, nothing
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.protocols import EngineLoad
 from polyturn.engines.base import BaseEngine
-from polyturn.engines.dialect import ServerDialect, ServerFacts, ServerLoad
+from polyturn.engines.dialect import ServerDialect, ServerFacts
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import RunningServer
 from polyturn.engines.options import ServerOptions
@@ -113,8 +114,9 @@ class RemoteEngine(ServerDialect, BaseEngine):
         """Cleared while the weights change, and while the server sleeps."""
         self._is_asleep = False
         self._is_closed = False
-        self._loads: deque[ServerLoad | None] = deque(maxlen=_NUM_LOADS)
+        self._loads: deque[EngineLoad | None] = deque(maxlen=_NUM_LOADS)
         """As of the latest looks at the server since they were last read."""
+        self._latest_load: EngineLoad | None = None
 
     @property
     def supervisor(self) -> ServerSupervisor | None:
@@ -136,13 +138,18 @@ class RemoteEngine(ServerDialect, BaseEngine):
         """Number of times that the server was started again."""
         return 0 if self._supervisor is None else self._supervisor.num_restarts
 
+    @property
+    def load(self) -> EngineLoad | None:
+        """The server's load as last read; None if it reports none."""
+        return self._latest_load
+
     def read_metrics(self) -> Mapping[str, float]:
         """Return the server's load as last read; empty if it did not report any."""
         known = [load for load in self._loads if load is not None]
         self._loads.clear()
         if not known:
             return {}
-        means = ServerLoad(*(sum(values) / len(known) for values in zip(*known, strict=True)))
+        means = EngineLoad(*(sum(values) / len(known) for values in zip(*known, strict=True)))
         return {"engine/queue": means.queue, "engine/kv_use": means.kv_use}
 
     # core.protocols.Engine.
@@ -371,7 +378,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 async with asyncio.timeout(self._health_s):
                     await self._look_once()
                     with contextlib.suppress(EngineError):  # a server that does not tell its load is as well as others
-                        self._loads.append(await self._read_load())
+                        self._latest_load = await self._read_load()
+                        self._loads.append(self._latest_load)
                 failed = 0
                 if self._supervisor is not None and self._supervisor.server is not None:
                     self._supervisor.server.look_at_memory()

@@ -17,9 +17,9 @@ from typing import Any
 from polyturn.core.continuation import version_runs
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.engines.base import EngineSetup
-from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, ServerLoad
+from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts
 from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.request_limits import read_ids, read_logprobs
 from polyturn.engines.serve_commands import sglang_command
@@ -79,12 +79,12 @@ class SglangEngine(RemoteEngine):
     async def _look(self) -> None:
         await self._link.get("/health_generate", timeout_s=self._health_s)  # asks for a token unless tokens are coming
 
-    async def _read_load(self) -> ServerLoad | None:
+    async def _read_load(self) -> EngineLoad | None:
         loads = (await self._link.get("/v1/loads?include=core", timeout_s=self._health_s) or {}).get("loads")
         if not loads:
             return None
         uses = [float(rank["token_usage"]) for rank in loads]
-        return ServerLoad(float(sum(rank["num_waiting_reqs"] for rank in loads)), sum(uses) / len(uses))
+        return EngineLoad(float(sum(rank["num_waiting_reqs"] for rank in loads)), sum(uses) / len(uses))
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling

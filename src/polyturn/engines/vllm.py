@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from polyturn.core.continuation import version_runs
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import MAX_SUPPORT, Completion, FinishReason, GenerateRequest, SamplingParams
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.engines.base import EngineSetup
-from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, ServerLoad
+from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts
 from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
@@ -31,7 +31,7 @@ from polyturn.engines.weight_transfer import TransferServer
 from polyturn.engines.weight_transport import Way
 
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
-"""Its metrics' names of the fields of a `ServerLoad`."""
+"""Its metrics' names of the fields of an `EngineLoad`."""
 _ADAPTER = "polyturn"
 """The name by which its server knows the adapter that is trained."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -103,13 +103,13 @@ class VllmEngine(RemoteEngine):
     async def _look(self) -> None:
         await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
 
-    async def _read_load(self) -> ServerLoad | None:
+    async def _read_load(self) -> EngineLoad | None:
         text = await self._link.get_text("/metrics", timeout_s=self._health_s)
         loads = [re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M) for name in _LOAD]
         if not all(loads):
             return None
         queues, uses = ([float(value) for value in values] for values in loads)  # one of each engine behind the front
-        return ServerLoad(sum(queues), sum(uses) / len(uses))
+        return EngineLoad(sum(queues), sum(uses) / len(uses))
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling

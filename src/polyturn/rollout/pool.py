@@ -26,6 +26,7 @@ from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.run_episode import run_episode
+from polyturn.rollout.slots import EpisodeSlots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +79,21 @@ class LiveGroup:
 
 
 class RolloutPool:
-    """Runs groups with at most `max_concurrent` live episodes."""
+    """Runs groups with at most `max_concurrent` live episodes, or as many as the engine has room for (`EpisodeSlots`)."""
 
     def __init__(
         self,
         context: RolloutContext,
         *,
         max_concurrent: int = 256,
+        min_concurrent: int | None = None,
         max_failed_share: float = 0.1,
         on_group: Callable[[TrajectoryGroup], None] | None = None,
     ) -> None:
         self.context = context
         self.failures = FailureBudget(max_share=max_failed_share)
-        self.max_concurrent = max_concurrent
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._bounds = (max_concurrent, min_concurrent)
+        self.slots = self._new_slots()
         self._on_group = on_group
 
     async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
@@ -116,9 +118,17 @@ class RolloutPool:
         """Return a pool of the same episodes, whose places and failures are counted apart, as those of an evaluation are."""
         other = copy.copy(self)
         other.failures = FailureBudget(max_share=self.failures.max_share)
-        other._slots = asyncio.Semaphore(self.max_concurrent)
+        other.slots = self._new_slots()
         other._on_group = on_group
         return other
+
+    def _new_slots(self) -> EpisodeSlots:
+        most, least = self._bounds
+        return EpisodeSlots(most=most, least=least, engine=self.context.engine)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the present number of slots, where it follows the engine's load."""
+        return {"rollout/concurrency": float(self.slots.limit)} if self.slots.least < self.slots.most else {}
 
     async def close(self) -> None:
         """Close what the episodes share."""
@@ -130,7 +140,7 @@ class RolloutPool:
             context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=spec.max_turns))
 
         async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:
-            async with self._slots:
+            async with self.slots:
                 trajectory = await run_episode(
                     context,
                     spec.task,

@@ -4,9 +4,9 @@
     apptainer exec --cleanenv --cwd /app instance://NAME env A=1 bash -c …                                  each command
     apptainer instance stop --force NAME                                                                    at the end
 
-`--containall` keeps this machine's files, processes and variables out, `--fakeroot` makes the user who starts the run root
-inside, where root is the only user. All that is written lies in memory. As for containers, a small process waits for the end of
-this one and then stops its instances.
+`--containall` keeps this machine's files, processes and variables out. `--fakeroot` makes the user who starts the run root
+inside, where root is the only user. All that is written lies in memory. As for containers, a small process waits for the end
+of this one and then stops its instances.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ MEANINGS: dict[str, str] = {
     "rollout/state_generating": "Mean number of the step's episodes that were generating, over the time of the step.",
     "rollout/state_tool": "Mean number of them that waited for tools.",
     "rollout/state_interaction": "Mean number of them that waited for an interaction.",
+    "rollout/concurrency": "Episodes that may be in flight at the end of the step, where `rollout.min_concurrent` is set.",
     "rollout/segments": "Mean segments of a trajectory; above 1 where histories are edited or branch.",
     "rollout/segmented": "Share of trajectories of more than one segment.",
     "rollout/forks": "Branches that schedulers took.",

@@ -17,9 +17,9 @@ from aiohttp import web
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.core.protocols import EngineCapabilities, EngineLoad
 from polyturn.engines.base import MeanOverTime
-from polyturn.engines.dialect import HttpCall, ServerFacts, ServerLoad
+from polyturn.engines.dialect import HttpCall, ServerFacts
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.options import ServerOptions
@@ -223,11 +223,11 @@ async def test_load_is_read_while_requests_run(patient: ServerOptions) -> None:
     is_seen = asyncio.Event()
 
     class Loaded(Echo):
-        async def _read_load(self) -> ServerLoad | None:
+        async def _read_load(self) -> EngineLoad | None:
             if self._loads:
                 is_seen.set()
                 raise EngineError("404")
-            return ServerLoad(2.0, 0.25)
+            return EngineLoad(2.0, 0.25)
 
     async def slow(request: web.Request) -> web.Response:
         if request.path == "/generate":

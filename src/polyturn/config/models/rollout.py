@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyturn.config.parts import BY_NAME, Section
 from polyturn.core.generation import Sampling
@@ -48,6 +48,9 @@ class RolloutConfig(Section):
     template leaves it out; a history that this changes becomes several segments. False keeps all the model wrote."""
     max_concurrent: int = Field(256, ge=1)
     """Live episodes at any moment; rollout workers run equal shares of them."""
+    min_concurrent: int | None = Field(None, ge=1)
+    """Lets the number of live episodes follow the engine's queue and KV cache between this and max_concurrent; null keeps it
+    at max_concurrent."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """The run ends with the reasons when more than this share of the latest 1,024 trajectories failed."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable", "off"] = "strict"
@@ -60,3 +63,9 @@ class RolloutConfig(Section):
     escape_observations: bool = True
     """Encode tool results, tool calls and user replies as ordinary text, also where they spell control tokens. False lets
     an environment speak in control tokens."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.min_concurrent is not None and self.min_concurrent > self.max_concurrent:
+            raise ValueError(f"min_concurrent is {self.min_concurrent}, above max_concurrent {self.max_concurrent}")
+        return self

@@ -1,0 +1,105 @@
+"""Episodes a second: fixed numbers in flight, and one that follows the embedded engine's load. Prints one JSON line.
+
+    python benchmarks/adaptive_concurrency.py [--repeats 3] [--episodes 96]
+
+A tiny random model with 16 slots runs episodes of four turns of 32 tokens, behind prompts of about 200. Between two turns
+an episode waits for its environment, for 0 to 0.2 seconds by its seed. With few episodes in flight the engine's slots stay empty
+while episodes wait; with many, requests queue and conversations lose their slots, so that their tokens are computed again.
+The ways take turns, so that other work on the machine meets all of them. `prefilled` counts the prompt tokens that were
+computed, a figure that does not depend on other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from polyturn.core.generation import SamplingParams
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from support.models import tiny_model
+
+TURNS, TOKENS, SLOTS, WAIT_S = 4, 32, 16, 0.2
+FIXED = (8, 16, 32, 64)
+LEAST, MOST = 4, 64
+TEXT = "She has 3 apples and buys 4 more, how many apples does she have now? " * 6
+
+
+class Slow(MultiTurnScheduler):
+    """Lets the model speak for all of its turns, and waits before each answer."""
+
+    def check_finished(self, episode: Any, turn: Any) -> None:
+        """Go on behind a completion that its length cut."""
+
+    async def step(self, episode: Any, turn: Any) -> str:
+        """Wait as an environment would."""
+        await asyncio.sleep(random.Random(f"{episode.id} {turn.index}").uniform(0, WAIT_S))
+        return "Go on."
+
+
+def run(model: Any, *, most: int, least: int | None, episodes: int) -> dict[str, float]:
+    """Run all episodes once, and return their rate and the tokens that were prefilled for them."""
+
+    async def main() -> dict[str, float]:
+        engine = EmbeddedEngine(model, num_slots=SLOTS, max_context=1024)
+        limits = Limits(max_turns=TURNS, max_tokens_per_turn=TOKENS, max_context=1024)
+        context = scripted_context(
+            [], limits=limits, scheduler=Slow(), rewards={"none": lambda trajectory: 0.0}, sanity_every=0
+        )
+        context.engine, context.sampling = engine, SamplingParams(max_tokens=TOKENS)
+        pool = RolloutPool(context, max_concurrent=most, min_concurrent=least)
+        specs = [GroupSpec(id=f"g{i}", task=task(f"{i}. {TEXT}", id=f"t{i}", data_source="none")) for i in range(episodes)]
+        begin = time.perf_counter()
+        groups = await pool.run(specs)
+        seconds = time.perf_counter() - begin
+        await engine.close()
+        trajectories = [t for group in groups for t in group.trajectories]
+        assert all(t.error is None and len(t.turns) == TURNS for t in trajectories), trajectories[0].error
+        return {"rate": episodes / seconds, "prefilled": sum(t.metrics["prefilled_tokens"] for t in trajectories) / episodes}
+
+    return asyncio.run(main())
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--episodes", type=int, default=96)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model = tiny_model(len(tiny_codec().tokenizer), hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384)
+    ways: dict[str, tuple[int, int | None]] = {str(n): (n, None) for n in FIXED} | {"auto": (MOST, LEAST)}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    run(model, most=MOST, least=None, episodes=SLOTS)  # warms up
+    for _ in range(arguments.repeats):
+        for name, (most, least) in ways.items():
+            results[name].append(run(model, most=most, least=least, episodes=arguments.episodes))
+    rates = {name: round(median(one["rate"] for one in found), 2) for name, found in results.items()}
+    prefilled = {name: round(median(one["prefilled"] for one in found)) for name, found in results.items()}
+    best = max(FIXED, key=lambda n: rates[str(n)])
+    print(
+        json.dumps(
+            {
+                "benchmark": "adaptive_concurrency",
+                "episodes_per_s": rates,
+                "prefilled_per_episode": prefilled,
+                "best_fixed": best,
+                "auto_over_best_fixed": round(rates["auto"] / rates[str(best)], 3),
+                "auto_over_most": round(rates["auto"] / rates[str(MOST)], 3),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
