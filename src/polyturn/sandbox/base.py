@@ -90,6 +90,8 @@ class SandboxSpec:
     """Seconds until it is ready, without the time that building its image takes."""
     warm: int = 0
     """Sandboxes that are kept started for the episodes to come."""
+    max_alive: int | None = None
+    """Sandboxes that live at once in this process, of all with the same number; further ones wait. None is no limit."""
     run_args: tuple[str, ...] = ()
     """Further arguments of `podman run`, `docker run` or `apptainer instance start`, or of bwrap."""
     build_args: tuple[str, ...] = ()
@@ -124,6 +126,8 @@ class BaseSandbox:
         self._has_timeout = False
         self._threads = DaemonThreads(name="sandbox-exec", max_threads=MAX_AT_ONCE)
         self._closing: asyncio.Task[None] | None = None
+        self.on_close = contextlib.ExitStack()
+        """Closed once it is gone."""
 
     # A back-end's own.
 
@@ -306,6 +310,7 @@ class BaseSandbox:
             async with asyncio.timeout(CLOSE_S):
                 await self._end()
         self._threads.close()
+        self.on_close.close()
 
     async def _checked(
         self, argv: Sequence[str], *, stdin: bytes = b"", user: str | None = None, max_bytes: int = MAX_OUTPUT

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,9 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.deadline import Stretch
 from polyturn.sandbox.apptainer import ApptainerSandbox, check_apptainer
 from polyturn.sandbox.base import Backend, BaseSandbox, ExecResult, SandboxError, SandboxSpec
 from polyturn.sandbox.bubblewrap import BubblewrapSandbox, check_bubblewrap
@@ -44,6 +48,7 @@ _MEANT = {
     "backend": f"write one of {', '.join(get_args(Backend))}",
     "env": "write a mapping of names to texts",
     "network": "write true or false",
+    "max_alive": "write how many sandboxes may live at once, 1 or more",
     "warm": f"write how many sandboxes are kept started, 0 to {MAX_WARM}",
 }
 """Key of a sandbox to what it takes, for messages."""
@@ -80,6 +85,8 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
         value = getattr(spec, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{where}.{name} is {value}; {_MEANT[name]}")
+    if spec.max_alive is not None and spec.max_alive <= spec.warm:
+        raise ConfigError(f"{where}.max_alive is {spec.max_alive}; {_MEANT['max_alive']}, above warm ({spec.warm})")
     if not 0 <= spec.warm <= MAX_WARM:
         raise ConfigError(f"{where}.warm is {spec.warm}; {_MEANT['warm']}")
     start = base or Path()
@@ -139,9 +146,24 @@ async def open_sandbox(spec: SandboxSpec) -> BaseSandbox:
 
 
 async def _start(spec: SandboxSpec) -> BaseSandbox:
+    """Start a sandbox, once there is room for it."""
     sandbox = _KINDS.get(spec.backend, ContainerSandbox)(spec)
-    await sandbox.start()
+    if spec.max_alive is not None:
+        room = _rooms(os.getpid())().setdefault(spec.max_alive, asyncio.Semaphore(spec.max_alive))
+        await room.acquire()
+        sandbox.on_close.callback(room.release)
+    try:
+        await sandbox.start()
+    except BaseException:
+        sandbox.on_close.close()
+        raise
     return sandbox
+
+
+@functools.cache
+def _rooms(pid: int) -> PerLoop[dict[int, asyncio.Semaphore]]:
+    """Return the room of this process's sandboxes, by `max_alive`."""
+    return PerLoop(dict)
 
 
 class EpisodeSandboxes:
@@ -168,7 +190,8 @@ class EpisodeSandboxes:
             raise SandboxError(f"the episode {episode_id!r} has no sandbox: it has ended, or nothing named one")
         if episode_id not in self._opening:
             self._opening[episode_id] = asyncio.create_task(open_sandbox(self._specs[episode_id]))
-        return await asyncio.shield(self._opening[episode_id])
+        with Stretch.paused():  # it has a deadline of its own, and may wait for room
+            return await asyncio.shield(self._opening[episode_id])
 
     async def leave(self, episode_id: str) -> None:
         """Count a user out; the last one closes the sandbox."""

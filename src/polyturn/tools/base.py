@@ -33,6 +33,9 @@ class BaseTool:
     with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""
     origin: ClassVar[Origin] = Origin.OWNER
     """The author of its schema; text of any other author becomes no control token."""
+    waits_apart: ClassVar[bool] = False
+    """Whether its calls wait for something with a deadline of its own, such as the start of a sandbox (`Stretch.paused`),
+    which does not count for the deadline of the call."""
     base_key: ClassVar[str | None] = None
     """Key of its config under which it is told the folder that relative paths start from; None for a tool without paths."""
 

@@ -43,8 +43,10 @@ from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import ToolResult
+from polyturn.infra.deadline import Stretch
 from polyturn.tools import results
 from polyturn.tools.agent_data import ToolContext
+from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure, kind_of, reason_of
 from polyturn.tools.result_shape import ToolOutcome, normalize, to_response
 from polyturn.tools.toolbox import Toolbox
@@ -384,7 +386,9 @@ class EpisodeTools:
             arguments = _own_copy(dict(call.arguments))  # the tool may keep or change them; the record must not
             execute = functools.partial(toolbox.tools[call.name].execute, self._ids[call.name], arguments, **kwargs)
             try:
-                outcome = normalize(await toolbox.bounded[call.name].run(execute))
+                tool = toolbox.tools[call.name]
+                stretch = Stretch() if isinstance(tool, BaseTool) and tool.waits_apart else None
+                outcome = normalize(await toolbox.bounded[call.name].run(execute, stretch=stretch))
                 result = self._result(call, outcome, duration_s=clock() - began_at)
             except PLUGIN_RAISES as problem:
                 pass_interrupt(problem)

@@ -66,6 +66,7 @@ class SandboxToolSettings(Settings):
 class SandboxTool(BaseTool):
     """A tool that works in the episode's sandbox."""
 
+    waits_apart: ClassVar[bool] = True
     NAME: ClassVar[str]
     DESCRIPTION: ClassVar[str]
     ARGUMENTS: ClassVar[Mapping[str, str | int]]

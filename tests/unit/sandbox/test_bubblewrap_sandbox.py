@@ -200,6 +200,8 @@ async def test_snapshot_starts_further_sandboxes(box: BaseSandbox):
         ({"warm": True}, "warm", "256"),
         ({"warm": 100000}, "warm", "256"),
         ({"warm": -1}, "warm", "256"),
+        ({"max_alive": 0}, "max_alive", "1 or more"),
+        ({"max_alive": 2, "warm": 2}, "max_alive", "warm"),
         ({"run_args": "--shm-size"}, "run_args", "list"),
         ({"env": {"A": 1}}, "env.A", "mapping"),
     ],
