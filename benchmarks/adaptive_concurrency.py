@@ -3,7 +3,7 @@
     python benchmarks/adaptive_concurrency.py [--repeats 3] [--episodes 96]
 
 A tiny random model with 16 slots runs episodes of four turns of 32 tokens, behind prompts of about 200. Between two turns
-an episode waits for its environment, for 0 to 0.2 seconds by its seed. With few episodes in flight the engine's slots stay empty
+an episode waits for its environment, for 0 to 0.2 seconds by its seed. With few in flight the engine's slots stay empty
 while episodes wait; with many, requests queue and conversations lose their slots, so that their tokens are computed again.
 The ways take turns, so that other work on the machine meets all of them. `prefilled` counts the prompt tokens that were
 computed, a figure that does not depend on other work.

@@ -19,6 +19,7 @@ import argparse
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,10 @@ def folder(name: str) -> Path:
 
 def build(name: str) -> Path:
     """Build an environment unless it is there; return its interpreter."""
-    return venv_cache.built(folder(name), functools.partial(_fill, name), python=PYTHONS.get(name, sys.executable))
+    python = PYTHONS.get(name, sys.executable)
+    if shutil.which(python) is None:
+        sys.exit(f"{name} needs {python}, which is not on PATH; install it")
+    return venv_cache.built(folder(name), functools.partial(_fill, name), python=python)
 
 
 def interpreter(name: str) -> Path | None:
