@@ -65,6 +65,12 @@ def test_rollout_workers_share_max_concurrent(parts: build.Parts, tmp_path: Path
     assert [(one.rollout.max_concurrent, one.cluster.workers.count) for one in workers] == [(3, 1)] * 3
 
 
+def test_rollout_workers_refuse_min_concurrent(parts: build.Parts, tmp_path: Path):
+    several = place(tmp_path, "cluster.workers.count=3", "rollout.min_concurrent=8")
+    with pytest.raises(ConfigError, match=r"rollout\.min_concurrent is 8"):
+        build.with_workers(dataclasses.replace(parts, source=several))
+
+
 def test_engine_samples_from_the_trainers_tensors(parts: build.Parts, tmp_path: Path):
     tasks = build.build_run_tasks(parts.source)
     trainer = build.build_trainer(parts, tasks, folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1))

@@ -140,8 +140,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     @property
     def load(self) -> EngineLoad | None:
-        """The server's load as last read; None if it reports none."""
-        return self._latest_load
+        """The server's load as last read; None if it reports none, or runs no request."""
+        return self._latest_load if self._live else None
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return the server's load as last read; empty if it did not report any."""

@@ -44,6 +44,7 @@ WRONG = [
     ("train.optim.schedule=cosinus", "train.optim.schedule 'cosinus'"),
     ("train.layout=dense", "train.layout 'dense'"),
     ("algorithm.advantage={name: hierarchical_grpo, within: solver}", "algorithm.advantage.within must be a list [solver]"),
+    ("rollout={min_concurrent: 9, max_concurrent: 8}", "rollout min_concurrent 9 max_concurrent 8"),
     ("train.layout={shared_prefix: on}", "train.layout.shared_prefix"),
     ("engine.process=owm", "engine.process 'owm'"),
     ("engine=5", "engine 5"),

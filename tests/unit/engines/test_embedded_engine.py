@@ -213,6 +213,17 @@ async def test_second_turn_prefills_only_what_is_new():
     assert engine.stats.reused_tokens == 38 + 54
 
 
+async def test_load_counts_requests_without_a_slot():
+    engine = EmbeddedEngine(make_model(), num_slots=1)
+    first, *others = [
+        asyncio.create_task(engine.generate(ask(prompt(8, i), session=f"s{i}", max_tokens=4, seed=i))) for i in range(3)
+    ]
+    await first
+    assert engine.load.queue >= 1 and 0 < engine.load.kv_use <= 1
+    await asyncio.gather(*others)
+    assert engine.load.queue == 0
+
+
 async def test_an_edited_history_reuses_the_common_prefix():
     model = make_model()
     engine = EmbeddedEngine(model, num_slots=8, share_prefixes=False)

@@ -232,11 +232,14 @@ async def test_load_is_read_while_requests_run(patient: ServerOptions) -> None:
     async def slow(request: web.Request) -> web.Response:
         if request.path == "/generate":
             await is_seen.wait()
+            seen.append(pool.load)
         return web.json_response({"token": 7})
 
     async with serving(slow) as url:
-        engine = Loaded(url, ServedModel(vocab_size=10), options=patient)
+        engine, seen = Loaded(url, ServedModel(vocab_size=10), options=patient), list[EngineLoad]()
+        pool = EnginePool([engine])
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
+        assert seen == [EngineLoad(2.0, 0.25)] and pool.load == EngineLoad(0.0, 0.0)
         assert engine.read_metrics() == {"engine/queue": 2.0, "engine/kv_use": 0.25}
         await engine.close()
 
