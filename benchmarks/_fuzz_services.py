@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import _fuzz_tools
+from _corruption import a_text, as_json, damaged, damaged_bytes
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.messages import ToolCall
@@ -33,7 +34,6 @@ from polyturn.core.task import Task
 from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.toolbox import Toolbox
-from support.corruption import a_text, as_json, damaged, damaged_bytes
 
 Case = Callable[[random.Random], Awaitable[None]]
 AskSocket = Callable[[int, bytes], Awaitable[int]]

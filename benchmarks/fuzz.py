@@ -41,12 +41,12 @@ import pyarrow.parquet as pq
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _corruption import a_text, as_json, damaged, damaged_bytes, damaged_words
 from _fuzz_services import CAME, services
 
 from polyturn.core.errors import PolyturnError
 from polyturn.core.serde import to_json
 from polyturn.tokens.parsers import ParsedTurn, TurnParser, parsers
-from support.corruption import a_text, as_json, damaged, damaged_bytes, damaged_words
 from support.parser_samples import PIECES, TOOLS, VARIANTS, WRITINGS, mutate
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from support.benchmark import load_benchmark
 from support.virtual_time import run_virtual
 
 pytestmark = pytest.mark.chance
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +20,17 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process holds is read from /proc")
 async def test_chaos_leaves_nothing_and_names_every_failure():
-    chaos = load("chaos")
+    chaos = load_benchmark("chaos")
     result = await chaos.measure(chaos.SHORT, compares=False)
     assert chaos.problems(result) == []
     assert result["engine_kills"] >= 1
     assert {"timeout", "exception", "too_large", "bad_json", "unknown_tool", "schema"} <= result["failed_calls"].keys()
 
 
-def test_soak_leaves_no_instance_and_no_task():
-    soak = load("soak")
-    result = run_virtual(soak.soak(1000, warm_up=0, every=500))
+@pytest.mark.parametrize("num", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_soak_leaves_no_instance_and_no_task(num: int):
+    soak = load_benchmark("soak")
+    result = run_virtual(soak.soak(num, warm_up=num // 2, every=500))
     assert result["left"] == 0
+    assert num < 20_000 or result["mib_per_10k"] < 10
     assert {"cancelled", "error", "stop", "max_turns", "env_done"} <= result["ends"].keys()

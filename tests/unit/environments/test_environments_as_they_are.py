@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.benchmark import load_benchmark
 from support.cases import needs
 
 pytestmark = needs("gymnasium", "textarena", "reasoning_gym", extra="environments")
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def _load_cases() -> Any:
-    spec = importlib.util.spec_from_file_location("environment_cases", ROOT / "benchmarks/_environment_cases.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module.CASES
-
-
-CASES = _load_cases()
+CASES = load_benchmark("_environment_cases").CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

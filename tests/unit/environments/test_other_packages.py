@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import random
 import sys
@@ -26,6 +25,7 @@ from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
+from support.benchmark import load_benchmark
 from support.cases import needs
 
 pytestmark = needs("gem", "skyrl_gym", extra="environments")
@@ -59,16 +59,7 @@ def row(**columns: Any) -> Task:
     return Task(id="r", prompt=(Message(role="user", content="9 * 8?"),), extra=columns)
 
 
-def _load_rows() -> Any:
-    spec = importlib.util.spec_from_file_location("environment_rows", ROOT / "benchmarks/_environment_rows.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-ROWS = _load_rows()
+ROWS = load_benchmark("_environment_rows")
 
 
 @pytest.mark.parametrize("case", [*ROWS.GEM, *ROWS.skyrl_cases()], ids=lambda case: case.name)

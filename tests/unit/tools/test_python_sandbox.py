@@ -5,7 +5,6 @@ The attempts to escape are those of benchmarks/sandbox_escapes.py, the quick one
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -27,6 +26,7 @@ from polyturn.tools.python_sandbox.interpreter import MAX_FETCHED_BYTES, Interpr
 from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, require_isolation
 from polyturn.tools.python_sandbox.seccomp import filter_program
 from polyturn.tools.registry import initialize_tools_from_config
+from support.benchmark import load_benchmark
 from support.isolated import need_isolation, start_sandbox
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
@@ -35,16 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 50.0
 """What code that ends may take."""
 
-
-def _load_attempts() -> Any:
-    spec = importlib.util.spec_from_file_location("sandbox_escapes", ROOT / "benchmarks/sandbox_escapes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ESCAPES = _load_attempts()
+ESCAPES = load_benchmark("sandbox_escapes")
 SLOW = {"many_files_on_disk", "infinite_stderr", "shared_memory_flood", "sleep_for_ever", "zip_bomb", "huge_integer"}
 SLOW |= {"loop_for_ever", "deep_recursion", "flood_of_answers", "fork_bomb", "memory_bomb_of_many", "swallow_the_timeout"}
 SLOW |= {"thread_bomb", "fill_the_disk", "ignore_the_alarm", "crash_the_interpreter", "one_huge_object"}
