@@ -16,6 +16,7 @@ from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.replayed_user import ReplayedUser
 from polyturn.interactions.simulated_user import SimulatedUser
 from polyturn.interactions.weather import WeatherInteraction
+from support.refusals import refuses
 
 SHIPPED = [BaseInteraction, Gsm8kInteraction, WeatherInteraction]
 MESSAGES = [{"role": "user", "content": "6 * 12?"}, {"role": "assistant", "content": "#### 72"}]
@@ -84,8 +85,7 @@ async def test_users_keep_ids_names_and_signatures(cls: Any, config: dict[str, A
         function = getattr(partner, method)
         assert inspect.iscoroutinefunction(function)
         assert any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-    with pytest.raises(ConfigError, match="no setting 'surplus'"):
-        cls({**config, "surplus": 1})
+    refuses(lambda: cls({**config, "surplus": 1}), ConfigError, "'surplus'")
 
 
 async def test_base_class_answers_every_turn_alike() -> None:

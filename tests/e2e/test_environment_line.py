@@ -110,7 +110,7 @@ def test_own_environment_is_closed_once_per_episode(tmp_path: Path) -> None:
     found = list(open_store(tmp_path / "runs" / "tiny-rollout").trajectories())
     assert len(found) == 4 and len((tmp_path / "closed.txt").read_text()) == 4
     for t in found:
-        assert t.reward is not None and t.reward.total == pytest.approx(sum(x.scores["env"] for x in t.turns))
+        assert t.reward.total == pytest.approx(sum(x.scores["env"] for x in t.turns))
         assert t.task.prompt[0].text.startswith("Write something, number ")
 
 

@@ -37,7 +37,7 @@ async def test_quickstart_tool_and_interaction_run(tmp_path: Path):
     (tmp_path / "tasks.jsonl").write_text(block("json", beginning='{"prompt"'))
     read = yaml.safe_load(config)
     data, rollout = DataConfig(**read["data"]), RolloutConfig(**read["rollout"])
-    assert data.train is not None and data.train.files is not None
+    assert data.train.files is not None
 
     tasks: list[Task] = list(TaskDataset.open(data.train.files, split="train", base=tmp_path))
     tools = [import_attr(name, base=tmp_path) for name in rollout.tools.functions]
@@ -52,7 +52,7 @@ async def test_quickstart_tool_and_interaction_run(tmp_path: Path):
     assert "no item 'lampe'" in observed[1].text, "a tool's own error is what the model reads"
     assert observed[2].text == "40"
     assert t.turns[0].info == {"answer": "It costs 41."}
-    assert t.reward is not None and t.reward.total == 1.0
+    assert t.reward.total == 1.0
 
 
 SHORT = ["rollout.limits.max_tokens_per_turn=8", "num_threads=1"]

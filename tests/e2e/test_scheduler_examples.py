@@ -76,7 +76,7 @@ def test_frozen_lake_trains_on_walks(tmp_path: Path) -> None:
     walks = list(open_store(run).trajectories(split="train"))
     assert len(walks) == 24 and all("G is" in t.task.prompt[-1].text for t in walks)
     for t in walks:
-        assert t.reward is not None and t.reward.total == sum(turn.scores["env"] for turn in t.turns)
+        assert t.reward.total == sum(turn.scores["env"] for turn in t.turns)
     groups: dict[str, set[str]] = {}
     for t in walks:
         groups.setdefault(t.id.partition("/")[0], set()).add(t.task.prompt[-1].text)

@@ -86,7 +86,6 @@ def test_script_trains_and_leaves_the_projects_files_alone(project: Path) -> Non
     assert len(trajectories) == 16
     for trajectory in trajectories:
         assert trajectory.messages[0].text.startswith("Walk from P to G")
-        assert trajectory.reward is not None
         assert set(trajectory.reward.info) == {"async_length", "gym_reward"}
     assert any(len(t.turns) > 1 for t in trajectories)
 

@@ -186,7 +186,6 @@ def run(game: Game, name: str, options: dict[str, Any], *, elsewhere: float = ma
     )
     assert [s.id for s in found] == [s.id for s in samples]
     for s in found:
-        assert s.advantages is not None
         assert not np.any(s.advantages[s.loss_weights == 0]), "a reward has landed where nothing is trained"
         assert np.isfinite(s.advantages).all()
     numbers = by_member(game, found, "advantages")

@@ -28,12 +28,13 @@ from polyturn.algorithms.options import (
     KlOptions,
 )
 from polyturn.batching.layout import LayoutSettings
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, with_marks
 from polyturn.training.rank_group import assign
 from support.models import tiny_model
+from support.samples import sample_of
 
 torch.set_num_threads(1)
 VOCAB = 48
@@ -65,11 +66,10 @@ def batch_of(seed: int, *, size: int = 6, longest: int = 24) -> list[TrainSample
         weights = rng.choice([0.0, 0.5, 1.0], size=n).astype(np.float32)
         weights[0], weights[-1] = 0.0, 1.0
         samples.append(
-            TrainSample(
-                id=SampleId("g", str(i // 2 if i < 4 else i), i % 2),
-                token_ids=rng.integers(0, VOCAB, n),
-                loss_weights=weights,
-                turn_ids=np.zeros(n, np.int32),
+            sample_of(
+                ("g", str(i // 2 if i < 4 else i), i % 2),
+                rng.integers(0, VOCAB, n),
+                weights,
                 old_logprobs=rng.normal(-3.8, 0.3, n),
                 ref_logprobs=rng.normal(-3.8, 0.3, n),
                 advantages=rng.normal(size=n),

@@ -17,7 +17,8 @@ from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS, loss_coefs
 from polyturn.algorithms.correction import correct
 from polyturn.algorithms.losses import bind, mark, policy_losses, selection_of
 from polyturn.algorithms.options import Bounds, CorrectionSettings
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
+from support.samples import sample_of
 
 LOSSES = sorted(n for n in policy_losses if policy_losses.resolve(n).__module__.startswith("polyturn.algorithms"))
 NORM_LENGTH = 7.0
@@ -33,11 +34,10 @@ def batch_of(seed: int) -> list[TrainSample]:
             weights = rng.choice([0.0, 1.0] if trajectory else [0.0, 0.5], n) if trajectory != 3 else np.zeros(n)
             old = rng.normal(-2, 0.5, n)
             samples.append(
-                TrainSample(
-                    id=SampleId("g", str(trajectory), segment),
-                    token_ids=np.zeros(n, np.int32),
-                    loss_weights=weights.astype(np.float32),
-                    turn_ids=np.zeros(n, np.int32),
+                sample_of(
+                    ("g", str(trajectory), segment),
+                    np.zeros(n, np.int32),
+                    weights.astype(np.float32),
                     old_logprobs=old.astype(np.float32),
                     rollout_logprobs=(old + rng.normal(0, 0.2, n)).astype(np.float32),
                     advantages=rng.normal(size=n).astype(np.float32),

@@ -23,6 +23,7 @@ from support.cases import each
 from support.dialogues import KINDS, hostile_text
 from support.exactness import examine, examine_inference, examine_text
 from support.oracle import tame
+from support.refusals import refuses
 from support.template_case import TemplateCase, load_subjects
 
 WRITTEN = Path(__file__).parents[1] / "data" / "templates"
@@ -188,8 +189,7 @@ def test_result_left_out_by_the_template_is_refused() -> None:
     subject = written("silent_results")
     encoder = DeltaEncoder(subject.codec, tools=subject.dialogue(0, "plain").tools)
     result = Message(role="tool", content="4", tool_call_id="call00000", name="look_up")
-    with pytest.raises(TemplateError, match="tool message"):
-        encoder.extend([result], last_id=subject.codec.stop_token_ids[0])
+    refuses(lambda: encoder.extend([result], last_id=subject.codec.stop_token_ids[0]), TemplateError, "tool message")
 
 
 def test_template_error_names_the_message() -> None:
@@ -201,5 +201,4 @@ def test_template_error_names_the_message() -> None:
 def test_template_with_a_syntax_error_is_refused() -> None:
     template = (WRITTEN / "broken_syntax.jinja").read_text(encoding="utf-8")
     codec = Codec(tiny_tokenizer(), chat_template=template)
-    with pytest.raises(TemplateError, match="endif"):
-        DeltaEncoder(codec).start([Message(role="user", content="a")])
+    refuses(lambda: DeltaEncoder(codec).start([Message(role="user", content="a")]), TemplateError, "endif")

@@ -93,7 +93,7 @@ def test_trajectories_keep_their_reward_and_scores(seed: int, count: int, size: 
     by_id = {(g.id, t.id): (g, t) for g in kept for t in g.trajectories}
     for s in samples:
         group, t = by_id[s.id.group, s.id.trajectory]
-        assert t.reward is not None and s.reward == t.reward.total
+        assert s.reward == t.reward.total
         expected = [np.nan if score is None else score for score in t.turn_scores]
         assert (s.turn_scores is None) == bool(np.isnan(expected).all())
         if s.turn_scores is not None:
@@ -101,7 +101,6 @@ def test_trajectories_keep_their_reward_and_scores(seed: int, count: int, size: 
         rewards = [m.reward.total for m in group.trajectories if m.reward is not None]
         # Whoever is alone with a reward, its siblings having failed, teaches nothing.
         advantage = (s.reward - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6) if len(rewards) > 1 else 0.0
-        assert s.advantages is not None
         assert s.advantages[s.loss_weights != 0] == pytest.approx(np.full(s.num_weighted, advantage), abs=1e-5)
     # Every sampled token that was not cut away is trained once.
     assert sum(s.num_weighted for s in samples) == sum(t.num_sampled_tokens for t in live)

@@ -73,7 +73,6 @@ class CountingPolicy:
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> PassResult:
         for sample in samples:
-            assert sample.versions is not None
             sampled = sample.versions[sample.versions >= 0]
             self._run.staleness.update((self.step - sampled).tolist())
             self._run.mixed += len(set(sampled.tolist())) > 1

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from polyturn.batching.layout import LayoutSettings
-from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.hf import load_model, load_unread
@@ -23,6 +22,7 @@ from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
 from support import megatron_cpu
 from support.ranks import bytes_of
+from support.samples import sample_of
 
 TOKENS = 512
 CPU = torch.device("cpu")
@@ -32,13 +32,8 @@ def sample(number):
     zeros = np.zeros(TOKENS, np.float32)
     weights = np.ones(TOKENS, np.float32)
     weights[0] = 0
-    return TrainSample(
-        id=SampleId("g", str(number), 0),
-        token_ids=np.full(TOKENS, number, np.int32),
-        loss_weights=weights,
-        turn_ids=np.zeros(TOKENS, np.int32),
-        old_logprobs=zeros - 6,
-        advantages=zeros + 1,
+    return sample_of(
+        ("g", str(number), 0), np.full(TOKENS, number, np.int32), weights, old_logprobs=zeros - 6, advantages=zeros + 1
     )
 
 

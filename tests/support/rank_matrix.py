@@ -30,7 +30,6 @@ from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOpt
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import AlignmentError
 from polyturn.core.messages import Message
-from polyturn.core.sample import SampleId, TrainSample
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training import fsdp
@@ -43,6 +42,7 @@ from polyturn.training.options import LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, policy_backend
 from support.megatron_cpu import pretend
 from support.models import tiny_model
+from support.samples import sample_of
 from support.states import stored, tensors_in
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
@@ -264,11 +264,10 @@ class Vision:
         ids = np.concatenate([self.media.expand(prompt, [message]), self.codec.encode(" 7 apples")])
         weights = (np.arange(len(ids)) >= len(ids) - 3).astype(np.float32)
         noise = np.random.default_rng(number).normal(size=len(ids))
-        return TrainSample(
-            id=SampleId("g", str(number), 0),
-            token_ids=ids,
-            loss_weights=weights,
-            turn_ids=np.zeros(len(ids), np.int32),
+        return sample_of(
+            ("g", str(number), 0),
+            ids,
+            weights,
             media=message.media,
             advantages=noise,
             returns=noise,
@@ -304,11 +303,10 @@ def samples_of(case, seed, size, *, is_routed=False):
         ids[:shared], routes[:shared] = first, first_routes
         old, ref = (rng.normal(-3.8, 0.3, n).astype(np.float32) for _ in range(2))
         out.append(
-            TrainSample(
-                id=SampleId("g", str(i), 0),
-                token_ids=ids,
-                loss_weights=weights,
-                turn_ids=np.zeros(n, np.int32),
+            sample_of(
+                ("g", str(i), 0),
+                ids,
+                weights,
                 temperature=0.7 + 0.3 * (i % 2),
                 old_logprobs=old,
                 ref_logprobs=ref,

@@ -25,6 +25,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.training.observer import RunObserver
+from support.refusals import refuses
 from support.runs import write_tiny_run
 
 
@@ -176,10 +177,8 @@ def test_tasks_that_cannot_run_are_refused(parts: build.Parts, task: Task, says:
 def test_unused_interactions_or_tools_are_refused(parts: build.Parts):
     alone, talking = user("?"), user("?", interaction=InteractionRef(name="coach"))
     toolless = [dataclasses.replace(t, id=f"n{i}", tools=()) for i, t in enumerate((alone, talking))]
-    with pytest.raises(ConfigError, match=r"data.train"):
-        build.check_run(parts, [alone], name="data.train")
-    with pytest.raises(ConfigError, match=r"rollout.tools .*'shout'"):
-        build.check_run(parts, toolless, name="data.train")
+    refuses(lambda: build.check_run(parts, [alone], name="data.train"), ConfigError, "data.train")
+    refuses(lambda: build.check_run(parts, toolless, name="data.train"), ConfigError, "rollout.tools", "'shout'")
     build.check_run(parts, [talking, *toolless], name="mixed tasks")
 
 
@@ -209,8 +208,7 @@ def test_prompt_length_is_checked_to_the_token(parts: build.Parts):
     fitting = next(t for n in range(600) if num_tokens(t := user("9" * n)) == parts.max_context - 1)
     coach = {"interaction": build.build_run_tasks(parts.source).train[0].interaction}
     build.check_run(parts, [user(fitting.prompt[0].text, **coach)], name="x")
-    with pytest.raises(DataError, match="limit"):
-        build.check_run(parts, [user(fitting.prompt[0].text + "9", **coach)], name="x")
+    refuses(lambda: build.check_run(parts, [user(fitting.prompt[0].text + "9", **coach)], name="x"), DataError, "limit")
 
 
 def test_short_prompt_is_checked_without_encoding(tmp_path: Path, parts: build.Parts, monkeypatch: pytest.MonkeyPatch):
@@ -247,5 +245,4 @@ def test_gpu_without_bfloat16_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     config = place(tmp_path, "model.dtype=bfloat16")
-    with pytest.raises(ConfigError, match=r"Tesla T4.*model\.dtype=float32"):
-        build_outline(config, build_codec(config).tokenizer)
+    refuses(lambda: build_outline(config, build_codec(config).tokenizer), ConfigError, "Tesla T4", "model.dtype=float32")

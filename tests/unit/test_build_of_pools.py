@@ -90,7 +90,7 @@ async def test_server_on_a_shared_gpu_is_started_to_sleep(
     monkeypatch.setattr(parts, "on_gpu", lambda model: model)
     pool = build_pool(tmp_path, *SLEEP, f"engine.kind={kind}", f"engine.launch.args={flags[1:]}")
     (engine,) = clients(pool)
-    assert engine.supervisor is not None and engine.supervisor.spec.command[-len(flags) :] == tuple(flags)
+    assert engine.supervisor.spec.command[-len(flags) :] == tuple(flags)
     await pool.close()
 
 
@@ -169,7 +169,6 @@ async def test_server_of_an_adapter_starts_without_it(tmp_path: Path, trains: bo
     made = build.build_parts(place if trains else build.untrained(place))
     assert isinstance(made.engine, EnginePool)
     (client,) = clients(made.engine)
-    assert client.supervisor is not None
     command, env = client.supervisor.spec.command, client.supervisor.spec.env
     served = load_file(Path(command[command.index("--model") + 1]) / "model.safetensors")
     assert ("--enable-lora" in command) == trains == ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in env)

@@ -15,6 +15,7 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.routing import has_route
 from polyturn.store.stored_run import open_store
+from support.refusals import refuses
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 EXPERTS = (
@@ -56,5 +57,4 @@ def test_engine_is_asked_for_routes_that_are_replayed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["algorithm.routing.replay=on", "algorithm.routing.balance_coef=0.1"])
 def test_routing_without_experts_is_refused_early(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyturn.build.parts.build_model", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):
-        build.build_parts(place(tmp_path, wrong))
+    refuses(lambda: build.build_parts(place(tmp_path, wrong)), ConfigError, "Qwen3ForCausalLM has no experts")

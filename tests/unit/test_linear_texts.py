@@ -10,13 +10,13 @@ from polyturn.environments.gymnasium import uncoloured
 from polyturn.partners.judge import read_verdict
 from polyturn.rewards.math import is_near
 from polyturn.tokens.text_codec import _without_calls
+from support.refusals import refuses
 
 SIZE = 1 << 20
 
 
 def verdict(text):
-    with pytest.raises(ValueError, match="is no JSON"):
-        read_verdict(text, low=0, high=1)
+    refuses(lambda: read_verdict(text, low=0, high=1), ValueError, "is no JSON")
 
 
 HOSTILE = {

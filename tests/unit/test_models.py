@@ -10,6 +10,7 @@ import polyturn.models
 from polyturn.config.config_source import folder_or_name
 from polyturn.core.errors import ConfigError
 from polyturn.models import PACKAGED, cache_folder, packaged, smollm2
+from support.refusals import refuses
 
 MODEL = PACKAGED["smollm2"]
 
@@ -37,13 +38,11 @@ def write_wheel(folder: Path, *, file: str = MODEL.file) -> None:
 
 
 def test_unknown_name_comes_with_the_known_one() -> None:
-    with pytest.raises(ConfigError, match="smollm2"):
-        packaged("smolm2")
+    refuses(lambda: packaged("smolm2"), ConfigError, "smollm2")
 
 
 def test_index_without_the_package_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=f"{MODEL.package}=={MODEL.version}"):
-        smollm2()
+    refuses(smollm2, ConfigError, f"{MODEL.package}=={MODEL.version}")
     assert not list(cache_folder().glob("*/*"))
 
 
@@ -55,27 +54,23 @@ def test_file_with_another_digest_is_not_loaded(index: Path) -> None:
 
 def test_wheel_without_the_file_is_a_config_error(index: Path) -> None:
     write_wheel(index, file="other.gguf")
-    with pytest.raises(ConfigError, match="damaged"):
-        smollm2()
+    refuses(smollm2, ConfigError, "damaged")
 
 
 def test_full_disk_is_found_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(polyturn.models.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=r"0\.0 GB are free"):
-        smollm2()
+    refuses(smollm2, ConfigError, "0.0 GB are free")
 
 
 def test_missing_gguf_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polyturn.models.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="pip install"):
-        smollm2()
+    refuses(smollm2, ConfigError, "pip install")
 
 
 def test_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigError, match="not empty"):
-        smollm2(tmp_path)
+    refuses(lambda: smollm2(tmp_path), ConfigError, "not empty")
 
 
 def test_name_leads_to_the_converted_folder(tmp_path: Path) -> None:

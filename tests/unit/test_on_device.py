@@ -12,11 +12,12 @@ import torch
 import polyturn
 from polyturn.batching.microbatch import LayoutSettings
 from polyturn.core.generation import GenerateRequest, SamplingParams
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.models import tiny_model
+from support.samples import sample_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,15 +39,7 @@ def samples() -> list[TrainSample]:
     for number in range(8):
         ids = np.concatenate([common + number // 4, rng.integers(0, VOCAB, int(rng.integers(20, 320)))]) % VOCAB
         weights = (np.arange(len(ids)) >= 80).astype(np.float32)
-        made.append(
-            TrainSample(
-                id=SampleId(f"g{number // 4}", f"t{number}", 0),
-                token_ids=ids,
-                loss_weights=weights,
-                turn_ids=np.zeros(len(ids), np.int32),
-                advantages=weights * float(rng.normal()),
-            )
-        )
+        made.append(sample_of((f"g{number // 4}", f"t{number}", 0), ids, weights, advantages=weights * float(rng.normal())))
     return made
 
 
@@ -118,13 +111,7 @@ async def test_engine_logprobs_equal_the_trainers():
     request = GenerateRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=SamplingParams(max_tokens=64, seed=1))
     completion = await EmbeddedEngine(copy.deepcopy(lm), num_slots=2).generate(request)
     weights = np.array([0.0] * 30 + [1.0] * len(completion.token_ids), np.float32)
-    sample = TrainSample(
-        id=SampleId("g", "t", 0),
-        token_ids=np.array([*ids, *completion.token_ids]),
-        loss_weights=weights,
-        turn_ids=np.zeros(len(weights), np.int32),
-        advantages=weights,
-    )
+    sample = sample_of(("g", "t", 0), np.array([*ids, *completion.token_ids]), weights, advantages=weights)
     scores = local_policy(lm, optim=OptimSettings(), layout=PACKED).score([sample])[0]
     np.testing.assert_allclose(scores[30:], completion.logprobs, rtol=0, atol=2e-2)
 

@@ -10,6 +10,7 @@ import pytest
 
 from polyturn.core.plugins import import_attr
 from polyturn.rewards import gsm8k
+from support.refusals import refuses
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -84,5 +85,4 @@ def test_calculator_is_right(expression: str):
 
 @pytest.mark.parametrize("expression", ["2 +", "__import__('os')", "9 ** 9", "", "1+1"])
 def test_calculator_refuses_other_texts(expression: str):
-    with pytest.raises(Exception, match="write numbers joined by"):
-        named("calculate")(expression)
+    refuses(lambda: named("calculate")(expression), Exception, "write numbers joined by")

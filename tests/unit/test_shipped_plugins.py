@@ -82,7 +82,7 @@ async def test_tool_answers_the_model(name: str, tmp_path: Path, monkeypatch: py
     results = [r for t in trajectory.turns for r in t.tool_results]
     assert [r.error for r in results] == [None] * len(results)
     assert PLAYS[name]["result"] in str(results[0].content)
-    assert trajectory.reward is not None and trajectory.reward.components["outcome"] == 1.0
+    assert trajectory.reward.components["outcome"] == 1.0
 
 
 async def test_zoom_shows_the_region_to_a_model_that_reads_images(tmp_path: Path) -> None:
@@ -98,4 +98,4 @@ async def test_interaction_scores_the_turns(name: str, tmp_path: Path) -> None:
     trajectory = await play(name, tmp_path)
     assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENV_DONE, None)
     assert trajectory.turn_scores == tuple(PLAYS[name]["scores"])
-    assert trajectory.reward is not None and trajectory.reward.total == 1.0
+    assert trajectory.reward.total == 1.0

@@ -42,7 +42,6 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 def next_line(builder: subprocess.Popen[str]) -> str:
-    assert builder.stdout is not None
     return builder.stdout.readline().strip()
 
 

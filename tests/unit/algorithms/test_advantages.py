@@ -10,21 +10,18 @@ from polyturn.algorithms.advantages import advantages, assign_advantages, dr_grp
 from polyturn.core.errors import AlignmentError, TrainingError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.reward import Reward
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from support.refusals import refuses
+from support.samples import sample_of
 
 TASK = Task(id="t", prompt=())
 
 
 def sample(trajectory: str = "0", segment: int = 0, weights: tuple[float, ...] = (0, 1, 1)) -> TrainSample:
     n = len(weights)
-    return TrainSample(
-        id=SampleId("g", trajectory, segment),
-        token_ids=np.arange(n),
-        loss_weights=np.array(weights, np.float32),
-        turn_ids=np.zeros(n, np.int32),
-    )
+    return sample_of(("g", trajectory, segment), np.arange(n), np.array(weights, np.float32))
 
 
 def trajectory(id: str, reward: float | None, stop: StopReason = StopReason.STOP) -> Trajectory:
@@ -63,8 +60,7 @@ def test_assignment_keeps_order_and_leaves_failures_out():
 
 def test_estimator_is_found_by_name():
     assert advantages.resolve("grpo") is grpo
-    with pytest.raises(UnknownNameError, match="'grpo'"):
-        advantages.resolve("grpoo")
+    refuses(lambda: advantages.resolve("grpoo"), UnknownNameError, "'grpo'")
 
 
 GROUP = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", 1.0), trajectory("1", 0.0)))
@@ -96,5 +92,4 @@ def test_estimator_that_raises_is_named_with_its_line():
 @pytest.mark.parametrize(("reward", "stop"), [(None, StopReason.STOP), (math.nan, StopReason.STOP), (1.0, StopReason.ERROR)])
 def test_sample_without_a_reward_is_refused(reward: float | None, stop: StopReason):
     group = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", reward, stop),))
-    with pytest.raises(AlignmentError, match="0"):
-        assign_advantages([group], [sample("0")], estimator=grpo)
+    refuses(lambda: assign_advantages([group], [sample("0")], estimator=grpo), AlignmentError, "0")

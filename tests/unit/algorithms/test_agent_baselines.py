@@ -9,12 +9,13 @@ import pytest
 
 from polyturn.algorithms.advantages import GroupView, advantages
 from polyturn.algorithms.advantages.base import MemberView
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
+from support.samples import sample_of
 
 
 def sample(name: str) -> TrainSample:
     weights = np.array([0, 1, 1], np.float32)
-    return TrainSample(id=SampleId("g", name, 0), token_ids=[1, 2, 3], loss_weights=weights, turn_ids=[-1, 0, 0])
+    return sample_of(("g", name, 0), [1, 2, 3], weights, turn_ids=[-1, 0, 0])
 
 
 def view(source: str, agent: str | None, *rewards: float) -> GroupView:

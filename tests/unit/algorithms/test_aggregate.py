@@ -7,17 +7,14 @@ from hypothesis import strategies as st
 
 from polyturn.algorithms.aggregate import MODES, loss_coefs
 from polyturn.core.errors import ConfigError, UnknownNameError
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
+from support.refusals import refuses
+from support.samples import sample_of
 
 
 def sample(trajectory: str, weights: list[float], segment: int = 0) -> TrainSample:
     n = len(weights)
-    return TrainSample(
-        id=SampleId("g", trajectory, segment),
-        token_ids=np.zeros(n, np.int32),
-        loss_weights=np.array(weights, np.float32),
-        turn_ids=np.zeros(n, np.int32),
-    )
+    return sample_of(("g", trajectory, segment), np.zeros(n, np.int32), np.array(weights, np.float32))
 
 
 # Trajectory a: 3 weighted tokens in two segments; b: 1 weighted token; c: none, so it is no trajectory of the loss.
@@ -73,7 +70,5 @@ def test_means_are_means(weights):
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(UnknownNameError, match=r"'token_mean'.*'token-mean'"):
-        loss_coefs(BATCH, mode="token_mean")
-    with pytest.raises(ConfigError, match="norm_length is 0"):
-        loss_coefs(BATCH, mode="seq-mean-token-sum-norm", norm_length=0)
+    refuses(lambda: loss_coefs(BATCH, mode="token_mean"), UnknownNameError, "'token_mean'", "'token-mean'")
+    refuses(lambda: loss_coefs(BATCH, mode="seq-mean-token-sum-norm", norm_length=0), ConfigError, "norm_length is 0")

@@ -9,7 +9,9 @@ from polyturn.algorithms.correction import correct
 from polyturn.algorithms.options import REJECTIONS, Bounds, CorrectionSettings
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError
 from polyturn.core.metrics import reduce
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
+from support.refusals import refuses
+from support.samples import sample_of
 
 
 def sample(name: str, logs: list[float], *, advantage: float = 1.0, versions: list[int] | None = None) -> TrainSample:
@@ -22,11 +24,10 @@ def sample(name: str, logs: list[float], *, advantage: float = 1.0, versions: li
     pi[2 + cut] = 7.0  # an observation: nothing may read it
     tags = np.full(n + 3, -1, np.int32)
     tags[weights != 0] = versions or 0
-    return TrainSample(
-        id=SampleId("g", name, 0),
-        token_ids=np.arange(n + 3),
-        loss_weights=weights,
-        turn_ids=np.zeros(n + 3, np.int32),
+    return sample_of(
+        ("g", name, 0),
+        np.arange(n + 3),
+        weights,
         rollout_logprobs=mu,
         old_logprobs=pi,
         advantages=np.full(n + 3, advantage, np.float32),
@@ -150,13 +151,8 @@ def test_batch_without_trained_tokens_passes():
 def test_bad_settings_and_samples_are_refused():
     with pytest.raises(TrainingError, match="has no old_logprobs"):
         correct([sample("a", [0.1]).replace(old_logprobs=None)], CorrectionSettings())
-    with pytest.raises(UnknownNameError, match="Did you mean 'seq_mean_k1'"):
-        CorrectionSettings(reject={"seq_meen_k1": Bounds(0.5, 2.0)})
-    with pytest.raises(ConfigError, match="must hold equal policies"):
-        CorrectionSettings(reject={"token_k1": Bounds(1.5, 2.0)})
-    with pytest.raises(ConfigError, match="cap"):
-        CorrectionSettings(cap=0)
-    with pytest.raises(ConfigError, match="veto is 2"):
-        CorrectionSettings(veto=2)
-    with pytest.raises(UnknownNameError, match="tokens"):
-        CorrectionSettings(weight="tokens")
+    refuses(lambda: CorrectionSettings(reject={"seq_meen_k1": Bounds(0.5, 2.0)}), UnknownNameError, "'seq_mean_k1'")
+    refuses(lambda: CorrectionSettings(reject={"token_k1": Bounds(1.5, 2.0)}), ConfigError, "must hold equal policies")
+    refuses(lambda: CorrectionSettings(cap=0), ConfigError, "cap")
+    refuses(lambda: CorrectionSettings(veto=2), ConfigError, "veto is 2")
+    refuses(lambda: CorrectionSettings(weight="tokens"), UnknownNameError, "tokens")

@@ -5,6 +5,7 @@ import pytest
 from polyturn.algorithms.entropy_target import EntropyController
 from polyturn.algorithms.options import AlgorithmOptions
 from polyturn.core.errors import ConfigError
+from support.refusals import refuses
 
 
 def controller(target: float | None = 0.5, *, coef: float = 0.01) -> EntropyController:
@@ -38,5 +39,4 @@ def test_weight_resumes() -> None:
 
 
 def test_target_with_negative_weight_is_refused() -> None:
-    with pytest.raises(ConfigError, match="entropy_target"):
-        controller(coef=-0.1)
+    refuses(lambda: controller(coef=-0.1), ConfigError, "entropy_target")

@@ -35,6 +35,8 @@ from polyturn.core.reward import Reward
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from support.refusals import refuses
+from support.samples import sample_of
 
 TASK = Task(id="t", prompt=())
 ALL = [n for n in advantages if "test" not in n and n != "maxrl"]  # which refuses the negative rewards of these tests
@@ -59,10 +61,10 @@ def play(rng: np.random.Generator, group: str, index: int) -> tuple[Trajectory, 
         trained = int(rng.integers(1, 5)) if rng.random() < 0.85 else 0
         columns += [(1.0, k)] * trained + [(0.0, k)] * int(rng.integers(1, 4))  # observations belong to the turn too
     n = len(columns) + 2  # two of the prompt
-    sample = TrainSample(
-        id=SampleId(group, f"{group}/{index}", 0),
-        token_ids=np.arange(n),
-        loss_weights=np.array([0, 0, *(w for w, _ in columns)], np.float32),
+    sample = sample_of(
+        (group, f"{group}/{index}", 0),
+        np.arange(n),
+        np.array([0, 0, *(w for w, _ in columns)], np.float32),
         turn_ids=np.array([-1, -1, *(k for _, k in columns)], np.int32),
         values=rng.normal(size=n),
         rewards=0.1 * rng.normal(size=n),
@@ -156,9 +158,7 @@ def plain(turn_scores: tuple[float | None, ...] = (None, None), seen: str | None
         for k, score in enumerate(turn_scores)
     )
     t = Trajectory(id="0", task=TASK, segments=(), turns=turns, stop_reason=StopReason.STOP, reward=Reward(total=1.0))
-    s = TrainSample(
-        id=SampleId("g", "0", 0), token_ids=np.arange(3), loss_weights=np.array([0, 1, 1], np.float32), turn_ids=[-1, 0, 1]
-    )
+    s = sample_of(("g", "0", 0), np.arange(3), np.array([0, 1, 1], np.float32), turn_ids=[-1, 0, 1])
     members = tuple(dataclasses.replace(t, id=str(i)) for i in range(size))
     samples = [s.replace(id=SampleId("g", str(i), 0)) for i in range(size)]
     return [TrajectoryGroup(id="g", task=TASK, trajectories=members)], samples
@@ -174,8 +174,7 @@ def plain(turn_scores: tuple[float | None, ...] = (None, None), seen: str | None
     ],
 )
 def test_missing_input_of_an_estimator_is_named(name: str, words: str) -> None:
-    with pytest.raises(TrainingError, match=words):
-        assign_advantages(*plain(size=2), estimator=advantages.resolve(name))
+    refuses(lambda: assign_advantages(*plain(size=2), estimator=advantages.resolve(name)), TrainingError, words)
 
 
 def test_step_without_scores_is_fine_after_one_with_scores() -> None:
@@ -331,10 +330,7 @@ def _advantages_of(name: str, rewards: Sequence[Sequence[float]]) -> list[np.nda
 
 def _plain_group(id: str, rewards_G: Sequence[float]) -> GroupView:
     def member(index: int, reward: float) -> MemberView:
-        sample = TrainSample(
-            id=SampleId(id, str(index), 0), token_ids=np.arange(3), loss_weights=np.array([0, 1, 1], np.float32),
-            turn_ids=np.zeros(3, np.int32),
-        )  # fmt: skip
+        sample = sample_of((id, str(index), 0), np.arange(3), np.array([0, 1, 1], np.float32))  # fmt: skip
         return MemberView(id=str(index), reward=reward, samples=(sample,), components={"a": reward})
 
     return GroupView(id=id, members=tuple(member(i, r) for i, r in enumerate(rewards_G)))
@@ -348,5 +344,4 @@ def test_maxrl_divides_by_the_mean_reward() -> None:
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
-    with pytest.raises(TrainingError, match=r"-0\.5"):
-        _advantages_of("maxrl", [[1.0, -0.5]])
+    refuses(lambda: _advantages_of("maxrl", [[1.0, -0.5]]), TrainingError, "-0.5")

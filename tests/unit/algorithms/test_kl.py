@@ -8,6 +8,7 @@ import torch
 from polyturn.algorithms.kl import KlController, entropy, k1, k2, k3, kl_estimators
 from polyturn.algorithms.options import KlOptions
 from polyturn.core.errors import ConfigError
+from support.refusals import refuses
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
@@ -87,5 +88,4 @@ def test_controller_continues_from_its_state():
 
 
 def test_adaptive_weight_starts_above_zero():
-    with pytest.raises(ConfigError, match="target"):
-        KlController(KlOptions(coef=0.1, target=0.0))
+    refuses(lambda: KlController(KlOptions(coef=0.1, target=0.0)), ConfigError, "target")

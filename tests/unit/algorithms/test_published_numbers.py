@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from polyturn.algorithms.advantages import GroupView, MemberView, advantages
-from polyturn.core.sample import SampleId, TrainSample
+from support.samples import sample_of
 
 
 def sample(id: str, turn_ids: list[int], *, weights: list[float] | None = None, values: list[float] | None = None) -> Any:
     n = len(turn_ids)
-    return TrainSample(
-        id=SampleId("g", id, 0),
-        token_ids=np.arange(n, dtype=np.int32),
-        loss_weights=np.ones(n, np.float32) if weights is None else np.array(weights),
+    return sample_of(
+        ("g", id, 0),
+        np.arange(n, dtype=np.int32),
+        np.ones(n, np.float32) if weights is None else np.array(weights),
         turn_ids=np.array(turn_ids),
         values=None if values is None else np.array(values),
     )

@@ -10,6 +10,7 @@ from polyturn.algorithms.options import AlgorithmOptions, SelfDistillOptions, Se
 from polyturn.algorithms.teacher_advantage import taught, untaught
 from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.sample import SampleId, TrainSample
+from support.refusals import refuses
 
 WEIGHTS = [0, 0, 1, 1, 0, 1, 0, 1]
 TURNS = [-1, -1, 0, 0, 0, 1, 1, 1]
@@ -82,8 +83,7 @@ def test_expected_gradient_is_that_of_the_reverse_kl() -> None:
 @pytest.mark.parametrize("lacking", ["old_logprobs", "advantages"])
 def test_sample_without_numbers_is_refused(lacking: str) -> None:
     plain = sample().replace(**{lacking: None})
-    with pytest.raises(TrainingError, match=lacking):
-        taught(plain, np.zeros(8), TeacherAdvantageOptions())
+    refuses(lambda: taught(plain, np.zeros(8), TeacherAdvantageOptions()), TrainingError, lacking)
 
 
 def test_two_teachers_of_advantages_are_refused() -> None:

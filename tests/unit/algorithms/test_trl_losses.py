@@ -21,7 +21,7 @@ from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.high_entropy import select_high_entropy
 from polyturn.algorithms.kl import k3
 from polyturn.algorithms.losses import bind, policy_losses
-from polyturn.core.sample import SampleId, TrainSample
+from support.samples import sample_of
 
 ROOT = Path(__file__).parents[3]
 LENGTHS = (9, 14, 4, 11, 3)
@@ -97,10 +97,7 @@ def theirs(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def ours(arrays: dict[str, np.ndarray], case: Case) -> tuple[float, np.ndarray]:
     """Return the loss and its gradient, through the functions and coefficients that a run takes."""
-    samples = [
-        TrainSample(id=SampleId("g", str(i), 0), token_ids=np.ones(n), loss_weights=np.ones(n), turn_ids=np.zeros(n))
-        for i, n in enumerate(LENGTHS)
-    ]
+    samples = [sample_of(("g", str(i), 0), np.ones(n), np.ones(n)) for i, n in enumerate(LENGTHS)]
     entropies = [arrays["entropies"][i, :n] for i, n in enumerate(LENGTHS)]
     if case.share < 1:
         samples = select_high_entropy(samples, entropies, case.share).samples

@@ -74,7 +74,7 @@ def by_turn(t: Trajectory, estimator: Any) -> dict[int, float]:
 async def test_turn_scores_reach_an_estimator_across_segments() -> None:
     t = await play(Scores())
     assert t.turn_scores == (0.25, None, 1.0) and len(t.segments) == 2
-    assert t.reward is not None and t.reward.total == 1.25
+    assert t.reward.total == 1.25
     samples = to_samples(TrajectoryGroup(id="g", task=t.task, trajectories=(t,)), temperature=1.0)
     assert all(np.array_equal(s.turn_scores, [0.25, np.nan, 1.0], equal_nan=True) for s in samples)  # type: ignore[arg-type]
     assert by_turn(t, advantages.resolve("test_return_to_go")) == pytest.approx({0: 0.0, 1: -0.25, 2: -0.25})
@@ -103,7 +103,7 @@ async def test_shared_chunk_of_a_tree_gets_the_mean_of_its_leaves() -> None:
         mean = float(np.mean(rewards_G))
         return [[np.where(s.loss_weights != 0, s.turn_scores[s.turn_ids] - mean, 0.0) for s in ss] for ss in samples_G]
 
-    assert t.reward is not None and t.reward.total == 0.5
+    assert t.reward.total == 0.5
     scores = {turn.info["depth"]: [] for turn in t.turns}
     for turn in t.turns:
         scores[turn.info["depth"]].append(turn.scores["tree"])

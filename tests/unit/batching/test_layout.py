@@ -8,17 +8,13 @@ from hypothesis import strategies as st
 
 from polyturn.batching.layout import LayoutSettings, layout, scatter_back
 from polyturn.core.errors import AlignmentError, ConfigError
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
+from support.refusals import refuses
+from support.samples import sample_of
 
 
 def sample(ids: list[int], weights: list[float], index: int = 0, **arrays: object) -> TrainSample:
-    return TrainSample(
-        id=SampleId("g", str(index), 0),
-        token_ids=np.array(ids, np.int32),
-        loss_weights=np.array(weights, np.float32),
-        turn_ids=np.zeros(len(ids), np.int32),
-        **arrays,
-    )
+    return sample_of(("g", str(index), 0), np.array(ids, np.int32), np.array(weights, np.float32), **arrays)
 
 
 def weights_of(samples: list[TrainSample]) -> list[np.ndarray]:
@@ -110,8 +106,7 @@ GOOD = sample([1, 2], [0, 1])
 def test_misaligned_samples_are_refused(samples: list[TrainSample], coefs: list[np.ndarray], key: str) -> None:
     with pytest.raises(AlignmentError, match=key):
         layout(samples, coefs=coefs, settings=LayoutSettings())
-    with pytest.raises(ConfigError, match="max_tokens_per_batch is 0"):
-        LayoutSettings(max_tokens_per_batch=0)
+    refuses(lambda: LayoutSettings(max_tokens_per_batch=0), ConfigError, "max_tokens_per_batch is 0")
 
 
 def test_padding_of_a_micro_batch_is_bounded() -> None:

@@ -18,6 +18,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import MathTips, ThinkingTips
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from support.refusals import refuses
 
 
 class Chats(MultiTurnScheduler):
@@ -125,8 +126,7 @@ async def test_wrong_weights_of_a_strategy_are_refused(strategy: Any, key: str) 
 
 
 def test_unknown_strategy_comes_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"'last_rond'.*'last_round'"):
-        build_loss_scale("last_rond", decode=str)
+    refuses(lambda: build_loss_scale("last_rond", decode=str), UnknownNameError, "'last_rond'", "'last_round'")
 
 
 def test_tokens_that_share_a_character_have_their_starts() -> None:

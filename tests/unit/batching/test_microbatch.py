@@ -1,23 +1,22 @@
 """The plan of micro-batches: each sample once, ranks in step and balanced, prefixes shared where it pays."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.batching.layout import LayoutSettings, layout
 from polyturn.batching.microbatch import plan
 from polyturn.core.errors import ConfigError
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
+from support.refusals import refuses
+from support.samples import sample_of
 
 
 def sample(ids: list[int], weighted: int, index: int = 0) -> TrainSample:
     """Return a sample whose last `weighted` tokens count."""
     weights = np.zeros(len(ids), np.float32)
     weights[len(ids) - weighted :] = 1
-    return TrainSample(
-        id=SampleId("g", str(index), 0), token_ids=ids, loss_weights=weights, turn_ids=np.zeros(len(ids), np.int32)
-    )
+    return sample_of(("g", str(index), 0), ids, weights)
 
 
 def group(prefix: int, own: int, members: int = 8, *, seed: int = 0) -> list[TrainSample]:
@@ -108,7 +107,5 @@ def test_fewer_samples_than_ranks_are_padded() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_ranks is 0"):
-        plan([], settings=LayoutSettings(), num_ranks=0)
-    with pytest.raises(ConfigError, match="min_saving is 2"):
-        LayoutSettings(min_saving=2)
+    refuses(lambda: plan([], settings=LayoutSettings(), num_ranks=0), ConfigError, "num_ranks is 0")
+    refuses(lambda: LayoutSettings(min_saving=2), ConfigError, "min_saving is 2")

@@ -62,8 +62,8 @@ def test_observations_are_marked_once_and_prompts_never() -> None:
     builder.sample(completion([6]), turn=1)
     builder.observe([7], turn=1)
     first, second = to_samples(group(builder.build()), temperature=1.0, observed=True)
-    assert first.observed is not None and first.observed.tolist() == [0, 0, 0, 1, 1]
-    assert second.observed is not None and second.observed.tolist() == [0, 0, 0, 0, 0, 1]
+    assert first.observed.tolist() == [0, 0, 0, 1, 1]
+    assert second.observed.tolist() == [0, 0, 0, 0, 0, 1]
     assert all(s.observed is None for s in to_samples(group(builder.build()), temperature=1.0))
 
 

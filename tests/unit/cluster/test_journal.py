@@ -75,7 +75,7 @@ async def test_episode_continues_on_another_worker(tmp_path: Path) -> None:
     leader = begun(tmp_path)
     assert await run_on_worker(leader, resume_state(leader.recall), die_at=2) == (None, [0, 1])
     done, asked = await run_on_worker(leader, resume_state(leader.recall_lost))
-    assert done is not None and len(done.turns) == 3 and asked == [2]
+    assert len(done.turns) == 3 and asked == [2]
     assert leader.read_metrics()["rollout/resumed_episodes"] == 1
     again, asked = await run_on_worker(leader, resume_state(leader.recall_lost))
     assert again is not None and asked == [] and again.reward == done.reward
@@ -123,4 +123,4 @@ async def test_line_is_on_disk_before_the_episode_continues(tmp_path: Path) -> N
     await writing
     assert second.counted == "resumed"
     held = leader.recall_lost("g1/0")
-    assert held is not None and held.digest == "d"
+    assert held.digest == "d"

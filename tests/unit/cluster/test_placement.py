@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from polyturn.core.errors import ConfigError
+from support.refusals import refuses
 
 
 def test_unreachable_cluster_is_refused() -> None:
     placement = pytest.importorskip("polyturn.cluster.placement")
-    with pytest.raises(ConfigError, match=r"'127\.0\.0\.1:1'"):
-        placement.Cluster("127.0.0.1:1")
+    refuses(lambda: placement.Cluster("127.0.0.1:1"), ConfigError, "'127.0.0.1:1'")
 
 
 def test_cluster_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

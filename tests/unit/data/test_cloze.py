@@ -16,6 +16,7 @@ from polyturn.data.dataset import TaskDataset
 from polyturn.retrieval.index import SearchIndex
 from polyturn.retrieval.passages import Passage
 from polyturn.rewards import search_r1
+from support.refusals import refuses
 
 FOLDER = Path(__file__).parents[3] / "examples" / "data"
 BLANK, FOUND_WITHIN, make_questions, prepare_cloze, main = (
@@ -79,8 +80,7 @@ def test_too_little_text_and_a_taken_folder_are_refused(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     prepare_cloze(PASSAGES, out=tmp_path, max_questions=10)
     assert pq.read_table(tmp_path / "train.parquet").num_rows == 9
-    with pytest.raises(ConfigError, match="exists already"):
-        prepare_cloze(PASSAGES, out=tmp_path)
+    refuses(lambda: prepare_cloze(PASSAGES, out=tmp_path), ConfigError, "exists already")
 
 
 def test_python_documents_itself():

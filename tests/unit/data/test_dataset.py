@@ -15,6 +15,7 @@ from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset, check_tasks, generate_tasks
 from polyturn.data.sequences import WithSystem
+from support.refusals import refuses
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
@@ -88,8 +89,7 @@ def test_unreadable_row_is_named_by_its_file_and_place(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}] * 3)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "ok"}, {"question": "?"}])
     dataset = TaskDataset.open([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], split="train")
-    with pytest.raises(DataError, match=r"b\.jsonl, row 1: "):
-        dataset[4]
+    refuses(lambda: dataset[4], DataError, "b.jsonl, row 1:")
     (tmp_path / "c.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": \n')
     with pytest.raises(DataError, match=r"c\.jsonl, line 3: .*'\{\"prompt\": '"):
         check_tasks(TaskDataset.open(tmp_path / "c.jsonl", split="train"), tools=(), interactions=())

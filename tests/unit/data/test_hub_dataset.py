@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from polyturn.build.tasks import build_tasks
 from polyturn.config.models import TaskSourceConfig
 from polyturn.core.errors import DataError
+from support.refusals import refuses
 
 ASKS = {"prompt": "question", "ground_truth": "answer"}
 
@@ -99,8 +100,7 @@ def test_columns_of_files_are_renamed_too(tmp_path: Path, suffix: str) -> None:
 
 def test_row_without_a_prompt_names_the_key_columns(repository: Path) -> None:
     tasks = build_tasks(source(dataset="sums", subset="main"), base=repository.parent, split="train")
-    with pytest.raises(DataError, match=r"no 'prompt'.*columns: \{prompt: question\}"):
-        tasks[0]
+    refuses(lambda: tasks[0], DataError, "'prompt'", "columns: {prompt: question}")
 
 
 def test_name_without_a_network_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,5 +119,4 @@ def test_name_without_a_network_is_one_sentence(tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValidationError, match=says):
-        source(**given)
+    refuses(lambda: source(**given), ValidationError, says)

@@ -12,6 +12,7 @@ from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.data.mix import MixState, TaskMix
 from polyturn.data.options import MixOptions
 from polyturn.testing.episodes import task
+from support.refusals import refuses
 
 TASKS = [
     task(id=f"{source}{i}", data_source=source) for source, size in (("a", 10), ("b", 4), ("c", 6)) for i in range(size)
@@ -97,12 +98,9 @@ def test_substitute_task_is_of_the_same_source():
     ],
 )
 def test_weights_without_their_source_are_refused(weights: dict[str, float], says: str):
-    with pytest.raises(ConfigError, match=says):
-        mix(weights)
+    refuses(lambda: mix(weights), ConfigError, says)
 
 
 def test_mix_has_no_epochs_and_needs_a_weight():
-    with pytest.raises(ConfigError, match=r"set train\.steps"):
-        mix({"a": 1, "b": 1, "c": 1}).visits(1)
-    with pytest.raises(ConfigError, match="weight 0 at step 0"):
-        mix({"a": 0, "b": [(0, 0.0), (1, 1.0)], "c": 0}).next()
+    refuses(lambda: mix({"a": 1, "b": 1, "c": 1}).visits(1), ConfigError, "set train.steps")
+    refuses(lambda: mix({"a": 0, "b": [(0, 0.0), (1, 1.0)], "c": 0}).next(), ConfigError, "weight 0 at step 0")

@@ -13,6 +13,7 @@ import pytest
 from polyturn.core.errors import DataError
 from polyturn.data.dataset import TaskDataset, check_tasks
 from polyturn.data.prepare import final_answer, prepare_gsm8k
+from support.refusals import refuses
 
 REAL = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 
@@ -65,8 +66,7 @@ def test_own_wording_stands_in_every_row(tmp_path: Path) -> None:
 
 def test_final_answer_loses_its_commas_and_is_required() -> None:
     assert final_answer("so\n#### -1,234,567 ") == "-1234567"
-    with pytest.raises(DataError, match="must end in '#### <number>'; this one ends in 'no mark'"):
-        final_answer("no mark")
+    refuses(lambda: final_answer("no mark"), DataError, "'#### <number>'", "'no mark'")
 
 
 @pytest.mark.parametrize(

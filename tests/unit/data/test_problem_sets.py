@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.errors import DataError
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.prepare import prepare_geo3k, prepare_search
+from support.refusals import refuses
 
 PNG = b"\x89PNG\r\n\x1a\n"
 PROBLEM = {"images": [{"bytes": PNG, "path": None}], "problem": "<image>Find x.", "answer": "3"}
@@ -66,8 +67,7 @@ def test_unusable_questions_are_refused(tmp_path: Path) -> None:
         prepare_search(source(tmp_path / "row", {"question": "Who?"}), out=tmp_path / "out")
     folder = source(tmp_path / "in", QUESTION)
     (folder / "data" / "train-00000-of-00001.parquet").write_text("no")
-    with pytest.raises(DataError, match="parquet"):
-        prepare_search(folder, out=tmp_path / "out")
+    refuses(lambda: prepare_search(folder, out=tmp_path / "out"), DataError, "parquet")
     folder = source(tmp_path / "half", QUESTION)
     (folder / "data" / "test-00000-of-00001.parquet").unlink()
     with pytest.raises(DataError, match=r"test\*\.parquet.*\['train-00000-of-00001\.parquet'\]"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polyturn.core.errors import CheckpointError, DataError
 from polyturn.core.task import InteractionRef, Task
 from polyturn.data.sampler import Curriculum, TaskSampler
+from support.refusals import refuses
 
 
 @given(size=st.integers(1, 40), seed=st.integers(0, 2**32), epochs=st.integers(1, 4), shuffle=st.booleans())
@@ -66,15 +67,12 @@ def test_unshuffled_tasks_keep_their_order() -> None:
     ],
 )
 def test_state_of_another_order_is_refused(other: TaskSampler, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says):
-        other.load_state_dict(TaskSampler(5, seed=1).state_dict())
+    refuses(lambda: other.load_state_dict(TaskSampler(5, seed=1).state_dict()), CheckpointError, says)
 
 
 def test_no_tasks_and_negative_seed_are_refused() -> None:
-    with pytest.raises(DataError, match="there are 0 tasks"):
-        TaskSampler(0, seed=0)
-    with pytest.raises(DataError, match="seed is -1"):
-        TaskSampler(3, seed=-1)
+    refuses(lambda: TaskSampler(0, seed=0), DataError, "there are 0 tasks")
+    refuses(lambda: TaskSampler(3, seed=-1), DataError, "seed is -1")
 
 
 @given(size=st.integers(1, 30), seed=st.integers(0, 99), visits=st.integers(0, 70), shuffle=st.booleans())
@@ -132,11 +130,9 @@ class Chooses(Curriculum):
 
 
 def test_empty_epoch_and_unknown_task_are_refused() -> None:
-    with pytest.raises(DataError, match="chose no task for epoch 0"):
-        Chooses(staged(1, 1, 1), seed=0)
+    refuses(lambda: Chooses(staged(1, 1, 1), seed=0), DataError, "chose no task for epoch 0")
     beyond = type("Beyond", (Chooses,), {"chosen": (0, 3)})
-    with pytest.raises(DataError, match="chose task 3 for epoch 0; there are tasks 0 to 2"):
-        beyond(staged(1, 1, 1), seed=0)
+    refuses(lambda: beyond(staged(1, 1, 1), seed=0), DataError, "chose task 3 for epoch 0; there are tasks 0 to 2")
 
 
 def test_task_may_be_chosen_more_than_once() -> None:

@@ -9,6 +9,7 @@ import pytest
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.data.sequences import Changed, Joined, Subset
+from support.refusals import refuses
 
 TASKS = [Task(id=name, prompt=(Message(role="user", content="?"),)) for name in "abcdef"]
 JOINED = Joined([TASKS[:2], [], TASKS[2:]])
@@ -29,8 +30,7 @@ def test_slice_is_a_list_of_tasks() -> None:
 
 @pytest.mark.parametrize("index", [6, -7])
 def test_index_beyond_the_ends_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"task {index} of 6"):
-        JOINED[index]
+    refuses(lambda: JOINED[index], IndexError, f"task {index} of 6")
 
 
 def test_subset_and_changed_tasks_are_lazy() -> None:

@@ -5,20 +5,19 @@ from typing import Any
 import pytest
 
 from polyturn.engines.request_limits import read_ids, read_logprobs
+from support.refusals import refuses
 
 
 @pytest.mark.parametrize(
     "values", [[100], [-1], [5.5], [2**40], [2**80], [None], ["7"], [True], [[1, 2]], [1] * 5, 7], ids=repr
 )
 def test_ids_that_cannot_be_right_are_refused(values: Any) -> None:
-    with pytest.raises(ValueError, match="token"):
-        read_ids(values, vocab_size=100, max_tokens=4)
+    refuses(lambda: read_ids(values, vocab_size=100, max_tokens=4), ValueError, "token")
 
 
 @pytest.mark.parametrize("values", [[None], [0.5], [float("nan")], [float("inf")], ["-1"], [[-1.0]], [-0.1, None]], ids=repr)
 def test_logprobs_that_cannot_be_right_are_refused(values: Any) -> None:
-    with pytest.raises(ValueError, match="log-probabilit"):
-        read_logprobs(values)
+    refuses(lambda: read_logprobs(values), ValueError, "log-probabilit")
 
 
 def test_right_answers_are_read_as_they_are() -> None:

@@ -14,6 +14,7 @@ from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.embedded import EmbeddedEngine
 from support.cases import each
+from support.refusals import refuses_later
 
 VOCAB = 96
 FAMILIES = {
@@ -399,8 +400,7 @@ async def test_broken_model_fails_the_request_with_its_error():
     model = make_model()
     model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:4].clone())
     engine = EmbeddedEngine(model, num_slots=2)
-    with pytest.raises(EngineError, match="broke: IndexError"):
-        await engine.generate(ask([VOCAB - 1]))
+    await refuses_later(lambda: engine.generate(ask([VOCAB - 1])), EngineError, "broke: IndexError")
 
 
 async def test_next_turn_behind_a_thread_joins_the_next_step():

@@ -16,12 +16,13 @@ from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.media import Media
 from polyturn.core.messages import Message
-from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
+from support.refusals import refuses_later
+from support.samples import sample_of
 from support.vision import sharp_vision_model, tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
@@ -65,14 +66,7 @@ def trainer_logprobs(
     """Return what the trainer computes for the completion behind the prompt `ids`."""
     token_ids = np.concatenate([ids, completion.token_ids])
     weights = np.concatenate([np.zeros(len(ids)), np.ones(len(completion.token_ids))])
-    sample = TrainSample(
-        id=SampleId("g", "t", 0),
-        token_ids=token_ids,
-        loss_weights=weights,
-        turn_ids=np.zeros(len(token_ids), np.int32),
-        media=tuple(media),
-        temperature=temperature,
-    )
+    sample = sample_of(("g", "t", 0), token_ids, weights, media=tuple(media), temperature=temperature)
     policy = local_policy(model, optim=OptimSettings(), media=PROCESSOR)
     return policy.score([sample])[0][len(ids) :]
 
@@ -160,12 +154,9 @@ async def test_banned_tokens_leave_the_logprobs_unchanged() -> None:
 async def test_media_that_do_not_fit_the_ids_are_refused() -> None:
     engine = EmbeddedEngine(tiny_vision_model(TOKENIZER), media=PROCESSOR)
     ids, media = shown(picture("red"), "Which?")
-    with pytest.raises(EngineError, match="no media"):
-        await engine.generate(ask(ids, ()))
-    with pytest.raises(EngineError, match="other media"):
-        await engine.generate(ask(ids, shown(picture("red", 56, 56))[1]))
-    with pytest.raises(EngineError, match="2 media"):
-        await engine.generate(ask(ids, media * 2))
+    await refuses_later(lambda: engine.generate(ask(ids, ())), EngineError, "no media")
+    await refuses_later(lambda: engine.generate(ask(ids, shown(picture("red", 56, 56))[1])), EngineError, "other media")
+    await refuses_later(lambda: engine.generate(ask(ids, media * 2)), EngineError, "2 media")
     with pytest.raises(EngineError, match="must follow"):
         await engine.generate(ask(ids[: 1 + np.flatnonzero(np.isin(ids, PROCESSOR.token_ids))[-1]], media))
     assert EmbeddedEngine(tiny_vision_model(TOKENIZER)).capabilities.media is False

@@ -12,7 +12,6 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
-from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
@@ -21,6 +20,7 @@ from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.training import hf
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
+from support.samples import sample_of
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -80,14 +80,7 @@ async def test_two_turns_with_images_have_the_trainers_logprobs() -> None:
         if not turn:
             ids, items = np.concatenate([ids, encoder.extend([second], last_id=int(ids[-1]))]), (*items, *second.media)
     assert (media.types(ids) == 1).sum() == 2 * 5
-    sample = TrainSample(
-        id=SampleId("g", "t", 0),
-        token_ids=ids,
-        loss_weights=np.concatenate(weights),
-        turn_ids=np.zeros(len(ids), np.int32),
-        advantages=np.ones(len(ids), np.float32),
-        media=items,
-    )
+    sample = sample_of(("g", "t", 0), ids, np.concatenate(weights), advantages=np.ones(len(ids), np.float32), media=items)
     policy = local_policy(model, optim=OptimSettings(), media=media)
     np.testing.assert_allclose(policy.score([sample])[0], np.concatenate(rollout), atol=1e-4)
     policy.forward_backward([sample, sample.replace(media=items[::-1])])

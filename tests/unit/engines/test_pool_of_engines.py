@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import EngineLostError
+from support.refusals import refuses_later
 from support.timed_engine import TimedEngine
 from support.virtual_time import run_virtual
 
@@ -61,8 +62,7 @@ def test_no_server_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         pool = EnginePool(engines, patience_s=20.0)
         for engine in engines:
             engine.kill()
-        with pytest.raises(EngineLostError, match="cannot be reached"):
-            await pool.generate(ask("g/0"))
+        await refuses_later(lambda: pool.generate(ask("g/0")), EngineLostError, "cannot be reached")
 
     with caplog.at_level(logging.WARNING):
         run_virtual(main())

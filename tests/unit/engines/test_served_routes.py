@@ -21,6 +21,7 @@ from polyturn.engines.served import _launches
 from polyturn.engines.served_routes import FLAG, ServedRoutes
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
+from support.refusals import refuses
 
 # The first of three layers is dense: servers give it rows of zeros.
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=8, layers=(1, 2), num_hidden_layers=3)
@@ -81,7 +82,6 @@ def test_routes_of_both_servers_are_read(routed_from: int, starts_where_asked: b
         sglang._read(request, sglang_reply(base64.b64encode(sent.astype(np.int32).tobytes()).decode())),
     ]
     for completion in found:
-        assert completion.routed_experts is not None
         assert completion.routed_experts.dtype == np.uint8
         assert np.array_equal(completion.routed_experts, captured[routed_from:, 1:])
     assert vllm.capabilities.routes
@@ -106,10 +106,7 @@ def test_missing_or_misshapen_routes_are_refused() -> None:
     with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
         ServedRoutes(SHAPE, is_needed=True).check_given(False, url="http://x")
     ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
-    with pytest.raises(
-        ValueError, match="Only base64"
-    ):  # the client says whose answer that is, as of all that it cannot read
-        ServedRoutes(SHAPE, is_needed=True).read_bytes(ask(0), 2, "@@@@")
+    refuses(lambda: ServedRoutes(SHAPE, is_needed=True).read_bytes(ask(0), 2, "@@@@"), ValueError, "Only base64")
     other = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
     with pytest.raises(AlignmentError, match="2 layers with experts"):
         other._read(ask(0), vllm_reply(npy(np.zeros((4, 5, 2), np.uint8))))
@@ -139,8 +136,7 @@ def test_server_on_a_cpu_is_not_asked_for_routes(
         )[0]
 
     if needs:
-        with pytest.raises(ConfigError, match=f"replay is on and {client.name} does not say on a CPU which experts"):
-            started()
+        refuses(started, ConfigError, f"replay is on and {client.name} does not say on a CPU which experts")
         return
     spec = started()
     assert FLAG not in spec.command and not client.routes_env.keys() & spec.env.keys()

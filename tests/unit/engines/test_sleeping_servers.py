@@ -21,6 +21,7 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WrittenWeights
+from support.refusals import refuses_later
 from support.virtual_time import run_virtual
 
 KINDS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -158,8 +159,7 @@ async def test_failed_load_wakes_the_server_with_unfinished_weights(kind: str, f
     async with serving(kind, folder) as (server, engine):
         await engine.sleep()
         server.refuses = WAKE[kind][1]
-        with pytest.raises(EngineError, match="does not load"):
-            await engine.update_weights(1, weights=WrittenWeights(folder))
+        await refuses_later(lambda: engine.update_weights(1, weights=WrittenWeights(folder)), EngineError, "does not load")
         assert server.version.endswith("unfinished") and server.is_awake.is_set()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 from support.parts import virtual
+from support.refusals import refuses_later
 
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
 
@@ -27,7 +28,6 @@ def bounded(*, timeout_s: float = 1.0, grace_s: float = 0.5, **options: Any) -> 
 def num_cancels() -> int:
     """Return how many cancellations of the running task are pending: a deadline must leave none behind."""
     task = asyncio.current_task()
-    assert task is not None
     return task.cancelling()
 
 
@@ -50,7 +50,6 @@ async def test_each_call_is_a_task_with_the_callers_name_and_context(waits: bool
     async def look() -> None:
         for _ in range(1 + waits):
             task = asyncio.current_task()
-            assert task is not None
             seen.append((task, task.get_name(), VAR.get()))
             VAR.set("changed")
             if waits:
@@ -95,8 +94,7 @@ async def test_late_code_is_cancelled_and_cleans_up(cleanup_s: float) -> None:
             events.append("clean")
 
     one = bounded()
-    with pytest.raises(DeadlineError, match="1 s"):
-        await one.run(wait)
+    await refuses_later(lambda: one.run(wait), DeadlineError, "1 s")
     assert events == ["cancelled", "clean"]
     assert one.num_abandoned == 0
     assert num_cancels() == 0
@@ -265,8 +263,7 @@ async def test_cancellation_from_within_is_the_codes_own_error(how: str) -> None
             await asyncio.sleep(60)
         return "an answer"
 
-    with pytest.raises(RuntimeError, match="CancelledError"):
-        await bounded(timeout_s=60).run(cancel)
+    await refuses_later(lambda: bounded(timeout_s=60).run(cancel), RuntimeError, "CancelledError")
     assert num_cancels() == 0
 
 

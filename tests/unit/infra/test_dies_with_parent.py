@@ -28,7 +28,6 @@ def is_running(pid: int) -> bool:
 
 def test_child_that_ignores_sigterm_dies_with_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     ready, pid = parent.stdout.readline().split()
     assert ready == "ready"
     try:

@@ -23,7 +23,6 @@ async def answer(request: web.Request) -> web.StreamResponse:
         case "/busy":
             return web.Response(status=503, text=f"busy {request.headers['Authorization']}", headers={"Retry-After": "1e9"})
         case "/off":
-            assert request.transport is not None
             request.transport.close()
     return web.json_response({"asked": await request.json()})
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.infra.process import ManagedProcess, session_of
+from support.refusals import refuses
 
 FAMILY = """
 import subprocess, sys, time
@@ -40,7 +41,6 @@ def test_process_outlives_its_starting_thread() -> None:
     thread.join()
     (process,) = started
     assert process.stdin is not None
-    assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     process.stdin.write(b"still here\n")
     process.stdin.flush()
@@ -50,8 +50,7 @@ def test_process_outlives_its_starting_thread() -> None:
 
 
 def test_missing_program_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no-such-program"):
-        ManagedProcess(["no-such-program"])
+    refuses(lambda: ManagedProcess(["no-such-program"]), FileNotFoundError, "no-such-program")
     (tmp_path / "text").write_text("no program")
     with pytest.raises(PermissionError):
         ManagedProcess([str(tmp_path / "text")])

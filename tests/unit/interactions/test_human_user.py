@@ -26,6 +26,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.auth import ServerRules
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.viewer.app import create_app
+from support.refusals import refuses
 
 
 def one() -> Task:
@@ -71,8 +72,7 @@ async def test_person_answers_at_a_desk(tmp_path: Path, caplog: pytest.LogCaptur
     assert paper["messages"] == [{"role": "user", "content": "A table."}, {"role": "assistant", "content": "For two?"}]
     assert paper["about"] == {"conversation": "e", "goal": "Eat."}
     desk.answer(paper["ticket"], HumanReply(text="For four.", score=0.5))
-    with pytest.raises(DataError, match="waits"):
-        desk.answer(paper["ticket"], HumanReply(text="For five."))
+    refuses(lambda: desk.answer(paper["ticket"], HumanReply(text="For five.")), DataError, "waits")
     (paper,) = list(await waiting(desk))
     desk.answer(paper["ticket"], HumanReply(text="", is_end=True, score=1.0))
     found = await running

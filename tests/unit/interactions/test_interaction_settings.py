@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from polyturn.core.generation import SamplingParams
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.replayed_user import ReplayedUser
 from polyturn.interactions.simulated_user import SimulatedUser
+from support.refusals import refuses
 
 MODEL = {"base_url": "http://h/v1", "model": "m"}
 POLICIES: Any = {"guest": SimpleNamespace(name="guest", sampling=SamplingParams())}
@@ -59,8 +59,7 @@ SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "settings", "key"), SETTINGS)
 def test_wrong_setting_is_refused(kind: Any, settings: dict[str, Any], key: str) -> None:
     more = {"policies": POLICIES} if "policy" in settings else {}
-    with pytest.raises(ConfigError, match=re.escape(key)):
-        kind(settings, **more)
+    refuses(lambda: kind(settings, **more), ConfigError, key)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +76,7 @@ def test_wrong_setting_is_refused(kind: Any, settings: dict[str, Any], key: str)
     ],
 )
 def test_wrong_row_is_refused(interaction: Any, row: dict[str, Any], key: str) -> None:
-    with pytest.raises(DataError, match=re.escape(key)):
-        interaction.check_row(row)
+    refuses(lambda: interaction.check_row(row), DataError, key)
     SimulatedUser({**MODEL, "goal": "Eat."}).check_row({"name": "user"})
 
 
@@ -93,12 +91,10 @@ def test_wrong_row_is_refused(interaction: Any, row: dict[str, Any], key: str) -
 )
 def test_wrong_file_of_recordings_is_refused(lines: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "talks.jsonl").write_text(lines)
-    with pytest.raises(ConfigError, match=key):
-        ReplayedUser({"file": "talks.jsonl"}, base=tmp_path)
+    refuses(lambda: ReplayedUser({"file": "talks.jsonl"}, base=tmp_path), ConfigError, key)
 
 
 def test_missing_endpoint_and_terminal_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/v1"):
         SimulatedUser({"base_url": "http://127.0.0.1:9/v1", "model": "m"}).check_setup()
-    with pytest.raises(ConfigError, match="desk"):
-        HumanUser({"name": "human"}).check_setup()
+    refuses(lambda: HumanUser({"name": "human"}).check_setup(), ConfigError, "desk")

@@ -18,6 +18,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.interaction import check_interaction
+from support.refusals import refuses
 
 TURNS = ["And for four?", {"content": "Thanks.", "score": 1, "done": True}]
 
@@ -70,8 +71,7 @@ async def test_rows_name_recordings_of_a_file(tmp_path: Path) -> None:
     context = scripted_context(["a"], interactions={"user": partner})
     found = await run_episode(context, told(recording=2), id="e")
     assert [t.observation[0].text for t in found.turns] == ["For three.", ""]
-    with pytest.raises(DataError, match="'two'"):
-        partner.check_row({"recording": "two"})
+    refuses(lambda: partner.check_row({"recording": "two"}), DataError, "'two'")
 
 
 async def test_replayed_user_keeps_the_contract() -> None:

@@ -31,6 +31,7 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_i
 from polyturn.testing.suites.interaction import check_interaction
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
+from support.refusals import refuses_later
 from support.services import serve
 
 GOAL = "Book a table for two."
@@ -173,14 +174,12 @@ async def test_silent_server_misses_the_deadline() -> None:
         await asyncio.sleep(3600)
 
     async with serve(answer) as server:
-        with pytest.raises(EngineError, match="deadline_s"):
-            await reply(user(server.url, deadline_s=0.2))
+        await refuses_later(lambda: reply(user(server.url, deadline_s=0.2)), EngineError, "deadline_s")
 
 
 async def test_model_that_says_nothing_is_an_error() -> None:
     async with serve(says("<think>hm</think>")) as server:
-        with pytest.raises(InteractionError, match="3 times"):
-            await reply(user(server.url))
+        await refuses_later(lambda: reply(user(server.url)), InteractionError, "3 times")
 
 
 async def test_concurrent_requests_at_one_host_are_bounded() -> None:
@@ -254,8 +253,7 @@ async def test_own_model_as_the_user_is_trained_if_configured() -> None:
 
 
 async def test_own_model_cannot_speak_without_a_run() -> None:
-    with pytest.raises(InteractionError, match="run"):
-        await reply(SimulatedUser({"model": "policy"}))
+    await refuses_later(lambda: reply(SimulatedUser({"model": "policy"})), InteractionError, "run")
 
 
 async def test_simulated_user_keeps_the_contract() -> None:

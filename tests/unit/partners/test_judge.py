@@ -78,7 +78,6 @@ def test_verdict_is_a_number_or_an_object_with_a_score(text: str, verdict: tuple
 async def test_judge_is_asked_until_its_score_can_be_read(says: Any, options: dict[str, Any], total: float) -> None:
     async with serve(answers(*says)) as server:
         found = await judged(server, **options)
-    assert found.reward is not None
     assert found.reward.total == pytest.approx(total)
     assert len({a["seed"] for a in server.asked}) == len(server.asked) == len(says), "each try has another seed"
 
@@ -103,7 +102,7 @@ async def test_judge_without_a_score_is_an_error_and_never_zero(
 async def test_judge_scores_the_conversation_by_the_rubric() -> None:
     async with serve(answers('{"reason": "Correct.", "score": 8}')) as server:
         found = await judged(server, rubric="Is it {short}?", low=0, high=10)
-    assert found.reward is not None and found.reward.total == 8.0
+    assert found.reward.total == 8.0
     assert found.reward.info == {"judge_reason": "Correct.", "judge_tokens": 10}
     (asked,) = server.asked
     told, shown = (m["content"] for m in asked["messages"])
@@ -127,7 +126,7 @@ async def test_cache_judges_equal_conversations_once(tmp_path: Path) -> None:
     async with serve(answers("1")) as server:
         for _ in range(3):
             found = await judged(server, cache=str(tmp_path / "judged.sqlite"))
-            assert found.reward is not None and found.reward.total == 1.0
+            assert found.reward.total == 1.0
         assert len(server.asked) == 1
 
 
@@ -176,7 +175,7 @@ async def test_reward_function_may_ask_a_further_policy() -> None:
     router = RewardRouter(function=kind, policies=policies("0.5"))
     context = dataclasses.replace(scripted_context(["Hello."]), rewarder=router)
     found = await run_episode(context, dataclasses.replace(task("Hi", data_source=None), interaction=None), id="e")
-    assert found.reward is not None and found.reward.total == 0.5
+    assert found.reward.total == 0.5
 
 
 async def test_own_argument_named_policies_is_kept() -> None:
@@ -186,4 +185,4 @@ async def test_own_argument_named_policies_is_kept() -> None:
     router = RewardRouter(function=rule, policies=policies("0.5"))
     context = dataclasses.replace(scripted_context(["Hello."]), rewarder=router)
     found = await run_episode(context, dataclasses.replace(task("Hi", data_source=None), interaction=None), id="e")
-    assert found.reward is not None and found.reward.total == 0.25
+    assert found.reward.total == 0.25

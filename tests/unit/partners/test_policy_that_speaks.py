@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
 from support.models import tiny_model
+from support.refusals import refuses, refuses_later
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 
@@ -104,10 +104,8 @@ async def test_every_engine_is_closed_although_one_fails() -> None:
 
     other = policy("x")
     context = dataclasses.replace(scripted_context(["x"]), engine=Stuck("x"), also=(Stuck("y"), other.engine))
-    with pytest.raises(EngineError, match="does not end"):
-        await context.close()
-    with pytest.raises(EngineError, match="closed"):
-        await other.say(TALK, seed=0)
+    await refuses_later(lambda: context.close(), EngineError, "does not end")
+    await refuses_later(lambda: other.say(TALK, seed=0), EngineError, "closed")
 
 
 async def test_version_is_that_of_the_last_token() -> None:
@@ -142,14 +140,12 @@ async def test_partner_speaks_with_its_own_sampling() -> None:
     ],
 )
 def test_wrong_sampling_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        sampled_with(policy("a"), given, who="a seat")
+    refuses(lambda: sampled_with(policy("a"), given, who="a seat"), ConfigError, says)
 
 
 @pytest.mark.parametrize(("name", "policies"), [("oponent", {"opponent": policy("a")}), ("opponent", {})])
 def test_unknown_policy_is_refused(name: str, policies: dict[str, Any]) -> None:
-    with pytest.raises(UnknownNameError, match=name):
-        policy_named(name, policies, who="the user")
+    refuses(lambda: policy_named(name, policies, who="the user"), UnknownNameError, name)
 
 
 def test_endpoint_beside_a_policy_is_refused() -> None:

@@ -15,6 +15,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.retrieval.bm25 import words
 from polyturn.retrieval.index import Mode, SearchIndex, build_index
 from polyturn.retrieval.passages import Passage, cut, read_passages
+from support.refusals import refuses
 
 TEXTS = (
     "Oslo\nOslo is the capital of Norway.",
@@ -139,8 +140,7 @@ def test_line_that_is_no_passage_is_named(tmp_path: Path, line: str, said: str):
 def test_damaged_archive_is_a_data_error(tmp_path: Path, damage: Callable[[bytes], bytes]):
     whole = gzip.compress(b"".join(b'{"contents": "passage %d"}\n' % number for number in range(2000)))
     (tmp_path / "p.jsonl.gz").write_bytes(damage(whole))
-    with pytest.raises(DataError, match=r"p.jsonl.gz cannot be read after line \d+"):
-        list(read_passages(tmp_path / "p.jsonl.gz"))
+    refuses(lambda: list(read_passages(tmp_path / "p.jsonl.gz")), DataError, "p.jsonl.gz cannot be read after line")
 
 
 VECTORS = np.array([[1.0], [1], [0], [1]], np.float32)
@@ -159,8 +159,7 @@ VECTORS = np.array([[1.0], [1], [0], [1]], np.float32)
 def test_passages_that_cannot_be_indexed_are_refused(
     passages: list[Passage], folder: str, vectors: Any, error: type[Exception], message: str, tmp_path: Path
 ):
-    with pytest.raises(error, match=message):
-        build_index(passages, tmp_path / folder, vectors=vectors)
+    refuses(lambda: build_index(passages, tmp_path / folder, vectors=vectors), error, message)
     for source in (tmp_path / "no.jsonl", tmp_path):
         with pytest.raises(DataError):
             list(read_passages(source))
@@ -186,14 +185,11 @@ def test_damaged_index_is_a_config_error(file: str, content: bytes, message: str
         content = whole.replace(b'"version": 2', b'"version": 9')
         assert content != whole
     (tmp_path / "index" / file).write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        SearchIndex.open(tmp_path / "index")
+    refuses(lambda: SearchIndex.open(tmp_path / "index"), ConfigError, message)
     (tmp_path / "index" / file).write_bytes(whole)
     assert len(SearchIndex.open(tmp_path / "index")) == 4
 
 
 def test_missing_index_is_a_config_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match="polyturn data index"):
-        SearchIndex.open(tmp_path / "index")
-    with pytest.raises(ConfigError, match="there is no index at"):
-        SearchIndex.open(tmp_path)
+    refuses(lambda: SearchIndex.open(tmp_path / "index"), ConfigError, "polyturn data index")
+    refuses(lambda: SearchIndex.open(tmp_path), ConfigError, "there is no index at")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from polyturn.core.errors import ConfigError
 from polyturn.rewards.gsm8k import SEARCHED_CHARS, compute_score, extract_solution
+from support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,7 @@ def test_solution_is_extracted_as_users_rely_on(text: object, strict: str | None
 def test_answer_is_right_of_the_form_or_neither(text: str, truth: Any, score: str) -> None:
     """The score is compared as it is printed: models read it, and policies were trained on "0" where no answer is found."""
     assert str(compute_score(text, truth, score=2.0, format_score=0.1)) == score
-    with pytest.raises(ConfigError, match="'strcit'"):
-        compute_score(text, truth, method="strcit")
+    refuses(lambda: compute_score(text, truth, method="strcit"), ConfigError, "'strcit'")
 
 
 def reference(text: str, method: str) -> str | None:

@@ -5,6 +5,7 @@ import pytest
 from polyturn.core.errors import RewardError
 from polyturn.rewards import math
 from polyturn.rewards.processes import EndedCallError, LateCallError
+from support.refusals import refuses
 
 
 @pytest.fixture
@@ -31,6 +32,5 @@ def test_second_try_decides(calls: list[object], problem: Exception) -> None:
 
 def test_two_failures_are_an_error_that_is_not_remembered(calls: list[object]) -> None:
     calls += [LateCallError("late"), EndedCallError("killed"), True]
-    with pytest.raises(RewardError, match="twice"):
-        math.compute_score(r"\boxed{1/2}", "0.50")
+    refuses(lambda: math.compute_score(r"\boxed{1/2}", "0.50"), RewardError, "twice")
     assert math.compute_score(r"\boxed{1/2}", "0.50") == 1.0

@@ -17,6 +17,7 @@ from polyturn.core.trajectory import Trajectory, Turn
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.router import RewardRouter
+from support.refusals import refuses, refuses_later
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
 
@@ -105,8 +106,7 @@ async def test_functions_run_in_a_main_thread(folder: Path) -> None:
     ],
 )
 async def test_error_in_the_process_is_a_reward_error(folder: Path, function: str, said: str) -> None:
-    with pytest.raises(RewardError, match=said):
-        await scored(folder, f"plain.py:{function}", "abc")
+    await refuses_later(lambda: scored(folder, f"plain.py:{function}", "abc"), RewardError, said)
 
 
 def test_call_past_its_deadline_is_killed(folder: Path) -> None:
@@ -119,8 +119,7 @@ def test_call_past_its_deadline_is_killed(folder: Path) -> None:
 def test_process_is_used_again_after_an_error(folder: Path) -> None:
     scorer = Processes("plain.py:main_thread", base=folder, num=1, timeout_s=60.0)
     first = scorer(solution_str="abc")
-    with pytest.raises(RewardError, match="NoneType"):
-        scorer(solution_str=None)
+    refuses(lambda: scorer(solution_str=None), RewardError, "NoneType")
     assert scorer(solution_str="abc") == first
     scorer.close()
 

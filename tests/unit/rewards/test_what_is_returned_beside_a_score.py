@@ -63,7 +63,7 @@ def test_odd_value_beside_a_score_is_recorded(name: str, tmp_path: Path) -> None
     rewarded = tuple(dataclasses.replace(t, reward=asyncio.run(router.score(t))) for t in played.trajectories)
     group: TrajectoryGroup = dataclasses.replace(played, trajectories=rewarded)
     for trajectory in group.trajectories:
-        assert trajectory.reward is not None and trajectory.reward.numbers["acc"] == 0.5
+        assert trajectory.reward.numbers["acc"] == 0.5
         assert all(abs(number) < 1e16 for number in trajectory.reward.numbers.values())
     assert rollout_metrics([group], version=0)
     assert statistics([group])["all"].success.mean == 1.0
@@ -74,4 +74,4 @@ def test_odd_value_beside_a_score_is_recorded(name: str, tmp_path: Path) -> None
     with ParquetStore(tmp_path) as store:
         store.add(group, step=1, split="train")
     for trajectory in open_store(tmp_path).trajectories():
-        assert trajectory.reward is not None and trajectory.reward.info["acc"] == 0.5 and "pred" in trajectory.reward.info
+        assert trajectory.reward.info["acc"] == 0.5 and "pred" in trajectory.reward.info

@@ -9,6 +9,7 @@ import pytest
 
 from polyturn.core.errors import LifecycleError, SchedulerError
 from polyturn.rollout.bridge import LoopBridge
+from support.refusals import refuses, refuses_later
 
 
 async def answer() -> str:
@@ -25,16 +26,14 @@ async def test_thread_gets_the_answer_of_the_loop():
 async def test_loop_does_not_wait_for_itself():
     bridge = LoopBridge()
     bridge.enter()
-    with pytest.raises(SchedulerError, match="await"):
-        bridge.wait(answer(), of="e")
+    refuses(lambda: bridge.wait(answer(), of="e"), SchedulerError, "await")
 
 
 async def test_ended_episode_awaits_nothing():
     bridge = LoopBridge()
     bridge.enter()
     bridge.close()
-    with pytest.raises(LifecycleError, match="'e'"):
-        await asyncio.to_thread(lambda: bridge.wait(answer(), of="e"))
+    await refuses_later(lambda: asyncio.to_thread(lambda: bridge.wait(answer(), of="e")), LifecycleError, "'e'")
 
 
 async def test_end_of_an_episode_frees_waiting_threads():

@@ -75,7 +75,6 @@ def counted(resumed: int = 0, restarted: int = 0, failed: int = 0) -> dict[str, 
 async def check_like_whole(folder: Path, says: list[str], options: Callable[[], dict[str, Any]]) -> Trajectory:
     """Check that an episode that dies before every turn but the first leaves the trajectory of one that never died."""
     whole, _ = await lives(folder / "whole", says, **options())
-    assert whole is not None
     for turn in range(1, len(whole.turns)):
         broken, _ = await lives(folder / "parts", says, die_at=turn, **options())
         assert broken is None
@@ -303,6 +302,5 @@ async def test_time_of_an_earlier_life_counts_for_the_limit(tmp_path: Path) -> N
     options: dict[str, Any] = {"scheduler": Steps(spend), "limits": Limits(timeout_s=5000)}
     await lives(tmp_path, ["a", "b", "c"], die_at=1, **options)
     ended, _ = await lives(tmp_path, ["a", "b", "c"], **options)
-    assert ended is not None
     assert ended.stop_reason.value == "timeout"
     assert len(ended.turns) == 2

@@ -97,7 +97,6 @@ def row(**config: Any) -> Any:
 async def test_environment_answers_scores_and_ends_the_episode(name: str) -> None:
     t = await run_episode(context(), row(name=name), id="e")
     assert t.stop_reason is StopReason.ENV_DONE
-    assert t.reward is not None
     assert t.reward.total == t.reward.components["turns"] == 1.0
     assert [m.text for m in t.messages] == ["Play.\nCount.", "one", "1 so far.", "two", "2 so far."]
     assert t.turn_scores == (0.5, 0.5)

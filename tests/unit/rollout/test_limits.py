@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from polyturn.core.errors import ConfigError
 from polyturn.core.lifecycle import StopReason
 from polyturn.rollout.limits import EpisodeProgress, Limits, budget, reached
+from support.refusals import refuses
 
 AT = EpisodeProgress(elapsed_s=9, turns=9, user_turns=9, has_user_reply=True, response_tokens=9, context_tokens=9)
 
@@ -35,5 +34,4 @@ def test_tightest_limit_is_the_budget():
 
 
 def test_limit_that_allows_nothing_is_refused():
-    with pytest.raises(ConfigError, match="max_turns is 0"):
-        Limits(max_turns=0)
+    refuses(lambda: Limits(max_turns=0), ConfigError, "max_turns is 0")

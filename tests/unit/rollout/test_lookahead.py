@@ -23,6 +23,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.schedulers.lookahead import Lookahead
 from polyturn.testing.episodes import scripted_context, task
+from support.refusals import refuses
 from support.services import LocalService, serve
 
 
@@ -66,7 +67,6 @@ async def test_score_of_a_turn_is_the_mean_of_its_continuations() -> None:
     # From turn 0: question, one more turn, and its question: 5 messages. From turn 1: 7; the last ends with its question.
     assert [t.scores["lookahead"] for t in found.turns] == pytest.approx([0.5, 0.7, 0.6 + 0.1])
     assert found.turns[0].info["lookahead"]["scores"] == [0.5, 0.5]
-    assert found.reward is not None
     assert found.reward.total == pytest.approx((0.5 + 0.7 + 0.7) / 3)
     assert [t.observation[0].text for t in found.turns] == ["Question 1?", "Question 2?", "Question 3?"]
     assert [t.index for t in found.turns] == [0, 1, 2], "the conversation goes as it would without"
@@ -120,7 +120,7 @@ async def test_reward_can_be_left_to_the_run() -> None:
 
     async with serve(judge_by_length) as server:
         found = await looked(server, num_repeat_rollouts=1, reward="run", rewards=answered)
-    assert found.reward is not None and found.reward.components["outcome"] == 1.0
+    assert found.reward.components["outcome"] == 1.0
 
 
 async def test_limit_of_the_run_bounds_continuations() -> None:
@@ -178,5 +178,4 @@ def test_wrong_arguments_and_rows_are_refused(kwargs: dict[str, Any], key: str) 
     right = {"judge": {"base_url": "http://h/v1", "model": "j"}}
     with pytest.raises(ConfigError, match=key):
         Lookahead(**{**right, **kwargs})
-    with pytest.raises(DataError, match="interaction"):
-        Lookahead(**right).check_task(task())  # type: ignore[arg-type]
+    refuses(lambda: Lookahead(**right).check_task(task()), DataError, "interaction")

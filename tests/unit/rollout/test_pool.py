@@ -18,6 +18,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool
 from support.parts import Says, call, virtual
+from support.refusals import refuses
 
 
 def specs(num: int, size: int = 1, **fields: Any) -> list[GroupSpec]:
@@ -110,8 +111,7 @@ async def test_failure_budget_counts_the_latest_trajectories(monkeypatch: pytest
     budget = FailureBudget(max_share=0.1)
     for group in [good] * 1000 + [bad] * 5:
         budget.count(group)
-    with pytest.raises(RolloutError, match="6 of the latest 50"):
-        budget.count(bad)
+    refuses(lambda: budget.count(bad), RolloutError, "6 of the latest 50")
 
 
 @pytest.mark.parametrize("said", ["#### 3", call("calc_gsm8k_reward", answer="8")])

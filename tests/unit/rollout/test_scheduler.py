@@ -14,6 +14,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task
 from support.parts import Says, Steps, add, call
+from support.refusals import refuses
 
 CALL = call("add", a=1, b=1)
 
@@ -35,8 +36,7 @@ USER = Message(role="user", content="go on")
 )
 def test_step_may_return_text_messages_or_a_reply(returned: Any, messages: tuple[Message, ...]) -> None:
     assert Reply.of(returned).messages == messages
-    with pytest.raises(SchedulerError, match="3"):
-        Reply.of(3)
+    refuses(lambda: Reply.of(3), SchedulerError, "3")
 
 
 async def test_default_answers_calls_then_asks_then_ends():

@@ -85,7 +85,7 @@ async def test_abort_ends_the_piece_that_is_sampled() -> None:
 def test_first_complete_string_ends_a_completion() -> None:
     ids = CODEC.encode("so 2+2 is four.").tolist()
     found = find_stop(ids, ["four", "2+2"], CODEC)
-    assert found is not None and found[1] == "2+2"
+    assert found[1] == "2+2"
     assert find_stop(ids, ["five"], CODEC) is None
 
 

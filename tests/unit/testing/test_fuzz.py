@@ -24,6 +24,7 @@ from polyturn.core.nesting import is_deep
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import task_from_row
 from polyturn.interactions.person import HumanQueue, HumanReply
+from support.refusals import refuses
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def fuzz() -> Iterator[Any]:
     spec = importlib.util.spec_from_file_location("fuzz_benchmark", ROOT / "benchmarks/fuzz.py")
-    assert spec is not None and spec.loader is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     before = signal.getsignal(signal.SIGVTALRM)
@@ -81,22 +82,19 @@ def test_depth_is_counted_without_recursion():
     ],
 )
 def test_row_that_once_crashed_is_refused(row: dict[str, Any], sentence: str):
-    with pytest.raises(DataError, match=sentence):
-        task_from_row(row, index=0, split="train", source="a.jsonl")
+    refuses(lambda: task_from_row(row, index=0, split="train", source="a.jsonl"), DataError, sentence)
 
 
 def test_damaged_file_of_rows_is_refused(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"a":' * 50_000)
-    with pytest.raises(DataError, match="line 1: this is not JSON"):
-        list(TaskDataset.open(tmp_path / "a.jsonl", split="train"))
+    refuses(lambda: list(TaskDataset.open(tmp_path / "a.jsonl", split="train")), DataError, "line 1: this is not JSON")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"prompt": ["2+2?"], "tools_kwargs": ["x"]}), tmp_path / "a.parquet")
     data = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(data.replace(b"tools_kwargs", b"tools_k\xc7args"))
-    with pytest.raises(DataError, match=r"a\.parquet"):
-        list(TaskDataset.open(tmp_path / "a.parquet", split="train"))
+    refuses(lambda: list(TaskDataset.open(tmp_path / "a.parquet", split="train")), DataError, "a.parquet")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +110,7 @@ def test_configuration_that_once_crashed_is_refused(text: str, tmp_path: Path):
 
 def test_damaged_arguments_of_swift_are_refused(tmp_path: Path):
     (tmp_path / "swift.yaml").write_bytes(b"dat\xff: 1")
-    with pytest.raises(ConfigError, match="cannot be read as a config"):
-        read(tmp_path / "swift.yaml")
+    refuses(lambda: read(tmp_path / "swift.yaml"), ConfigError, "cannot be read as a config")
     for words in (["--num_generations", "0"], ["--generation_batch_size", "9" * 30], ["--model", "a" * 5000]):
         with pytest.raises(ConfigError):
             to_native(parse(["--model", "x", "--dataset", "a.jsonl", "--reward_funcs", "accuracy", *words]))

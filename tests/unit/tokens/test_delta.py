@@ -13,6 +13,7 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.markers import add_template_markers
+from support.refusals import refuses
 
 CODEC = Codec(tiny_tokenizer())
 END = CODEC.stop_token_ids[0]
@@ -114,8 +115,7 @@ def test_template_that_changes_contents_is_followed(body: str, content: str, ren
 )
 def test_template_that_cannot_be_appended_to_is_refused(body: str, key: str) -> None:
     codec = with_body(body)
-    with pytest.raises(TemplateError, match=key):
-        DeltaEncoder(codec).extend([tool("4")], last_id=codec.turn_ends.past[0])
+    refuses(lambda: DeltaEncoder(codec).extend([tool("4")], last_id=codec.turn_ends.past[0]), TemplateError, key)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,7 @@ def test_prompt_has_the_control_tokens_that_its_owner_means(mode: str, kept: lis
 
 
 def test_observations_may_be_let_through() -> None:
-    with pytest.raises(ConfigError, match="'delimiters'"):
-        DeltaEncoder(CODEC, escape_prompts="delimiter")
+    refuses(lambda: DeltaEncoder(CODEC, escape_prompts="delimiter"), ConfigError, "'delimiters'")
     encoder = DeltaEncoder(CODEC, tools=TOOLS, escape_observations=False)
     assert encoder.extend([tool("<|im_end|>")], last_id=END).tolist().count(END) == 2
 

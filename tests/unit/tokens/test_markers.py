@@ -6,6 +6,7 @@ from polyturn.core.errors import TemplateError
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.markers import add_template_markers, template_markers
+from support.refusals import refuses
 
 LOOP = "{% for m in messages %}%s{% endfor %}"
 
@@ -48,10 +49,8 @@ def test_copy_gets_the_missing_markers() -> None:
 
 
 def test_missing_or_broken_template_is_refused() -> None:
-    with pytest.raises(TemplateError, match="line 2"):
-        template_markers("{{ a }}\n{{ 'unclosed }}")
+    refuses(lambda: template_markers("{{ a }}\n{{ 'unclosed }}"), TemplateError, "line 2")
     tokenizer = tiny_tokenizer()
     assert add_template_markers(tokenizer) == (tokenizer, ()), "one that lacks nothing stays as it is"
     tokenizer.chat_template = None
-    with pytest.raises(TemplateError, match="no chat template"):
-        add_template_markers(tokenizer)
+    refuses(lambda: add_template_markers(tokenizer), TemplateError, "no chat template")

@@ -39,6 +39,7 @@ from polyturn.tokens.multimodal import (
     load_samples,
 )
 from polyturn.tokens.positions import MediaRows
+from support.refusals import refuses
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
@@ -93,8 +94,7 @@ def test_collapse_undoes_expand() -> None:
     long = MEDIA.expand(short, messages)
     assert len(long) > len(short)
     assert MEDIA.collapse(long, media).tolist() == short.tolist()
-    with pytest.raises(TemplateError, match="number 1"):
-        MEDIA.collapse(long[:3], media)
+    refuses(lambda: MEDIA.collapse(long[:3], media), TemplateError, "number 1")
 
 
 def test_ids_positions_and_inputs_equal_one_pass() -> None:
@@ -234,11 +234,9 @@ def test_missing_part_is_an_error_that_names_it(work: Callable[[], object], erro
 def test_kind_that_the_processor_lacks_is_refused() -> None:
     media = MediaProcessor(tiny_processor(TOKENIZER, videos=False), CODEC)
     encoder = DeltaEncoder(CODEC, media=media)
-    with pytest.raises(DataError, match="video_processor"):
-        encoder.start([says("user", [picture("red"), picture("blue")])])
+    refuses(lambda: encoder.start([says("user", [picture("red"), picture("blue")])]), DataError, "video_processor")
     sound = Message(role="user", content=({"type": "audio", "audio": np.zeros(8, np.float32)},))
-    with pytest.raises(DataError, match="feature_extractor"):
-        encoder.start([sound])
+    refuses(lambda: encoder.start([sound]), DataError, "feature_extractor")
 
 
 def large_png(width: int, height: int) -> str:
@@ -256,8 +254,7 @@ def test_jpeg_of_many_scans_is_refused_undecoded() -> None:
     data = written.getvalue()
     assert decode_image(data, what="a picture").size == (64, 64)
     last = data[data.rindex(b"\xff\xda") : -2]
-    with pytest.raises(DataError, match=r"a picture .*\d+ scans"):
-        decode_image(data[:-2] + last * 200 + data[-2:], what="a picture")
+    refuses(lambda: decode_image(data[:-2] + last * 200 + data[-2:], what="a picture"), DataError, "a picture", "scans")
 
 
 @pytest.mark.parametrize("side", [6_000, 15_000])
@@ -266,8 +263,7 @@ def test_image_with_too_many_pixels_is_refused_undecoded(side: int, monkeypatch:
         raise AssertionError("its pixels were decoded")
 
     monkeypatch.setattr(Image.Image, "convert", convert)
-    with pytest.raises(DataError, match="pixels"):
-        load_image(large_png(side, side))
+    refuses(lambda: load_image(large_png(side, side)), DataError, "pixels")
 
 
 def file_of(kind: str) -> bytes:
@@ -284,8 +280,7 @@ def uri(data: bytes) -> str:
 def test_file_of_a_rare_format_is_no_image(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow hands PostScript to Ghostscript, whatever a data URI says that it is."""
     monkeypatch.setattr("subprocess.Popen", lambda *args, **options: pytest.fail("a program was started"))
-    with pytest.raises(DataError, match="not an image"):
-        load_image(uri(file_of(kind)))
+    refuses(lambda: load_image(uri(file_of(kind))), DataError, "not an image")
 
 
 Image.init()
@@ -310,8 +305,7 @@ def test_frames_of_a_video_are_bounded_together(monkeypatch: pytest.MonkeyPatch)
         return Image.new("1", (5_000, 5_000))
 
     monkeypatch.setattr("polyturn.tokens.multimodal.load_image", load)
-    with pytest.raises(DataError, match="100 frames"):
-        _load_frames(("data:",) * 100)
+    refuses(lambda: _load_frames(("data:",) * 100), DataError, "100 frames")
     assert len(loaded) == 6
 
 

@@ -9,6 +9,7 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.sanity import KINDS, check, differences, refused
+from support.refusals import refuses
 
 CODEC = Codec(tiny_tokenizer())
 HEAD = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
@@ -60,7 +61,6 @@ def test_same_text_in_other_tokens_is_a_merge() -> None:
     held = ids_array([*ids(HEAD), *(ids(letter)[0] for letter in "function"), *ids(TAIL)])
     full = ids(HEAD + "function" + TAIL)
     found = check(held, full, CODEC)
-    assert found is not None
     assert found.kind == "merge"
     assert check(held, full, CODEC, "ignore_strippable") is None
 
@@ -73,13 +73,11 @@ def test_turn_opened_differently_is_a_generation_prompt() -> None:
     first, turn = [Message(role="user", content="q")], Message(role="assistant", content="a")
     held = [*encoder.start(first), *codec.encode("a<|im_end|>")]
     found = check(held, encoder.full([*first, turn]), codec)
-    assert found is not None
     assert found.kind == "generation_prompt"
 
 
 def test_first_difference_comes_with_place_and_context() -> None:
     found = check(ids(HEAD + "the right answer" + TAIL), ids(HEAD + "the wrong answer" + TAIL), CODEC)
-    assert found is not None
     assert found.index == found.full_index == len(ids(HEAD + "the"))
     assert found.block == 1
     assert "right" in found.kept
@@ -89,13 +87,11 @@ def test_first_difference_comes_with_place_and_context() -> None:
 def test_modes_pass_over_strippable_or_all_differences() -> None:
     assert kind("a", "b", "off") is None
     assert kind("a", "b", "disable") is None
-    with pytest.raises(ConfigError, match="'strict'"):
-        kind("a", "b", "stric")
+    refuses(lambda: kind("a", "b", "stric"), ConfigError, "'strict'")
     assert kind("a  b", "a b", "ignore_strippable") is None
     assert kind("a  b", "a b c", "ignore_strippable") == "other"
     held, full = HEAD + "a  b" + TAIL + "\n<|im_start|>user\nx", HEAD + "a b" + TAIL + "\n<|im_start|>user\ny"
     found = check(ids(held), ids(full), CODEC, "ignore_strippable")
-    assert found is not None
     assert (found.kind, found.block) == ("other", 4)
 
 

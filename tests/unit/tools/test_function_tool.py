@@ -15,6 +15,7 @@ from polyturn.tools import FromTask
 from polyturn.tools.function import FunctionTool, infer_schema
 from polyturn.tools.result_shape import normalize
 from polyturn.tools.schema import ToolResponse
+from support.refusals import refuses_later
 
 
 @polyturn.tool
@@ -184,13 +185,11 @@ async def test_hidden_parameters_come_from_the_row() -> None:
     outcome = await execute(look_up, {"key": "a", "scale": 100}, table={"a": 2}, scale=3, unrelated=1)
     assert outcome.response.text == "6"
     assert (await execute(look_up, {"key": "a"}, table={"a": 2})).response.text == "2"
-    with pytest.raises(DataError, match=r"'look_up'.*'table'"):
-        await look_up.create("e")
+    await refuses_later(lambda: look_up.create("e"), DataError, "'look_up'", "'table'")
 
 
 async def test_execute_needs_a_live_instance() -> None:
-    with pytest.raises(LifecycleError, match="'nobody'"):
-        await search.execute("nobody", {"query": "x"})
+    await refuses_later(lambda: search.execute("nobody", {"query": "x"}), LifecycleError, "'nobody'")
 
 
 async def test_plain_function_does_not_block_the_loop() -> None:

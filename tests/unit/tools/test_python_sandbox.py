@@ -28,6 +28,7 @@ from polyturn.tools.python_sandbox.seccomp import filter_program
 from polyturn.tools.registry import initialize_tools_from_config
 from support.benchmark import load_benchmark
 from support.isolated import need_isolation, start_sandbox
+from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
 
@@ -101,8 +102,7 @@ def test_attempts_in_an_ordinary_users_sandbox_are_contained() -> None:
 
 def test_code_is_refused_where_bubblewrap_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
-    with pytest.raises(ConfigError, match=r"no bubblewrap.*allow_unsafe"):
-        PythonSandbox({})
+    refuses(lambda: PythonSandbox({}), ConfigError, "no bubblewrap", "allow_unsafe")
     assert require_isolation(allow_unsafe=True) is Isolation.NONE
 
 
@@ -344,8 +344,7 @@ async def test_dead_sandbox_is_replaced_and_the_model_hears_of_it() -> None:
     ],
 )
 def test_setting_that_cannot_work_is_a_config_error(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PythonSandbox(config | {"allow_unsafe": True})
+    refuses(lambda: PythonSandbox(config | {"allow_unsafe": True}), ConfigError, message)
 
 
 async def test_call_without_code_is_a_tool_error() -> None:

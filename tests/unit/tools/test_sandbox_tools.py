@@ -11,6 +11,7 @@ import pytest
 from polyturn.core.errors import ConfigError, ToolError, ToolUnavailableError
 from polyturn.tools.base import BaseTool
 from polyturn.tools.registry import initialize_tools_from_config
+from support.refusals import refuses, refuses_later
 from support.sandboxes import needs_bubblewrap, processes_with, stand_in
 
 ITEM = "polyturn.tools.sandbox_tools.SandboxTools"
@@ -95,8 +96,7 @@ async def test_files_are_written_read_and_edited(call: Call):
 )
 async def test_failure_is_told_to_the_model(call: Call, name: str, arguments: dict[str, Any], word: str):
     await call("bash", command="echo xx > f; printf '\\xff' > bytes")
-    with pytest.raises(ToolError, match=word):
-        await call(name, **arguments)
+    await refuses_later(lambda: call(name, **arguments), ToolError, word)
 
 
 async def test_dead_sandbox_fails_the_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -148,5 +148,4 @@ def test_sandbox_that_does_not_start_is_refused_before_the_run(tmp_path: Path, m
     ],
 )
 def test_wrong_setting_is_refused_by_name(config: dict[str, Any], word: str):
-    with pytest.raises(ConfigError, match=word):
-        tools_of(**config)
+    refuses(lambda: tools_of(**config), ConfigError, word)

@@ -26,6 +26,7 @@ from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.toolbox import Toolbox
 from polyturn.tools.truncate import truncate
+from support.refusals import refuses, refuses_later
 from support.tools_parts import Answers, Obeys, PlainObeys, call, task_with
 from support.virtual_time import run_virtual
 
@@ -194,8 +195,7 @@ async def test_id_that_create_returns_is_used() -> None:
         assert (greeting.name, greeting.content) == ("rec", "welcome")
         assert (await session.call([call("rec")]))[0].content == "own"
         async with EpisodeTools(box, "f") as other:
-            with pytest.raises(ToolStartError, match="'own'"):
-                await other.start(task_with())
+            await refuses_later(lambda: other.start(task_with()), ToolStartError, "'own'")
         assert not tool.released, "the id belongs to the first episode"
     assert dict(tool.released) == {"own": 1}
     assert box.live_ids == set()
@@ -211,8 +211,7 @@ async def test_only_selected_tools_are_created_and_callable() -> None:
     assert [r.error for r in found] == ["unknown_tool", None]
     assert (dict(one.created), dict(two.created)) == ({}, {"e": 1})
     assert [s["function"]["name"] for s in box.schemas_of(task_with())] == ["one", "two"]
-    with pytest.raises(DataError, match=r"'tow'.*'two'"):
-        box.schemas_of(task_with(tools=("tow",)))
+    refuses(lambda: box.schemas_of(task_with(tools=("tow",))), DataError, "'tow'", "'two'")
 
 
 def test_tool_name_that_a_task_may_skip_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,8 +223,7 @@ def test_tool_name_that_a_task_may_skip_is_warned_of_once(caplog: pytest.LogCapt
         assert box.select(lenient("gone", "two")) == ("two",)
     assert box.select(lenient("gone")) == ()
     assert len(caplog.records) == 1
-    with pytest.raises(DataError, match="'t'"):
-        box.select(dataclasses.replace(lenient("gone"), needs_tools=True))
+    refuses(lambda: box.select(dataclasses.replace(lenient("gone"), needs_tools=True)), DataError, "'t'")
 
 
 async def test_session_is_used_in_order() -> None:
@@ -257,8 +255,7 @@ async def test_session_is_used_in_order() -> None:
     ],
 )
 def test_options_that_cannot_work_are_config_errors(tools: list, options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Toolbox(tools, ToolOptions(**options))
+    refuses(lambda: Toolbox(tools, ToolOptions(**options)), ConfigError, message)
 
 
 # ---- create, reward and release -------------------------------------------------------------------------------------
@@ -284,8 +281,7 @@ async def test_reward_that_is_no_number_is_an_error(value: Any) -> None:
         await session.start(task_with(rec={"calc_reward_kwargs": {"value": value}}))
         with pytest.raises(RewardError, match=r"'rec'.*step reward"):
             await session.call([call("rec", reward=value), call("rec")])
-        with pytest.raises(RewardError, match=r"'rec'.*calc_reward"):
-            await session.finish()
+        await refuses_later(lambda: session.finish(), RewardError, "'rec'", "calc_reward")
     assert dict(tool.released) == {"e": 1}
 
 
@@ -313,8 +309,7 @@ async def test_calls_past_their_deadline_are_counted_and_capped() -> None:
             for _ in range(2):
                 assert (await session.call([call("rec", do="hang")]))[0].error == "timeout"
             assert box.num_abandoned == 2
-            with pytest.raises(RolloutError, match="'rec'"):
-                await session.call([call("rec")])
+            await refuses_later(lambda: session.call([call("rec")]), RolloutError, "'rec'")
             box.bounded["rec"].timeout_s = 60.0
     finally:
         tool.gate.set()

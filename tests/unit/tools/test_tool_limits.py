@@ -25,6 +25,7 @@ from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.toolbox import Toolbox
 from polyturn.tools.truncate import ResultLimit, truncate, truncate_tokens
+from support.refusals import refuses
 from support.tools_parts import TASK, Answers, Obeys, call, schema
 from support.virtual_time import run_virtual
 
@@ -140,8 +141,7 @@ def test_zero_failures_turn_a_breaker_off():
     for episode in "abcdefghijkl":
         breaker.failed(episode)
     assert breaker.admit() is None
-    with pytest.raises(ConfigError, match="max_cooldown_s 1"):
-        BreakerSettings(cooldown_s=2.0, max_cooldown_s=1.0)
+    refuses(lambda: BreakerSettings(cooldown_s=2.0, max_cooldown_s=1.0), ConfigError, "max_cooldown_s 1")
 
 
 @pytest.mark.parametrize(
@@ -377,5 +377,4 @@ def test_schema_nested_too_deep_is_refused(parameters: dict[str, Any]) -> None:
         def __init__(self) -> None:
             super().__init__({}, schema("t", parameters))
 
-    with pytest.raises(ConfigError, match="'t'"):
-        Toolbox([Deep()])
+    refuses(lambda: Toolbox([Deep()]), ConfigError, "'t'")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from polyturn.infra.threads import DaemonThreads
+from support.refusals import refuses_later
 
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
 
@@ -42,8 +43,7 @@ async def test_error_that_would_end_the_loop_becomes_a_runtime_error(error: type
     def leave() -> None:
         raise error("bye")
 
-    with pytest.raises(RuntimeError, match=f"{error.__name__}: bye"):
-        await DaemonThreads(name="t").run(leave)
+    await refuses_later(lambda: DaemonThreads(name="t").run(leave), RuntimeError, f"{error.__name__}: bye")
 
 
 async def test_no_more_than_max_threads_run_at_once() -> None:

@@ -24,6 +24,7 @@ from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartE
 from polyturn.tools.python_sandbox.isolation import Isolation, bare_python
 from polyturn.tools.toolbox import Toolbox
 from polyturn.training.rollout_metrics import rollout_metrics
+from support.refusals import refuses
 from support.tools_parts import schema
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"code": "%s"}}\n</tool_call>'
@@ -140,11 +141,9 @@ def test_pool_gives_up_a_sandbox_that_does_not_start():
 
     pool = WarmPool(start, size=0, keep_s=0.05)
     pool.open()
-    with pytest.raises(SandboxStartError, match="in time"):
-        pool.take(within_s=0.2)
+    refuses(lambda: pool.take(within_s=0.2), SandboxStartError, "in time")
     gate.set()
-    with pytest.raises(SandboxStartError, match="no room"):
-        pool.take()
+    refuses(lambda: pool.take(), SandboxStartError, "no room")
     pool.close()
 
 
@@ -192,8 +191,7 @@ def test_pool_on_a_machine_without_threads_counts_no_user(monkeypatch: pytest.Mo
     pool = WarmPool(lambda: Made(), size=0, keep_s=0.05)  # type: ignore[arg-type, return-value]
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(SandboxStartError, match="can't start new thread"):
-            pool.open()
+        refuses(lambda: pool.open(), SandboxStartError, "can't start new thread")
     pool.open()
     assert pool.take().is_alive
     pool.close()

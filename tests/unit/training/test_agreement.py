@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from polyturn.core.metrics import merge, reduce
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.tracking.alarms import Alarms, diagnose
 from polyturn.training.agreement import agreement
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from support.models import tiny_model
+from support.samples import sample_of
 
 TURNS, LENGTH = 5, 12
 
@@ -26,10 +27,10 @@ def samples(count: int = 8) -> list[TrainSample]:
     is_sampled = np.array([0] * 4 + ([1] * LENGTH + [0] * 4) * TURNS, np.float32)
     turn_ids = np.array([-1] * 4 + [t for t in range(TURNS) for _ in range(LENGTH + 4)], np.int32)
     return [
-        TrainSample(
-            id=SampleId("g", str(i), 0),
-            token_ids=np.arange(len(is_sampled)),
-            loss_weights=is_sampled,
+        sample_of(
+            ("g", str(i), 0),
+            np.arange(len(is_sampled)),
+            is_sampled,
             turn_ids=turn_ids,
             versions=np.where(is_sampled > 0, 3, -1),
             rollout_logprobs=np.where(is_sampled > 0, rng.uniform(-3, -0.1, len(is_sampled)), 0.0),
@@ -104,7 +105,6 @@ def planted(fault: str) -> dict[str, float]:
 )
 def test_planted_fault_is_named(fault: str, name: str) -> None:
     found = diagnose(planted(fault))
-    assert found is not None
     assert found.name == name
 
 

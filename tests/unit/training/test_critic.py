@@ -12,12 +12,14 @@ from polyturn.algorithms.options import KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import merge, reduce
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.training.critic import Critic, CriticSettings, local_critic, value_metrics
 from polyturn.training.lora import add_lora
 from polyturn.training.options import LoraSettings, OptimSettings
 from polyturn.training.reward_kl import RewardKl
 from support.models import tiny_model
+from support.refusals import refuses
+from support.samples import sample_of
 from support.states import hand_over
 
 VOCAB = 48
@@ -30,11 +32,10 @@ def samples(num: int = 4, **changes: Any) -> list[TrainSample]:
         n = 6 + 2 * i
         weights = np.array([0, 0, 1, 1, 0, *[1] * (n - 5)], np.float32)
         made.append(
-            TrainSample(
-                id=SampleId("g", f"t{i}", 0),
-                token_ids=rng.integers(0, VOCAB, n),
-                loss_weights=weights,
-                turn_ids=np.zeros(n, np.int32),
+            sample_of(
+                ("g", f"t{i}", 0),
+                rng.integers(0, VOCAB, n),
+                weights,
                 values=np.zeros(n, np.float32),
                 returns=np.where(weights != 0, rng.normal(size=n), 0.0),
             ).replace(**changes)
@@ -131,8 +132,7 @@ def test_critic_resumes_bit_for_bit() -> None:
         train(two, samples())
     assert all(np.array_equal(a, b) for a, b in zip(one.score(samples()), two.score(samples()), strict=True))
     other = local_critic(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
-    with pytest.raises(CheckpointError, match="checkpoint's critic is of another model"):
-        hand_over(one, other)
+    refuses(lambda: hand_over(one, other), CheckpointError, "checkpoint's critic is of another model")
 
 
 def test_checkpoint_of_an_adapted_critic_has_its_head() -> None:
@@ -150,16 +150,14 @@ def test_checkpoint_of_an_adapted_critic_has_its_head() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(TrainingError, match="has no values or returns"):
-        critic().forward_backward(samples(returns=None))
+    refuses(lambda: critic().forward_backward(samples(returns=None)), TrainingError, "has no values or returns")
     made, bad = critic(), [s.replace(returns=np.full(len(s), np.inf)) for s in samples(1)]
     for _ in range(OptimSettings().max_skipped):
         assert train(made, bad)["critic/skipped_steps"] == 1
     with pytest.raises(TrainingError, match=r"value loss is not finite.*algorithm\.critic\.optim\.lr.*before it: 3"):
         train(made, bad)
     assert all(not v.any() for v in made.score(samples()))
-    with pytest.raises(ConfigError, match="clip is 0"):
-        CriticSettings(clip=0.0)
+    refuses(lambda: CriticSettings(clip=0.0), ConfigError, "clip is 0")
 
 
 @pytest.mark.parametrize(
@@ -190,5 +188,4 @@ def test_weight_of_the_penalty_follows_its_target() -> None:
     again = RewardKl(KlOptions(place="reward", coef=0.1, target=0.5, horizon=10))
     again.load_state_dict(made.state_dict())
     assert again.coef == made.coef
-    with pytest.raises(TrainingError, match="no log-probabilities of the policy and the reference"):
-        made.apply(samples())
+    refuses(lambda: made.apply(samples()), TrainingError, "no log-probabilities of the policy and the reference")

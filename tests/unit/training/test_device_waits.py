@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyturn.batching.layout import LayoutSettings
-from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.hf import build_model
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
+from support.samples import sample_of
 
 CONFIG = {
     "model_type": "qwen2",
@@ -46,11 +46,10 @@ def waits_of_a_step(*, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tupl
     """Return the number of micro-batches of a step, and how often it waits for the device."""
     rng = np.random.default_rng(0)
     samples = [
-        TrainSample(
-            id=SampleId(str(i), "0", 0),
-            token_ids=rng.integers(0, 64, 32),
-            loss_weights=np.r_[0, np.ones(31)].astype(np.float32),
-            turn_ids=np.zeros(32, np.int32),
+        sample_of(
+            (str(i), "0", 0),
+            rng.integers(0, 64, 32),
+            np.r_[0, np.ones(31)].astype(np.float32),
             advantages=np.full(32, (-1.0) ** i, np.float32),
             rollout_logprobs=np.full(32, -4.0, np.float32),
         )

@@ -24,6 +24,7 @@ from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.toolbox import Toolbox
 from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.plugin_alarms import MIN_CALLS, PluginAlarms
+from support.refusals import refuses
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
 
@@ -166,8 +167,7 @@ def test_row_that_nothing_scores_is_refused() -> None:
     silent, paying = Toolbox([look]), Toolbox([look, paid])
     row = task(data_source=None)
     assert (silent.scoring, paying.scoring) == (frozenset(), {"paid"})
-    with pytest.raises(DataError, match=r"'t0'.*'look'"):
-        RewardRouter().check([row], tools=silent.tools, scoring=silent.scoring)
+    refuses(lambda: RewardRouter().check([row], tools=silent.tools, scoring=silent.scoring), DataError, "'t0'", "'look'")
     RewardRouter().check([row], tools=paying.tools, scoring=paying.scoring)
     with pytest.raises(DataError, match="'t0'"):
         RewardRouter().check([task(data_source=None, tools=("look",))], tools=paying.tools, scoring=paying.scoring)

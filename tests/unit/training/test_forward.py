@@ -7,21 +7,20 @@ import pytest
 import torch
 
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout
-from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.head import HeadScores
 from polyturn.training.hf import build_model
 from polyturn.training.network import TargetForward
 from support.models import tiny_model
+from support.samples import sample_of
 
 
 def batch(vocab: int, temperature: float = 1.0) -> MicroBatch:
     rng = np.random.default_rng(0)
     samples = [
-        TrainSample(
-            id=SampleId("g", str(n), 0),
-            token_ids=rng.integers(0, vocab, n),
-            loss_weights=np.array([0.0, *rng.choice([0.0, 1.0], n - 2), 1.0], np.float32),
-            turn_ids=np.zeros(n, np.int32),
+        sample_of(
+            ("g", str(n), 0),
+            rng.integers(0, vocab, n),
+            np.array([0.0, *rng.choice([0.0, 1.0], n - 2), 1.0], np.float32),
             temperature=temperature,
         )
         for n in (5, 9, 12)
@@ -87,12 +86,7 @@ def test_size_of_logit_chunks_depends_on_the_device(monkeypatch):
     sizes = []
     zeros = HeadScores(torch.zeros(299), None)
     monkeypatch.setattr("polyturn.training.network.target_scores", lambda *a, chunk, **b: (sizes.append(chunk), zeros)[1])
-    sample = TrainSample(
-        id=SampleId("g", "0", 0),
-        token_ids=np.arange(300),
-        loss_weights=(np.arange(300) > 0).astype(np.float32),
-        turn_ids=np.zeros(300, np.int32),
-    )
+    sample = sample_of(("g", "0", 0), np.arange(300), (np.arange(300) > 0).astype(np.float32))
     for device in ("cpu", "meta"):
         model.to(device)
         (made,) = layout([sample], coefs=[sample.loss_weights], settings=LayoutSettings(), device=device)

@@ -13,7 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, RankLostError
 from polyturn.core.metrics import Mean, Sum
-from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import Sharded
@@ -23,6 +22,8 @@ from polyturn.training.shards import require_same_shapes
 from support.models import tiny_model
 from support.rank_matrix import judge, names_of
 from support.ranks import results_of_ranks
+from support.refusals import refuses
+from support.samples import sample_of
 
 EXACT = 1e-9
 pytestmark = pytest.mark.timeout(900)  # two processes on a busy machine
@@ -195,23 +196,17 @@ def test_attention_that_ranks_cannot_split_is_refused(change, degrees, words):
 def test_model_without_a_tensor_parallel_plan_is_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=16, n_layer=1, n_head=2))
     model.tp_plan = {}
-    with pytest.raises(ConfigError, match="gpt2"):
-        Sharded.check(model, Degrees(tensor_parallel=2))
+    refuses(lambda: Sharded.check(model, Degrees(tensor_parallel=2)), ConfigError, "gpt2")
 
 
-def sample_of(ids, *, is_trained=True):
+def ending_of(ids, *, is_trained=True):
     weights = np.zeros(len(ids), np.float32)
     weights[-1] = is_trained
-    return TrainSample(
-        id=SampleId("g", "0", 0),
-        token_ids=np.array(ids, np.int32),
-        loss_weights=weights,
-        turn_ids=np.zeros(len(ids), np.int32),
-    )
+    return sample_of(("g", "0", 0), np.array(ids, np.int32), weights)
 
 
 def test_samples_are_assigned_by_cost_of_their_micro_batches():
-    of_length = [sample_of(range(n)) for n in (6, 4, 5)]
+    of_length = [ending_of(range(n)) for n in (6, 4, 5)]
     rows = LayoutSettings(max_tokens_per_batch=6)
     assert assign(of_length, settings=rows, num_shares=3) == [[0], [2], [1]]
     assert assign(of_length[:1], settings=rows, num_shares=3) == [[0], [], []]
@@ -219,7 +214,7 @@ def test_samples_are_assigned_by_cost_of_their_micro_batches():
 
 def test_samples_with_a_common_prefix_go_to_one_rank():
     prefixes = [list(range(k, k + 20)) for k in (100, 200)]
-    samples = [sample_of([*prefixes[i % 2], i, 9, 9]) for i in range(4)] + [sample_of([1, 2], is_trained=False)]
+    samples = [ending_of([*prefixes[i % 2], i, 9, 9]) for i in range(4)] + [ending_of([1, 2], is_trained=False)]
     shared = LayoutSettings(shared_prefix=True, max_tokens_per_batch=30)
     assert assign(samples, settings=shared, num_shares=2) == [[0, 2, 4], [1, 3]]
 
@@ -235,8 +230,7 @@ def test_losses_of_ranks_add_up_and_the_slowest_gives_the_time():
 
 
 def test_error_of_a_rank_is_raised_by_the_leader():
-    with pytest.raises(RankLostError, match="gone"):
-        values_of([RankReply(value=1), RankReply(error=RankLostError("gone"))])
+    refuses(lambda: values_of([RankReply(value=1), RankReply(error=RankLostError("gone"))]), RankLostError, "gone")
 
 
 class NamedBackend:
@@ -277,7 +271,6 @@ def test_rank_frees_the_warm_start_policy_before_the_next():
 def test_checkpoint_with_other_shapes_is_refused():
     two, three, four = (TensorKind((n,), torch.float32) for n in (2, 3, 4))
     own = {"a": two, "b": three}
-    with pytest.raises(CheckpointError, match=r"lacks \['b'\] and has \['c'\]"):
-        require_same_shapes({"a": two, "c": three}, own)
+    refuses(lambda: require_same_shapes({"a": two, "c": three}, own), CheckpointError, "'b'", "'c'")
     with pytest.raises(CheckpointError, match=r"its b has the shape \(4,\) and this model's \(3,\)"):
         require_same_shapes({"a": two, "b": four}, own)

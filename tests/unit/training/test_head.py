@@ -50,7 +50,7 @@ def test_bfloat16_weights_give_float32_scores():
     assert scores.logprobs_S.dtype == torch.float32
     torch.testing.assert_close(scores.logprobs_S, expected, atol=2e-2, rtol=0)
     scores.logprobs_S.sum().backward()
-    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    assert hidden.grad.dtype == torch.bfloat16
 
 
 def test_large_logits_keep_the_precision_of_log_softmax():

@@ -11,11 +11,12 @@ from polyturn.algorithms.high_entropy import select_high_entropy
 from polyturn.algorithms.options import AlgorithmOptions, AverageOptions, KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.metrics import reduce
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.models import tiny_model
+from support.samples import sample_of
 
 VOCAB, LENGTHS = 48, (9, 12, 5, 17, 7)
 
@@ -25,11 +26,10 @@ def samples(**changes: Any) -> list[TrainSample]:
     made = []
     for i, length in enumerate(LENGTHS):
         weights = (np.arange(length) > 1) & (rng.random(length) < 0.8)
-        sample = TrainSample(
-            id=SampleId("g", f"t{i}", 0),
-            token_ids=rng.integers(0, VOCAB, length),
-            loss_weights=weights,
-            turn_ids=np.zeros(length),
+        sample = sample_of(
+            ("g", f"t{i}", 0),
+            rng.integers(0, VOCAB, length),
+            weights,
             advantages=weights * rng.normal(size=length),
             old_logprobs=np.full(length, -3.8),
             ref_logprobs=np.full(length, -3.9),

@@ -38,6 +38,7 @@ from polyturn.training.options import TrainOptions
 from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
 from polyturn.training.weight_sync import SharedWeights
+from support.refusals import refuses
 
 Event = tuple[Any, ...]
 
@@ -512,14 +513,12 @@ def test_old_logprobs_of_an_engine_that_says_none_are_refused(tmp_path: Path):
         return dataclasses.replace(await generate(request), logprobs=None)
 
     rig.context.engine.generate = silent  # type: ignore[method-assign]
-    with pytest.raises(TrainingError, match="old_logprobs is 'engine'"):
-        rig.run()
+    refuses(lambda: rig.run(), TrainingError, "'engine'", "old_logprobs")
 
 
 def test_step_that_ends_between_minibatches_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rig = Rig(tmp_path, fail_at=3, minibatches=2, checkpoint_every=1)
-    with pytest.raises(TrainingError, match="the loss is not finite"):
-        rig.run()
+    refuses(lambda: rig.run(), TrainingError, "the loss is not finite")
     latest = rig.checkpoints.latest()
     assert latest is not None and rig.checkpoints.load(latest)["policy"]["steps"] == 2, "whole steps alone"
     assert "the run ended in the middle of step 2, whose weights are not kept" in caplog.text
@@ -551,8 +550,7 @@ def test_failed_checkpoint_stops_or_warns(tmp_path: Path, caplog: pytest.LogCapt
 
     rig.export = export
     if on_checkpoint_error == "stop":
-        with pytest.raises(CheckpointError, match=r"the checkpoint of step 1 cannot be written .*step-000000"):
-            rig.run()
+        refuses(lambda: rig.run(), CheckpointError, "the checkpoint of step 1 cannot be written", "step-000000")
     else:
         assert rig.run().trainer.state.step == 3
         assert "the run goes on, and tries again at the next checkpoint" in caplog.text
@@ -606,6 +604,5 @@ def test_run_in_which_every_trajectory_fails_ends(tmp_path: Path, steps: int, si
         group_size=size,
         max_failed_share=share,
     )
-    with pytest.raises(RolloutError, match=r"all \d+ trajectories failed.*it is gone"):
-        rig.run()
+    refuses(lambda: rig.run(), RolloutError, "all", "trajectories failed", "it is gone")
     assert not rig.of("optim_step")

@@ -12,13 +12,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.core.generation import GenerateRequest, SamplingParams
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.training import hf, lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.models import tiny_model
+from support.refusals import refuses
+from support.samples import sample_of
 from support.states import hand_over, stored, tensors_in
 
 VOCAB = 48
@@ -28,13 +30,7 @@ def samples(seed: int = 0) -> list[TrainSample]:
     rng = np.random.default_rng(seed)
     weights = np.array([0.0] * 3 + [1.0] * 9, np.float32)
     return [
-        TrainSample(
-            id=SampleId("g", str(i), 0),
-            token_ids=rng.integers(0, VOCAB, 12),
-            loss_weights=weights,
-            turn_ids=np.zeros(12, np.int32),
-            advantages=weights * (1.0 if i % 2 else -1.0),
-        )
+        sample_of(("g", str(i), 0), rng.integers(0, VOCAB, 12), weights, advantages=weights * (1.0 if i % 2 else -1.0))
         for i in range(4)
     ]
 
@@ -103,11 +99,10 @@ def test_embedded_engine_samples_from_the_adapted_model(temperature):
                 )
             )
             n = len(found.token_ids)
-            sample = TrainSample(
-                id=SampleId("g", "t", 0),
-                token_ids=np.concatenate([np.arange(5), found.token_ids]),
-                loss_weights=np.array([0.0] * 5 + [1.0] * n),
-                turn_ids=np.zeros(5 + n, np.int32),
+            sample = sample_of(
+                ("g", "t", 0),
+                np.concatenate([np.arange(5), found.token_ids]),
+                np.array([0.0] * 5 + [1.0] * n),
                 temperature=temperature,
             )
             (own,) = made.score([sample])
@@ -170,13 +165,10 @@ def test_checkpoint_holds_the_adapter_alone(tmp_path: Path):
     assert sum(t.numel() for t in tensors_in(state, "model/").values()) < 0.5 * size
     other = tiny_model(VOCAB, hidden=16)
     lora.add_lora(other, lora.LoraSettings(rank=2))
-    with pytest.raises(CheckpointError, match="must be what it was"):
-        policy(other).load(state)
-    with pytest.raises(CheckpointError, match="is of another model"):
-        policy(tiny_model(VOCAB, hidden=16)).load(state)
+    refuses(lambda: policy(other).load(state), CheckpointError, "must be what it was")
+    refuses(lambda: policy(tiny_model(VOCAB, hidden=16)).load(state), CheckpointError, "is of another model")
     narrower = adapted(target_modules=["q_proj"])
-    with pytest.raises(CheckpointError, match="must be what it was"):
-        policy(narrower).load(state)
+    refuses(lambda: policy(narrower).load(state), CheckpointError, "must be what it was")
 
 
 def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
@@ -189,12 +181,10 @@ def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
     other = adapted(seed=0)
     lora.load_adapter(other, alone)
     assert torch.equal(logits(other), logits(model))
-    with pytest.raises(CheckpointError, match="no adapter in"):
-        lora.load_adapter(other, tmp_path / "merged")
+    refuses(lambda: lora.load_adapter(other, tmp_path / "merged"), CheckpointError, "no adapter in")
     louder = tiny_model(VOCAB, hidden=16)
     lora.add_lora(louder, lora.LoraSettings(rank=4, alpha=32))
-    with pytest.raises(CheckpointError, match=r"has lora_alpha 8\S* and that of model.lora 32"):
-        lora.load_adapter(louder, alone)
+    refuses(lambda: lora.load_adapter(louder, alone), CheckpointError, "has lora_alpha 8", "and that of model.lora 32")
 
 
 def test_unknown_target_modules_are_refused():

@@ -13,7 +13,7 @@ from PIL import Image
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import AlignmentError, TemplateError
 from polyturn.core.messages import Message
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.data.conversations import read_conversations
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
@@ -21,6 +21,8 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.sft import encode_conversation
+from support.refusals import refuses
+from support.samples import sample_of
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
@@ -56,11 +58,10 @@ def sample(
         ids += [shown, said]
         weights += [np.zeros(len(shown)), np.ones(len(said))]
     token_ids = np.concatenate(ids)
-    return TrainSample(
-        id=SampleId("g", str(number), 0),
-        token_ids=token_ids,
-        loss_weights=np.concatenate(weights),
-        turn_ids=np.zeros(len(token_ids), np.int32),
+    return sample_of(
+        ("g", str(number), 0),
+        token_ids,
+        np.concatenate(weights),
         advantages=rng.normal(size=len(token_ids)),
         media=tuple(medium for message in messages for medium in message.media),
     )
@@ -152,8 +153,7 @@ def test_samples_with_media_need_a_processor() -> None:
 
 def test_image_token_without_an_image_is_refused() -> None:
     one = sample(0, prompt(picture("red"), "Which?"))
-    with pytest.raises(TemplateError, match="features for other media than the 0"):
-        policy().score([one.replace(media=())])
+    refuses(lambda: policy().score([one.replace(media=())]), TemplateError, "features for other media than the 0")
 
 
 def test_conversation_with_images_is_encoded_as_in_rollout(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from polyturn.training.shards import box_of
 from support.models import tiny_model
 from support.rank_matrix import judge, names_of
 from support.ranks import results_of_ranks
+from support.refusals import refuses
 
 CLOSE = 1e-5
 pytestmark = pytest.mark.timeout(900)  # processes on a busy machine
@@ -158,5 +159,4 @@ def test_degrees_that_need_a_gpu_are_refused_without_one(kind, degrees, why):
 def test_unknown_rope_type_is_refused():
     config = tiny_model(32, kind="llama").config
     config.rope_parameters = {**config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
-    with pytest.raises(ConfigError, match="rope_type 'yarn'"):
-        require_split(config, Degrees())
+    refuses(lambda: require_split(config, Degrees()), ConfigError, "'yarn'", "rope_type")

@@ -11,11 +11,12 @@ from polyturn.algorithms.options import AlgorithmOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import TrainingError
 from polyturn.core.metrics import reduce
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.models import tiny_model
+from support.samples import sample_of
 
 VOCAB = 48
 ROLES = ["ppaaooaoo", "ppaooooa", "ppppaa", "pao"]
@@ -27,11 +28,10 @@ def samples(**changes: Any) -> list[TrainSample]:
     made = []
     for i, roles in enumerate(ROLES):
         weights = np.array([r == "a" for r in roles], np.float32)
-        sample = TrainSample(
-            id=SampleId("g", f"t{i}", 0),
-            token_ids=rng.integers(0, VOCAB, len(roles)),
-            loss_weights=weights,
-            turn_ids=np.zeros(len(roles)),
+        sample = sample_of(
+            ("g", f"t{i}", 0),
+            rng.integers(0, VOCAB, len(roles)),
+            weights,
             advantages=weights * (1.0 if i % 2 else -1.0),
             observed=np.array([r == "o" for r in roles], np.float32),
         )

@@ -14,12 +14,14 @@ from polyturn.algorithms.losses import TokenLoss, policy_losses
 from polyturn.algorithms.options import AlgorithmOptions, AverageOptions, DistillSettings, KlOptions
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError
 from polyturn.core.metrics import merge, reduce
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.shards import write_shards
 from support.models import tiny_model
+from support.refusals import refuses
+from support.samples import sample_of
 from support.states import stored
 
 VOCAB = 48
@@ -32,12 +34,8 @@ def samples(seed: int = 0, num: int = 4, **changes: Any) -> list[TrainSample]:
         n = int(rng.integers(6, 14))
         weights = np.array([0.0] * 3 + [1.0] * (n - 3), np.float32)
         made.append(
-            TrainSample(
-                id=SampleId("g0", f"t{i}", 0),
-                token_ids=rng.integers(0, VOCAB, n),
-                loss_weights=weights,
-                turn_ids=np.zeros(n, np.int32),
-                advantages=weights * (1.0 if i % 2 else -1.0),
+            sample_of(
+                ("g0", f"t{i}", 0), rng.integers(0, VOCAB, n), weights, advantages=weights * (1.0 if i % 2 else -1.0)
             ).replace(**changes)
         )
     return made
@@ -121,8 +119,7 @@ def test_own_policy_loss_gets_options_and_sequences():
     assert losses[1] == pytest.approx(2 * losses[0]) and losses[0] != 0
     assert {clip for clip, _ in told} == {0.1}
     assert all(len(list(itertools.groupby(rows))) == len(set(rows)) for _, rows in told), "a sample's tokens stand together"
-    with pytest.raises(ConfigError, match=r"'scales'.*'scale'"):
-        policy(policy_loss=mine, policy_loss_kwargs={"scales": 1.0})
+    refuses(lambda: policy(policy_loss=mine, policy_loss_kwargs={"scales": 1.0}), ConfigError, "'scales'", "'scale'")
 
 
 def test_supervised_training_fits_weighted_tokens():
@@ -224,17 +221,14 @@ def test_checkpoint_without_a_moment_is_refused(tmp_path: Path):
     state = made.backend.state_dict()
     lost = next(name for name in state if name.startswith("moments/exp_avg_sq/"))
     write_shards({name: part for name, part in state.items() if name != lost}, tmp_path).result()
-    with pytest.raises(CheckpointError, match="exp_avg_sq/"):
-        policy().load(tmp_path)
+    refuses(lambda: policy().load(tmp_path), CheckpointError, "exp_avg_sq/")
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path):
     state = stored(policy(), tmp_path / "state")
     other = local_policy(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
-    with pytest.raises(CheckpointError, match="is of another model"):
-        other.load(state)
-    with pytest.raises(CheckpointError, match="has no reference policy"):
-        policy(reference=True).load(state)
+    refuses(lambda: other.load(state), CheckpointError, "is of another model")
+    refuses(lambda: policy(reference=True).load(state), CheckpointError, "has no reference policy")
 
 
 @pytest.mark.parametrize(
@@ -289,13 +283,7 @@ def test_distillation_has_the_gradient_of_the_kl():
         teacher=teacher,
     )
     every = [
-        TrainSample(
-            id=SampleId("g", str(token), 0),
-            token_ids=np.append(prompt, token),
-            loss_weights=np.array([0.0] * 5 + [1.0]),
-            turn_ids=np.zeros(6),
-            advantages=np.zeros(6),
-        )
+        sample_of(("g", str(token), 0), np.append(prompt, token), np.array([0.0] * 5 + [1.0]), advantages=np.zeros(6))
         for token in range(VOCAB)
     ]
     ids = torch.arange(5)[None]
@@ -335,22 +323,16 @@ def test_adaptive_kl_weight_is_used_and_kept():
 
 
 def test_missing_pieces_are_named():
-    with pytest.raises(TrainingError, match="no advantages"):
-        policy().forward_backward(samples(advantages=None))
-    with pytest.raises(ConfigError, match="no reference policy"):
-        policy(algorithm=with_kl(0.1))
-    with pytest.raises(ConfigError, match="there is no teacher"):
-        policy(distill=DistillSettings(teacher="teacher", coef=0.1))
+    refuses(lambda: policy().forward_backward(samples(advantages=None)), TrainingError, "no advantages")
+    refuses(lambda: policy(algorithm=with_kl(0.1)), ConfigError, "no reference policy")
+    refuses(lambda: policy(distill=DistillSettings(teacher="teacher", coef=0.1)), ConfigError, "there is no teacher")
     with pytest.raises(ConfigError, match=r"32 .* 48"):
         local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(32))
-    with pytest.raises(ConfigError, match="built without a reference"):
-        policy().score(samples(), reference=True)
+    refuses(lambda: policy().score(samples(), reference=True), ConfigError, "built without a reference")
     with pytest.raises(UnknownNameError, match="Did you mean 'token-mean'"):
         LossSettings(algorithm=AlgorithmOptions(aggregate=AverageOptions(name="token-means")))  # type: ignore[arg-type]
-    with pytest.raises(UnknownNameError, match="'k4'"):
-        LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(estimator="k4")))
-    with pytest.raises(ConfigError, match="dual_clip is 1"):
-        LossSettings(policy_loss_kwargs={"dual_clip": 1.0})
+    refuses(lambda: LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(estimator="k4"))), UnknownNameError, "'k4'")
+    refuses(lambda: LossSettings(policy_loss_kwargs={"dual_clip": 1.0}), ConfigError, "dual_clip is 1")
 
 
 def test_checkpoint_holds_a_reference_that_is_in_no_file():
@@ -361,5 +343,4 @@ def test_checkpoint_holds_a_reference_that_is_in_no_file():
 
 def test_only_a_log_ratio_may_be_clipped_beyond_one():
     LossSettings(policy_loss=policy_losses.resolve("geo_mean"), policy_loss_kwargs={"clip_low": 1.5, "clip_high": 1.5})
-    with pytest.raises(ConfigError, match="must hold 1 and stay above 0"):
-        LossSettings(policy_loss_kwargs={"clip_low": 1.5})
+    refuses(lambda: LossSettings(policy_loss_kwargs={"clip_low": 1.5}), ConfigError, "must hold 1 and stay above 0")

@@ -14,7 +14,7 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.metrics import reduce
 from polyturn.core.routing import RouteShape
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.training.hf import checkpoint_activations
 from polyturn.training.lora import add_lora
@@ -22,6 +22,8 @@ from polyturn.training.loss_terms import LossSettings
 from polyturn.training.options import LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.models import tiny_model
+from support.refusals import refuses
+from support.samples import sample_of
 
 VOCAB = 48
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -49,17 +51,9 @@ def samples(seed: int = 0, num: int = 6, *, prefix: int = 20) -> list[TrainSampl
         ids, chosen = rng.integers(0, VOCAB, prefix + own), routes(prefix + own, rng)
         if i % 3:
             before = made[-1]
-            assert before.routed_experts is not None
             ids[:prefix], chosen[:prefix] = before.token_ids[:prefix], before.routed_experts[:prefix]
         made.append(
-            TrainSample(
-                id=SampleId("g0", f"t{i}", 0),
-                token_ids=ids,
-                loss_weights=weights,
-                turn_ids=np.zeros(prefix + own, np.int32),
-                advantages=weights * (1.0 if i % 2 else -0.7),
-                routed_experts=chosen,
-            )
+            sample_of(("g0", f"t{i}", 0), ids, weights, advantages=weights * (1.0 if i % 2 else -0.7), routed_experts=chosen)
         )
     return made
 
@@ -121,10 +115,8 @@ def test_gradients_reach_the_router_through_told_experts(kind: str) -> None:
     model, batch = make(kind), samples(num=2, prefix=4)
     made = policy(model)
     routers = Routers.of(model)
-    assert routers is not None
     weight = routers.modules[0].weight
     made.forward_backward(batch)
-    assert weight.grad is not None
     analytic = weight.grad.clone()
 
     def loss() -> float:
@@ -217,17 +209,13 @@ def test_reference_chooses_its_own_experts() -> None:
 
 
 def test_routes_that_cannot_be_replayed_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has no experts"):
-        policy(tiny_model(VOCAB), balance=0.1)
+    refuses(lambda: policy(tiny_model(VOCAB), balance=0.1), ConfigError, "has no experts")
     adapted = make()
     add_lora(adapted, LoraSettings(target_modules=["gate"]))
-    with pytest.raises(ConfigError, match=r"model.lora adapts the 8 experts .* name layers of attention"):
-        policy(adapted)
+    refuses(lambda: policy(adapted), ConfigError, "model.lora adapts the 8 experts", "name layers of attention")
     batch = samples(num=1)
     assert batch[0].routed_experts is not None
     three = dataclasses.replace(batch[0], routed_experts=np.repeat(batch[0].routed_experts, 2, axis=1)[:, :3])
-    with pytest.raises(AlignmentError, match="8 experts in each of 2 layers"):
-        policy(make()).score([three])
+    refuses(lambda: policy(make()).score([three]), AlignmentError, "8 experts in each of 2 layers")
     many = dataclasses.replace(batch[0], routed_experts=np.full((len(batch[0]), 2, 2), 9, np.uint8))
-    with pytest.raises(AlignmentError, match="experts up to 9"):
-        policy(make()).score([many])
+    refuses(lambda: policy(make()).score([many]), AlignmentError, "experts up to 9")

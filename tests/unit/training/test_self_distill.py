@@ -25,6 +25,7 @@ from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.self_distill import Privileged, SelfDistillation, privileged_task, text_of_row
 from polyturn.training.update import Update, UpdateSettings
 from support.models import tiny_model
+from support.refusals import refuses
 
 HINT = "Add two and two."
 
@@ -134,8 +135,7 @@ def test_row_without_text_is_refused(extra: dict[str, Any]) -> None:
 
 
 def test_prompt_without_user_message_is_refused() -> None:
-    with pytest.raises(DataError, match="'r7'"):
-        privileged_task(dataclasses.replace(task(id="r7"), prompt=()), HINT)
+    refuses(lambda: privileged_task(dataclasses.replace(task(id="r7"), prompt=()), HINT), DataError, "'r7'")
 
 
 def test_row_without_text_may_be_skipped() -> None:
@@ -164,8 +164,7 @@ def test_function_is_shown_trajectory_and_group() -> None:
 )
 def test_failing_function_is_named(answer: Privileged, error: type[Exception]) -> None:
     made, group = policy(), played()
-    with pytest.raises(error, match=r"own\.py:hint"):
-        distillation(answer).apply([group], prepared(group, made), score=made.score)
+    refuses(lambda: distillation(answer).apply([group], prepared(group, made), score=made.score), error, "own.py:hint")
 
 
 def test_text_beyond_the_context_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.testing.episodes import tiny_codec
 from polyturn.training.served_teachers import ServedTeachers, check_served_teachers, teacher_of
 from support.models import tiny_model
+from support.refusals import refuses
 from support.scripted_server import scripted_server
 
 KINDS = ["vllm", "sglang"]
@@ -134,20 +135,17 @@ def test_row_is_scored_by_the_teacher_of_its_data_source() -> None:
 
 def test_row_without_a_teacher_is_refused() -> None:
     options = ServedTeachersOptions(teachers=(ServedTeacherOptions(url="http://localhost:1", data_sources=("math",)),))
-    with pytest.raises(DataError, match=r"'row-g'.*'code'.*'math'"):
-        teacher_of(group(source="code").task, options)
+    refuses(lambda: teacher_of(group(source="code").task, options), DataError, "'row-g'", "'code'", "'math'")
 
 
 @pytest.mark.parametrize("sources", [((), ()), (("a", "b"), ("b",))])
 def test_two_teachers_of_one_row_are_refused(sources: Any) -> None:
     made = tuple(ServedTeacherOptions(url="http://localhost:1", data_sources=s) for s in sources)
-    with pytest.raises(ConfigError, match="two teachers"):
-        ServedTeachersOptions(teachers=made)
+    refuses(lambda: ServedTeachersOptions(teachers=made), ConfigError, "two teachers")
 
 
 def test_url_without_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'localhost:8000'"):
-        ServedTeacherOptions(url="localhost:8000")
+    refuses(lambda: ServedTeacherOptions(url="localhost:8000"), ConfigError, "'localhost:8000'")
 
 
 def test_failed_request_is_sent_again() -> None:
@@ -167,8 +165,7 @@ def test_failed_request_is_sent_again() -> None:
 def test_teacher_that_stays_away_ends_the_step_with_its_url() -> None:
     with served(lambda path, reply: (500, {}) if path == "/v1/completions" else reply) as server:
         one = teachers(ServedTeacherOptions(url=server.url))
-        with pytest.raises(EngineError, match=server.url):
-            one.apply([group()], [sample("t", "ppa")], score=no_score)
+        refuses(lambda: one.apply([group()], [sample("t", "ppa")], score=no_score), EngineError, server.url)
     assert len([path for path, _ in server.asked if path == "/v1/completions"]) == 6
 
 
@@ -208,8 +205,7 @@ BAD: dict[str, Callable[[Any], Any]] = {
 def test_unusable_answer_names_the_url(kind: Any, bad: str) -> None:
     with served(lambda path, reply: BAD[bad](reply) if path in {"/generate", "/v1/completions"} else reply) as server:
         one = teachers(ServedTeacherOptions(url=server.url, kind=kind))
-        with pytest.raises(EngineError, match=server.url):
-            one.apply([group()], [sample("t", "ppaa")], score=no_score)
+        refuses(lambda: one.apply([group()], [sample("t", "ppaa")], score=no_score), EngineError, server.url)
 
 
 def test_ids_that_were_not_sent_are_refused() -> None:
@@ -275,8 +271,7 @@ def test_tokenizer_of_another_size_is_refused() -> None:
 
 def test_tokenizer_folder_stands_for_a_missing_route() -> None:
     with served(lambda path, reply: (404, {}) if path == "/tokenize" else reply) as server:
-        with pytest.raises(ConfigError, match="set `tokenizer`"):
-            check(teachers(ServedTeacherOptions(url=server.url)))
+        refuses(lambda: check(teachers(ServedTeacherOptions(url=server.url))), ConfigError, "set `tokenizer`")
         check(teachers(ServedTeacherOptions(url=server.url, tokenizer="theirs")))
 
 

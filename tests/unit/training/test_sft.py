@@ -18,6 +18,7 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.training.options import SftOptions
 from polyturn.training.sft import encode_conversation, run_sft, trajectory_samples
+from support.refusals import refuses
 
 CODEC = tiny_codec()
 
@@ -87,8 +88,7 @@ async def test_good_trajectories_are_learnt_token_for_token():
     (sample,) = trajectory_samples([good, bad], min_reward=1.0)
     assert np.array_equal(sample.token_ids, good.segments[0].token_ids)
     assert np.array_equal(sample.loss_weights, good.segments[0].loss_weights)
-    with pytest.raises(DataError, match="at least 1"):
-        trajectory_samples([bad], min_reward=1.0)
+    refuses(lambda: trajectory_samples([bad], min_reward=1.0), DataError, "at least 1")
 
 
 class Notes:

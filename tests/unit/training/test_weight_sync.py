@@ -17,6 +17,7 @@ from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
+from support.refusals import refuses_later
 
 VOCAB = 64
 SMALL = {"vocab_size": VOCAB, "num_prompts": 2, "num_tokens": 16}
@@ -145,8 +146,7 @@ async def test_later_sync_that_does_not_arrive_ends_the_run():
     engine.keeps = ["model.embed_tokens.weight"]
     with torch.no_grad():
         policy.weights()["model.embed_tokens.weight"].mul_(1.5)
-    with pytest.raises(EngineError, match="does not serve the weights"):
-        await sync.publish(1)
+    await refuses_later(lambda: sync.publish(1), EngineError, "does not serve the weights")
 
 
 async def test_engine_with_an_old_version_tag_is_found():
@@ -155,8 +155,7 @@ async def test_engine_with_an_old_version_tag_is_found():
     sync = WeightSync(engine, policy, WeightProbe(**SMALL))
     await sync.start(0)
     engine.update_weights = lambda version, *, weights=None: engine.engine.update_weights(0, weights=weights)
-    with pytest.raises(EngineError, match="version 1 was sent, and the engine answers as version"):
-        await sync.publish(1)
+    await refuses_later(lambda: sync.publish(1), EngineError, "version 1 was sent, and the engine answers as version")
 
 
 async def test_each_server_of_a_pool_is_held_to_the_weights():
@@ -183,8 +182,7 @@ async def test_server_that_goes_wrong_or_is_lost_is_left_out(fault, caplog):
     assert [replica.is_live for replica in pool.replicas] == [True, False]
     assert len([record for record in caplog.records if "replica 1 is left out" in record.message]) == 1
     pool.leave(pool.replicas[0])
-    with pytest.raises(EngineError, match="version 2"):
-        await sync.publish(2)
+    await refuses_later(lambda: sync.publish(2), EngineError, "version 2")
 
 
 async def test_returning_server_is_held_to_the_known_logprobs():
@@ -198,10 +196,8 @@ async def test_returning_server_is_held_to_the_known_logprobs():
     await pool.verify(back, 1)
     with torch.no_grad():
         back.engine.module.model.norm.weight.mul_(1.1)
-    with pytest.raises(EngineError, match="it serves other weights"):
-        await pool.verify(back, 1)
-    with pytest.raises(EngineError, match="nothing is known yet about version 2"):
-        await pool.verify(back, 2)
+    await refuses_later(lambda: pool.verify(back, 1), EngineError, "it serves other weights")
+    await refuses_later(lambda: pool.verify(back, 2), EngineError, "nothing is known yet about version 2")
 
 
 async def test_only_server_may_die_during_a_sync_and_return(tmp_path):

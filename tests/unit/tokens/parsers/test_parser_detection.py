@@ -15,6 +15,7 @@ from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.options import ParserOptions
 from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnParser, build_parser, detect, parsers
 from support.parser_samples import CALLS, TOOLS
+from support.refusals import refuses
 
 SHARED = Path(__file__).parents[4].parent / "shared" / "data"
 REAL = {
@@ -170,8 +171,7 @@ def test_template_without_calls_needs_a_named_parser_for_tools() -> None:
     codec = codec_of(PLAIN)
     assert detect(codec) == "none"
     assert isinstance(build_parser(codec), PlainParser)
-    with pytest.raises(TemplateError, match="rollout"):
-        build_parser(codec, needs_calls=True)
+    refuses(lambda: build_parser(codec, needs_calls=True), TemplateError, "rollout")
     assert isinstance(build_parser(codec, ParserOptions(name="hermes"), needs_calls=True), HermesParser)
 
 

@@ -13,6 +13,7 @@ from polyturn.core.errors import UnknownNameError
 from polyturn.core.messages import ToolCall
 from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnParser, parsers, reasoning_formats
 from support.parser_samples import CALLS, CONTENT, PIECES, REASONING, TOOLS, VARIANTS, WRITINGS, mutate
+from support.refusals import refuses
 from support.steps import num_steps
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -177,10 +178,8 @@ def test_any_reasoning_format_goes_with_any_tool_format(name: str) -> None:
 
 
 def test_unknown_names_come_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="'kimi_k2'"):
-        parsers.resolve("kimi-k2")
-    with pytest.raises(UnknownNameError, match="'deepseek-r1'"):
-        HermesParser(reasoning="deepseek_r1")
+    refuses(lambda: parsers.resolve("kimi-k2"), UnknownNameError, "'kimi_k2'")
+    refuses(lambda: HermesParser(reasoning="deepseek_r1"), UnknownNameError, "'deepseek-r1'")
 
 
 @pytest.mark.parametrize(
