@@ -18,9 +18,8 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.store.stored_run import open_store
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
-from polyturn.tracking.jsonl import read_metrics
 from support.refusals import refuses_later
-from support.runs import call_command
+from support.runs import call_command, trained_steps
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from support.vision_run import write_vision_run
 
@@ -92,7 +91,7 @@ def test_vision_model_trains_on_a_server(kind, tmp_path, monkeypatch):
     )
     assert called.code == 0, called.err
     assert "the weights arrive" in called.err + called.out
-    (step,) = [m for m in read_metrics(tmp_path / "runs" / "seeing" / "metrics.jsonl") if "loss/total" in m]
+    (step,) = trained_steps(tmp_path / "runs" / "seeing")
     assert step["policy/rollout_difference"] < 1e-4 and step["loss/grad_norm"] > 0
     kinds = [[m.kind for m in t.segments[0].media] for t in open_store(tmp_path / "runs" / "seeing").trajectories()]
     assert kinds == [["image", "image"]] * 6

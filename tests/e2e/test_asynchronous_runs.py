@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from polyturn.cli.main import main
-from support.runs import call_command, write_tiny_run
+from support.runs import call_command, trained_steps, write_tiny_run
 
 call = functools.partial(call_command, main)
 MIX = "data.sampler={name: mix, weights: {tiny: "
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
-    return [step for step in map(json.loads, lines) if "loss/total" in step]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +29,7 @@ def test_stale_run_samples_beside_training(tmp_path: Path, settings: list[str]):
     config = write_tiny_run(tmp_path)
     called = call("train", config, "train.steps=6", "evaluation.every=3", "train.optim.lr=1e-2", *settings)
     assert called.code == 0, called.err
-    steps = steps_of(tmp_path)
+    steps = trained_steps(tmp_path / "runs/tiny")
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
     assert 1 <= max(s["buffer/staleness"] for s in steps) <= int(settings[0][-1])
     fresh = [s for s in steps if s["buffer/staleness"] == 0]
@@ -49,7 +42,7 @@ def test_oversampling_cuts_off_and_counts(tmp_path: Path):
     mix = ["data.sampler=mix", "data.sampler.weights.tiny=[[0, 1], [2, 3]]", "data.sampler.by_success=1"]
     called = call("train", config, "train.oversample=1", "train.dynamic_sampling=1", *mix)
     assert called.code == 0, called.err
-    assert sum(s.get("buffer/groups_left_over", 0) for s in steps_of(tmp_path)) > 0
+    assert sum(s.get("buffer/groups_left_over", 0) for s in trained_steps(tmp_path / "runs/tiny")) > 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from support.cases import each
 from support.invariants import check_invariants
-from support.runs import call_command
+from support.runs import call_command, trained_steps
 
 EXAMPLE = Path(__file__).parents[1] / "data/projects/black_box"
 AGENTS = ["openai_client.py:agent", "agents_sdk.py:agent"]
@@ -34,8 +33,7 @@ def test_black_box_example_trains(agent: str, tmp_path: Path, monkeypatch: pytes
         main, "train", EXAMPLE / "config.yaml", f"out={tmp_path}", "name=t", f"rollout.scheduler_kwargs.agent={agent}"
     )
     assert called.code == 0, called.err
-    steps = [json.loads(line) for line in (tmp_path / "t" / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "loss/total" in step]
+    steps = trained_steps(tmp_path / "t")
     assert len(steps) == 2
     for step in steps:
         assert np.isfinite(step["loss/total"]) and step["loss/grad_norm"] > 0

@@ -16,7 +16,7 @@ import pytest
 from polyturn.cli.main import main
 from polyturn.core.errors import ConfigError
 from polyturn.models import smollm2
-from support.runs import call_command, write_tiny_run
+from support.runs import call_command, trained_steps, write_tiny_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +30,7 @@ def test_run_learns_what_is_rewarded(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     called = call_command(main, "train", config, *settings, "train.minibatches=4", "train.optim.lr=1e-2")
     assert called.code == 0, called.err
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward/mean"] for line in lines if "loss/total" in line]
+    rewards = [step["reward/mean"] for step in trained_steps(tmp_path / "runs" / "tiny")]
     assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])
 
 

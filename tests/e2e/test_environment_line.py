@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from polyturn.core.plugins import import_attr
 from polyturn.environments.scripted import play
 from polyturn.store.stored_run import open_store
 from support.cases import needs
-from support.runs import call_command
+from support.runs import call_command, trained_steps
 
 pytestmark = needs("gymnasium", "textarena", "reasoning_gym", extra="environments")
 
@@ -86,8 +85,7 @@ def test_each_seat_of_a_game_trains_on_its_own_reward(tmp_path: Path) -> None:
     called = call("train", config, *learnt)
     assert called.code == 0, called.err
     run = tmp_path / "runs" / "tiny"
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "loss/total" in step]
+    steps = trained_steps(run)
     assert len(steps) == 2 and all(np.isfinite(step["loss/total"]) for step in steps)
     assert all("reward/agent/seat 0" in step for step in steps)
     games = [t for t in open_store(run).trajectories(split="train") if t.reward is not None]

@@ -21,7 +21,7 @@ from polyturn.store.stored_run import open_store
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training.checkpoint import Checkpoints
 from support.models import tiny_model
-from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
+from support.runs import SEVERAL_TURNS, call_command, trained_steps, write_tiny_run
 from support.states import tensors_in
 
 LETTERS = """
@@ -91,11 +91,6 @@ def played(folder: Path) -> list[Trajectory]:
     return found
 
 
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss/total" in line]
-
-
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     checkpoints = Checkpoints(folder / "checkpoints")
     latest = checkpoints.latest()
@@ -116,7 +111,7 @@ def test_game_against_another_model_trains_one_seat(tmp_path: Path) -> None:
         assert sampled == sum(np.count_nonzero(segment.loss_weights) for segment in t.segments) > 0
         assert len(t.turns) == 2, "of four moves"
     assert {s.agent for t in found for s in t.segments} == {"seat 0", "seat 1"}, "the players change seats from task to task"
-    for step in steps_of(tmp_path / "runs/tiny"):
+    for step in trained_steps(tmp_path / "runs/tiny"):
         assert step["policy/rollout_difference"] < 1e-4 and step["loss/grad_norm"] > 0
         assert step["policies/opponent/tokens"] > 0
 
@@ -129,7 +124,7 @@ def past(every: int) -> dict[str, Any]:
 
 
 def versions_by_step(folder: Path) -> list[int]:
-    return [int(step["policies/past/version"]) for step in steps_of(folder)]
+    return [int(step["policies/past/version"]) for step in trained_steps(folder)]
 
 
 @pytest.mark.learns
@@ -194,7 +189,7 @@ def test_another_model_plays_the_user(tmp_path: Path) -> None:
     for t in played(tmp_path / "runs/tiny"):
         assert {s.agent for s in t.segments} == {"assistant"} and len(t.turns) > 1
         assert t.turns[0].info["user_policy"] == "guest" and t.turns[0].info["user_policy_version"] == 0
-    assert steps_of(tmp_path / "runs/tiny")[0]["policies/guest/tokens"] > 0
+    assert trained_steps(tmp_path / "runs/tiny")[0]["policies/guest/tokens"] > 0
 
 
 def test_evaluation_has_the_policies_too(tmp_path: Path) -> None:

@@ -11,11 +11,8 @@ import io
 import json
 import re
 import shlex
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +30,8 @@ from polyturn.testing.published import PUBLISHED
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from support.models import tiny_model
-from support.runs import call_command
+from support.runs import call_command, trained_steps
+from support.scripted_server import scripted_server
 from support.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -206,28 +204,10 @@ def test_plan_of_a_large_model_needs_no_weights(
 
 @pytest.fixture
 def retrieval() -> Iterator[str]:
-    """A retrieval server in a thread of its own, which finds the same passage for everything."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            found = [[{"document": {"contents": "Books\nWriter 1 wrote it."}, "score": 1.0}] for _ in asked["queries"]]
-            body = json.dumps({"result": found}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/retrieve"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    """A retrieval server that finds the same passage for everything."""
+    passage = {"document": {"contents": "Books\nWriter 1 wrote it."}, "score": 1.0}
+    with scripted_server(lambda path, asked: {"result": [[passage] for _ in asked["queries"]]}) as url:
+        yield f"{url}/retrieve"
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in NAMES])
@@ -255,8 +235,7 @@ def test_recipe_takes_an_optimizer_step(
     )
     assert done.code == 0, done.err
     run = tmp_path / recipe
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss/total" in line]
+    steps = trained_steps(run)
     assert len(steps) == 1 and np.isfinite(steps[0]["loss/total"])
     assert steps[0]["rollout/failed"] == 0
     trained = list(open_store(run).trajectories(split="train"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from support.runs import call_command
+from support.runs import call_command, trained_steps
 from support.vision_run import write_vision_run
 
 
@@ -22,8 +21,7 @@ def test_vision_model_trains(tmp_path: Path, monkeypatch: Any) -> None:
     called = call_command(main, "train", config)
     assert called.code == 0, called.err
     run = tmp_path / "runs" / "seeing"
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "loss/total" in step]
+    steps = trained_steps(run)
     assert len(steps) == 2
     for step in steps:
         assert np.isfinite(step["loss/total"]) and step["loss/grad_norm"] > 0

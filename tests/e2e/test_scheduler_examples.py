@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from polyturn.cli.main import main
 from polyturn.core.plugins import import_attr
 from polyturn.store.stored_run import open_store
-from support.runs import call_command
+from support.runs import call_command, trained_steps
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROJECTS = Path(__file__).parents[1] / "data" / "projects"
@@ -33,11 +32,6 @@ def train(folder: Path, out: Path, *arguments: str) -> Path:
     return out / folder.name
 
 
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss/total" in row]
-
-
 @pytest.mark.learns
 def test_thinking_tips_trains_each_turn_on_its_prompt(tmp_path: Path) -> None:
     run = train(
@@ -47,7 +41,7 @@ def test_thinking_tips_trains_each_turn_on_its_prompt(tmp_path: Path) -> None:
         *("train.steps=2", "train.groups_per_step=4", "train.group_size=4", "algorithm.drop_zero_variance=false"),
         *("train.minibatches=2", "algorithm.old_logprobs=engine"),
     )
-    steps = steps_of(run)
+    steps = trained_steps(run)
     assert len(steps) == 2 and all(np.isfinite(step["loss/total"]) for step in steps)
     assert all(step["policy/rollout_difference"] < 1e-4 for step in steps)
     split = [t for t in open_store(run).trajectories(split="train") if len(t.segments) == 2]
@@ -71,7 +65,7 @@ def test_frozen_lake_trains_on_walks(tmp_path: Path) -> None:
             "rollout.limits.max_turns=4",
         ),
     )
-    steps = steps_of(run)
+    steps = trained_steps(run)
     assert len(steps) == 2 and all(step["tokens/dropped_loss_scale"] > 0 for step in steps)
     walks = list(open_store(run).trajectories(split="train"))
     assert len(walks) == 24 and all("G is" in t.task.prompt[-1].text for t in walks)

@@ -10,7 +10,7 @@ import pytest
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from support.runs import call_command, write_tiny_run
+from support.runs import call_command, trained_steps, write_tiny_run
 
 PATIENT = """
 from polyturn.rollout.schedulers import Compaction, MathTips, ThinkingTips
@@ -48,7 +48,7 @@ def test_engine_and_trainer_agree(tmp_path: Path, scheduler: str, kwargs: dict[s
     )
     assert called.code == 0, called.err
     run = tmp_path / "runs" / "tiny"
-    (step,) = [s for s in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss/total" in s]
+    (step,) = trained_steps(run)
     assert step["policy/rollout_difference_max"] < 1e-4
     trajectories = list(open_store(run).trajectories(split="train"))
     assert len(trajectories) == 6 and all(len(t.turns) > 1 and not t.is_failed for t in trajectories)

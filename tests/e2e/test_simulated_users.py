@@ -5,9 +5,7 @@ The judge is a small server here, since a model of random numbers gives no score
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,8 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.viewer.run_view import RunView
 from support.forked import served
 from support.models import tiny_model
-from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
-from support.services import serve
+from support.runs import SEVERAL_TURNS, call_command, trained_steps, write_tiny_run
+from support.scripted_server import scripted_server
 
 EXAMPLE = Path(__file__).parents[1] / "data/projects/simulated_user"
 SHORT = {"instructions": "{goal}", "stop_marker": None, "max_tokens": 6, "max_user_turns": 3}
@@ -44,8 +42,7 @@ def write_run(folder: Path, **user: Any) -> Path:
 
 def trained(folder: Path) -> list[Trajectory]:
     """Return the trajectories of a run, once its numbers are found sound."""
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "loss/total" in step]
+    steps = trained_steps(folder)
     assert len(steps) == 2
     for step in steps:
         assert np.isfinite(step["loss/total"]) and step["loss/grad_norm"] > 0
@@ -86,30 +83,16 @@ def test_simulated_user_example_trains(tmp_path: Path) -> None:
 
 @pytest.fixture
 def judge() -> Iterator[str]:
-    """Serve a judge that likes many different letters, in a thread of its own."""
+    """Serve a judge that likes many different letters."""
 
-    def answer(asked: dict[str, Any], number: int) -> dict[str, Any]:
+    def answer(path: str, asked: dict[str, Any]) -> dict[str, Any]:
         talk = json.loads(asked["messages"][1]["content"])["conversation"]
         said = "".join(m["content"] for m in talk if m["role"] == "assistant")
         usage = {"prompt_tokens": 10, "completion_tokens": 1}
         return {"choices": [{"message": {"content": str(min(1.0, len(set(said)) / 60))}}], "usage": usage}
 
-    loop, started, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-    where: list[str] = []
-
-    async def run() -> None:
-        async with serve(answer) as server:
-            where.append(f"{server.url}v1")
-            started.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
-    thread.start()
-    assert started.wait(60)
-    yield where[0]
-    loop.call_soon_threadsafe(ended.set)
-    thread.join(60)
-    loop.close()
+    with scripted_server(answer) as url:
+        yield f"{url}/v1"
 
 
 def test_lookahead_scores_train_the_turns(tmp_path: Path, judge: str) -> None:

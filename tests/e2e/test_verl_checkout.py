@@ -32,6 +32,7 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from support.models import tiny_model, write_brief_model
+from support.runs import trained_steps
 
 CHECKOUT = Path(os.environ.get("POLYTURN_VERL_CHECKOUT", "/nowhere"))
 pytestmark = [
@@ -103,8 +104,7 @@ def trained(home: Path, script: str, *overrides: str, at: str = ".") -> list[Tra
     run = home / "runs" / Path(script).stem
     sizes = [*SMALL, f"actor_rollout_ref.model.path={home / 'model'}", f"trainer.default_local_dir={run}"]
     run_as(home, "bash", script, overrides=[*sizes, *overrides], at=at)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [s["step"] for s in steps if "loss/total" in s] == [1, 2]
+    assert [s["step"] for s in trained_steps(run)] == [1, 2]
     found = list(open_store(run).trajectories(split="train"))
     assert len(found) == NUM_STEPS * 4 and not any(t.is_failed for t in found), [t.error for t in found]
     return found

@@ -6,7 +6,6 @@ trains with an agent loop.
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import polyturn.compat
 from polyturn.store.stored_run import open_store
 from support.models import write_brief_model
+from support.runs import trained_steps
 
 TOOLS = '''
 from typing import Any, Optional, Tuple
@@ -252,8 +252,7 @@ def test_script_trains_with_the_loss_it_registers(project: Path, monkeypatch: py
     ]
     monkeypatch.setattr(sys, "argv", command)
     runpy.run_path("main_mine.py", run_name="__main__")
-    lines = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]
-    metrics = next(line for line in lines if "loss/total" in line)
+    (metrics,) = trained_steps(project / "out")
     assert "policy/actor/my_kl" in metrics
     assert metrics["loss/policy"] != 0
     found = list(open_store(project / "out").trajectories(split="train"))

@@ -18,12 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from polyturn.algorithms.advantages import grpo
-from polyturn.core.arrays import Floats
 from polyturn.core.generation import GenerateRequest, SamplingParams
-from polyturn.core.metrics import Mean, Metrics
+from polyturn.core.metrics import Mean
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
@@ -36,6 +33,7 @@ from polyturn.training.loop import Trainer
 from polyturn.training.observer_base import Observer
 from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
+from support.states import EmptyPolicy
 from support.timed_engine import TimedEngine
 from support.virtual_time import run_virtual
 
@@ -59,8 +57,8 @@ class SimulatedRun:
     """Virtual seconds."""
 
 
-class CountingPolicy:
-    """A policy without parameters that notes the versions of what it is trained on."""
+class CountingPolicy(EmptyPolicy):
+    """Notes the versions of what it is trained on."""
 
     train_seconds = 0.0
 
@@ -68,33 +66,13 @@ class CountingPolicy:
         self._run = run
         self.step = 0
 
-    def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
-        return [np.zeros(len(s), np.float32) for s in samples]
-
     def forward_backward(self, samples: Sequence[TrainSample]) -> PassResult:
         for sample in samples:
+            assert sample.versions is not None
             sampled = sample.versions[sample.versions >= 0]
             self._run.staleness.update((self.step - sampled).tolist())
             self._run.mixed += len(set(sampled.tolist())) > 1
         return PassResult({"loss/total": Mean(0.0)})
-
-    def optim_step(self) -> Metrics:
-        return {}
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
-
-    def is_saved(self) -> bool:
-        return True
-
-    def load(self, folder: Path) -> None:
-        assert folder.is_dir()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return
 
 
 class _Observer(Observer):

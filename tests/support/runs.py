@@ -20,6 +20,7 @@ import pytest
 
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec
+from polyturn.tracking.jsonl import read_metrics
 
 CONFIG = """\
 name: tiny
@@ -116,6 +117,11 @@ def write_tiny_run(folder: Path, *, num_tasks: int = 6) -> Path:
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(out=folder / "runs"))
     return config
+
+
+def trained_steps(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step that a run trained on."""
+    return [line for line in read_metrics(run / "metrics.jsonl") if "loss/total" in line]
 
 
 class Called(NamedTuple):

@@ -39,7 +39,7 @@ def scripted_server(answer: Callable[[str, dict[str, Any]], Any]) -> Iterator[st
             pass
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield f"http://127.0.0.1:{listening.server_address[1]}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.routing import has_route
 from polyturn.store.stored_run import open_store
 from support.refusals import refuses
-from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
+from support.runs import SEVERAL_TURNS, call_command, trained_steps, write_tiny_run
 
 EXPERTS = (
     "model.init.model_type=qwen3_moe",
@@ -37,8 +35,7 @@ def test_run_replays_the_experts_of_its_engine(tmp_path: Path) -> None:
     called = call_command(main, "train", write_tiny_run(tmp_path), *EXPERTS, *SEVERAL_TURNS, *settings)
     assert called.code == 0, called.err
     run = tmp_path / "runs" / "tiny"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps: list[dict[str, Any]] = [line for line in lines if "loss/total" in line]
+    steps = trained_steps(run)
     assert [s["policy/router_missing"] for s in steps] == [0, 0]
     assert all(s["loss/router_balance"] > 0 and s["policy/rollout_difference_max"] < 1e-4 for s in steps)
     for trajectory in open_store(run).trajectories():

@@ -14,8 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -42,6 +40,7 @@ from polyturn.tools.failures import ToolFailure
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.tracking.manager import tracker_spec
 from polyturn.training.observer import AlsoRecord, RunObserver
+from support.scripted_server import scripted_server
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -131,25 +130,12 @@ async def test_notebook_of_a_page_reads_a_run(tmp_path: Path, monkeypatch: pytes
 
 def test_tracker_of_a_page_sends_its_numbers(tmp_path: Path) -> None:
     (tmp_path / "tracker.py").write_text(blocks("docs/guides/see.md", "python")[1])
-    got: list[bytes] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    spec = tracker_spec("tracker.py:Webhook", base=tmp_path, url=f"http://127.0.0.1:{server.server_port}")
-    with RunObserver(tmp_path / "mine", total_steps=1, also=AlsoRecord(trackers=[spec])) as observer:
-        observer.on_step(3, {"rollout/success": 0.5}, [])
-    server.shutdown()
-    server.server_close()
-    assert got == [b'{"run": "mine", "step": 3, "success": 0.5}']
+    got: list[dict[str, Any]] = []
+    with scripted_server(lambda path, body: got.append(body) or {}) as url:
+        spec = tracker_spec("tracker.py:Webhook", base=tmp_path, url=url)
+        with RunObserver(tmp_path / "mine", total_steps=1, also=AlsoRecord(trackers=[spec])) as observer:
+            observer.on_step(3, {"rollout/success": 0.5}, [])
+    assert got == [{"run": "mine", "step": 3, "success": 0.5}]
 
 
 def commands(page: str) -> list[str]:

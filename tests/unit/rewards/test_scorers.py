@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from polyturn.rewards.default import default_compute_score
 from polyturn.tools.python_sandbox.isolation import Isolation
 from support.isolated import need_isolation
 from support.refusals import refuses
+from support.scripted_server import scripted_server
 
 
 @pytest.mark.parametrize(
@@ -158,56 +160,41 @@ def test_search_r1_finds_a_right_answer_in_another() -> None:
     assert search_r1.compute_score_subem("Beatles", truth) == 0.0
 
 
-Service = tuple[str, type["Sandbox"]]
-
-
-class Sandbox(BaseHTTPRequestHandler):
-    """A service with the sandbox's protocol that runs Python itself; `broken` answers are left first.
+class Sandbox:
+    """Answers with the sandbox's protocol and runs Python itself; `broken` answers are left first.
 
     `is_down` leaves one that is broken for good; a program with the word in `refuses` is never answered.
     """
 
-    asked: list[dict[str, Any]]
-    broken: list[tuple[int, dict[str, Any]]]
-    is_down: tuple[int, dict[str, Any]] | None = None
-    refuses: str | None = None
-    reply_of_refused: tuple[int, Any] = (500, {})
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.broken: list[tuple[int, dict[str, Any]]] = []
+        self.is_down: tuple[int, dict[str, Any]] | None = None
+        self.refuses: str | None = None
+        self.reply_of_refused: tuple[int, Any] = (500, {})
 
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
         self.asked.append(asked)
         if self.refuses is not None and self.refuses in asked["code"]:
-            status, reply = self.reply_of_refused
-        else:
-            status, reply = self.is_down or (self.broken.pop() if self.broken else (200, self.run(asked)))
-        body = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            return self.reply_of_refused
+        return self.is_down or (self.broken.pop() if self.broken else (200, self.run(asked)))
 
     @staticmethod
     def run(asked: dict[str, Any]) -> dict[str, Any]:
-        import subprocess
-        import sys
-
         done = subprocess.run([sys.executable, "-c", asked["code"]], input=asked["stdin"], capture_output=True, text=True)
         state = "Finished" if done.returncode == 0 else "Error"
         result = {"status": state, "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
         return {"status": "Success" if done.returncode == 0 else "Failed", "run_result": result}
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+
+Service = tuple[str, Sandbox]
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    handler = type("Handler", (Sandbox,), {"asked": [], "broken": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/run_code", handler
-    server.shutdown()
-    server.server_close()
+    sandbox = Sandbox()
+    with scripted_server(sandbox.answer) as url:
+        yield f"{url}/run_code", sandbox
 
 
 PLUS_ONE = "Here:\n```python\nprint(int(input()) + 1)\n```\nDone."

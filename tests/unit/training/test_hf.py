@@ -1,6 +1,5 @@
 """Models in and out of the Hugging Face format."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training.hf import as_checkpoint, build_model, choose_kernels, count_parameters, load_model, save_model
 from support.models import tiny_model
 from support.refusals import refuses
+from support.states import MakesFolder
 from support.vision import tiny_vision_model, vision_tokenizer
 
 CONFIG = {
@@ -36,16 +36,6 @@ def test_seed_decides_weights_and_leaves_the_random_state():
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.get_input_embeddings().weight, other.get_input_embeddings().weight)
-
-
-class MakesFolder:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
 
 
 def test_pickled_code_in_place_of_weights_is_refused(tmp_path):

@@ -39,11 +39,12 @@ from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
 from polyturn.training.weight_sync import SharedWeights
 from support.refusals import refuses
+from support.states import EmptyPolicy
 
 Event = tuple[Any, ...]
 
 
-class NotingPolicy:
+class NotingPolicy(EmptyPolicy):
     """A policy whose only parameter is the number of steps it has taken."""
 
     def __init__(self, events: list[Event], fail_at: int | None = None) -> None:
@@ -54,7 +55,7 @@ class NotingPolicy:
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[np.ndarray]:
         self._events.append(("score", reference))
-        return [np.zeros(len(s), np.float32) for s in samples]
+        return super().score(samples)
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> PassResult:
         if self.steps == self._fail_at:
@@ -67,15 +68,6 @@ class NotingPolicy:
         self.steps += 1
         self._events.append(("optim_step", self.steps))
         return {}
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
-
-    def is_saved(self) -> bool:
-        return True
-
-    def load(self, folder: Path) -> None:
-        assert folder.is_dir()
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
